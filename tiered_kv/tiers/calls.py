@@ -26,7 +26,8 @@ _FEWEST_CALLS: Final = 2
 _MOST_CALLS: Final = 64
 _QUEUED: Final = frozenset({"lookup", "locate", "delete", "read", "write"})
 """Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
-_CLOSED: Final = "the cache was closed"
+CLOSED: Final = "the cache was closed"
+"""The error of a call that the end of the cache has ended: nobody knows what the medium did."""
 _SILENT_S: Final = 60.0
 """A method that answers at once may be asked for every block, and fail each time: it is told once in so long."""
 
@@ -171,7 +172,7 @@ class Calls:
         underway = _Underway(self, doing, turns, num_blocks, limit_s, is_late)
         if in_this_task:
             answer = await self._make(underway, call, problem_of, is_failure)
-            if answer.error == _CLOSED:
+            if answer.error == CLOSED:
                 raise asyncio.CancelledError  # which has ended the call
             return answer
         making = asyncio.get_running_loop().create_task(
@@ -182,7 +183,7 @@ class Calls:
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
-        return Answer(error=_CLOSED) if making.cancelled() else making.result()
+        return Answer(error=CLOSED) if making.cancelled() else making.result()
 
     def begin(
         self,
@@ -299,7 +300,7 @@ class _Underway:
     ) -> Answer[T]:
         """Say how the call ended: with what ``value`` returns or raises."""
         calls, health = self._calls, self._calls.health
-        answer: Answer[T] = Answer(error=_CLOSED)
+        answer: Answer[T] = Answer(error=CLOSED)
         has_failed = True
         try:
             made = value()
@@ -309,7 +310,7 @@ class _Underway:
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            answer = Answer(error=_CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught))
+            answer = Answer(error=CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught))
         finally:
             self._timer.cancel()
             seconds = health.clock() - self._started
@@ -319,7 +320,7 @@ class _Underway:
                 health.ended(self.doing, seconds, is_late=self in calls.late, has_failed=has_failed)
                 calls.late.discard(self)
             self.end_turn()
-        if not answer.is_well and answer.error != _CLOSED:
+        if not answer.is_well and answer.error != CLOSED:
             health.emit(TierFailed(health.name, self.doing, answer.error, self._num_blocks))
         return replace(answer, seconds=seconds)
 

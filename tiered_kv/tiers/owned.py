@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 
@@ -24,15 +25,15 @@ from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.leases import Lease
+from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import Answer
+from tiered_kv.tiers.calls import CLOSED, Answer
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
-from tiered_kv.tiers.storage import READ, StorageTier, TierParts, both
+from tiered_kv.tiers.storage import READ, WRITTEN, StorageTier, TierParts, both
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierFailed
@@ -288,41 +289,174 @@ class OwnedTier(StorageTier, BookedTier):
             self.take_out(wanted.names, broken, refused, wanted)
         return ReadReport.of(n, at, outcomes, refused)
 
+    @override
+    def begin_write(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        waiter: Waiter,
+        then: Callable[[WriteReport], None],
+    ) -> bool:
+        num_bytes = self._num_bytes(len(batch))
+        if self._is_off(waiter) or not self._wear.take(num_bytes):
+            return False
+        if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
+            self._wear.give_back(num_bytes)
+            return False
+
+        def end(report: WriteReport) -> None:
+            give_back()
+            self._wear.give_back(num_bytes - self._num_bytes(int(np.count_nonzero(report.written))))
+            then(report)
+
+        writing = self._take_slots(batch, is_wanted())
+        if len(writing.todo):
+            self._begin_on(writing, blocks, both(give_back, on_late), waiter, end)
+        else:
+            end(self._end_write(writing))
+        return True
+
+    def _begin_on(
+        self,
+        writing: "_SlotWrite",
+        blocks: list[Block],
+        on_late: Callable[[], None],
+        waiter: Waiter,
+        then: Callable[[WriteReport], None],
+    ) -> None:
+        """Do what `_write_on` does, without a task where nothing has to be waited for."""
+
+        async def finish(work: Awaitable[object]) -> None:
+            try:
+                await work
+            finally:
+                then(self._end_write(writing))
+
+        def written(answer: Answer[list[Outcome]]) -> None:
+            doomed = self._commit(writing, self._told(answer, len(writing.todo)))
+            if answer.error == CLOSED:
+                self._journal.owe()  # nobody knows what is there now
+            elif len(doomed):
+                self._tasks.spawn(finish(self._journal.forget(doomed, on_late)), f"forget blocks of {self.name}")
+                return
+            then(self._end_write(writing))
+
+        if not self._begin_to_write(writing, blocks, written, waiter, on_late):
+            work = self._move_on(writing, blocks, on_late, waiter)
+            self._tasks.spawn(finish(work), f"write {len(writing.todo)} blocks to {self.name}")
+
+    def _begin_to_write(
+        self,
+        writing: "_SlotWrite",
+        blocks: list[Block],
+        then: Callable[[Answer[list[Outcome]]], None],
+        waiter: Waiter,
+        on_late: Callable[[], None],
+    ) -> bool:
+        """Have threads of the medium make and write the records; False if that has to be waited for."""
+        if not self.backend.makes_records or self._stages:
+            return False
+        slots, there = writing.slots, [blocks[i] for i in writing.todo.tolist()]
+        hidden, records = self.records.names(writing.batch.names), [block.read_only() for block in there]
+        make = self.records.making(self.records.keys(writing.batch), there, self.shape)
+        self._in_write[writing] = writing.batch.names, slots
+        is_begun = self.calls.begin(
+            "write",
+            lambda: self.backend.begin_write(self.group, slots, hidden, records, make),
+            then,
+            allowed=WRITTEN,
+            num_blocks=len(slots),
+            waiter=waiter,
+            on_late=on_late,
+            tasks=self._tasks,
+        )
+        if not is_begun:
+            del self._in_write[writing]
+        return is_begun
+
     async def _write_blocks(
         self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
+        return await self._write_on(self._take_slots(batch, wanted), blocks, on_late, waiter)
+
+    async def _write_on(
+        self, writing: "_SlotWrite", blocks: list[Block], on_late: Callable[[], None], waiter: Waiter
+    ) -> WriteReport:
         """Write to slots of the index. What is removed while it is written never commits."""
-        n, at = len(batch), wanted.nonzero()[0]
+        try:
+            if len(writing.todo):
+                await self._move_on(writing, blocks, on_late, waiter)
+        finally:
+            report = self._end_write(writing)
+        return report
+
+    async def _move_on(
+        self, writing: "_SlotWrite", blocks: list[Block], on_late: Callable[[], None], waiter: Waiter
+    ) -> None:
+        there = [blocks[i] for i in writing.todo.tolist()]
+        try:
+            outcomes = await self._write_to(writing.batch, there, writing.slots, on_late, waiter)
+        except BaseException:
+            self._journal.owe()  # nobody knows what is there now
+            raise
+        await self._journal.forget(self._commit(writing, outcomes), on_late)
+
+    def _take_slots(self, batch: Batch, wanted: Mask) -> "_SlotWrite":
+        """Reserve slots for those of the blocks that are wanted, and that the tier lacks."""
+        at = wanted.nonzero()[0]
         try:
             reservation = self.index.reserve(batch.names[at])
         except CapacityError:
-            return WriteReport.nothing_of(n, Reason.NO_ROOM)
-        with reservation:
-            self.counters.evicted += len(reservation.evicted)
-            fresh = reservation.slots >= 0
-            todo = at[fresh]
-            written, present, dropped = np.zeros(n, np.bool_), np.zeros(n, np.bool_), ~wanted
-            present[at[~fresh]] = True
-            if len(todo):
-                # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
-                with self._is_writing(np.concatenate((batch.names[todo], reservation.evicted))):
-                    there, slots = [blocks[i] for i in todo], reservation.slots[fresh]
-                    try:
-                        outcomes = await self._write_to(batch[todo], there, slots, on_late, waiter)
-                    except BaseException:
-                        self._journal.owe()  # nobody knows what is there now
-                        raise
-                    written[todo] = [outcome is Outcome.STORED for outcome in outcomes]
-                    dropped[todo] = [outcome is Outcome.REFUSED for outcome in outcomes]
-                    with reservation.commit(written[at]) as lease:
-                        doomed = written[at] & fresh & (lease.slots < 0)
-                    doomed |= fresh & ~written[at] & ~dropped[at]  # there may be anything
-                    if len(reservation.evicted):  # of which the medium still has what was not overwritten
-                        doomed |= dropped[at] & fresh
-                    # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
-                    await self._journal.forget(reservation.slots[doomed], on_late)
+            return _SlotWrite(len(batch), batch[:0], at[:0], None, WriteReport.nothing_of(len(batch), Reason.NO_ROOM))
+        self.counters.evicted += len(reservation.evicted)
+        fresh = reservation.slots >= 0
+        nothing, present = np.zeros(len(batch), np.bool_), np.zeros(len(batch), np.bool_)
+        present[at[~fresh]] = True
+        report = WriteReport(nothing, present, ~wanted, self._refusal, ~wanted)
+        todo = at[fresh]
+        writing = _SlotWrite(len(batch), batch[todo], todo, reservation, report)
+        if len(todo):
+            # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
+            names = np.concatenate((writing.batch.names, reservation.evicted))
+            self._writing[writing] = hash_names(names), writing.done
+        return writing
+
+    def _commit(self, writing: "_SlotWrite", outcomes: list[Outcome]) -> Slots:
+        """Make readable what was stored; return the slots that the medium has to forget, which are kept for it."""
+        self._in_write.pop(writing, None)
+        reservation = writing.reservation
+        assert reservation is not None  # noqa: S101 - else there was nothing to write
+        stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
+        refused = np.array([outcome is Outcome.REFUSED for outcome in outcomes], np.bool_)
+        is_fresh = reservation.slots >= 0
+        ok = np.zeros(len(is_fresh), np.bool_)
+        ok[is_fresh] = stored
+        with reservation.commit(ok) as lease:
+            doomed = stored & (lease.slots[is_fresh] < 0)
+        doomed |= ~stored & ~refused  # there may be anything
+        if len(reservation.evicted):  # of which the medium still has what was not overwritten
+            doomed |= refused
+        report = writing.report
+        report.written[writing.todo] = stored
+        report.dropped[writing.todo] = refused
+        # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
+        return writing.slots[doomed]
+
+    def _end_write(self, writing: "_SlotWrite") -> WriteReport:
+        """Give back the slots that hold nothing, and say what became of the blocks."""
+        if writing.reservation is not None:
+            writing.reservation.close()
+        if self._writing.pop(writing, None) is not None:
+            writing.done.set_result(None)
         self._see_missing()
-        return WriteReport(written, present, dropped, self._refusal, ~wanted)
+        report = writing.report
+        return WriteReport(report.written, report.present, report.dropped, self._refusal_of(writing), report.unwanted)
+
+    def _refusal_of(self, writing: "_SlotWrite") -> Reason:
+        """Why blocks were dropped: for want of room, or as `_refusal` says now."""
+        return Reason.NO_ROOM if writing.reservation is None else self._refusal
 
     async def _write_to(
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
@@ -565,3 +699,27 @@ class OwnedTier(StorageTier, BookedTier):
 
 def _problem_of_facts(facts: Mapping[str, object]) -> str:
     return "" if isinstance(facts, dict) else f"no dict: {facts!r:.80}"
+
+
+@dataclass(eq=False)
+class _SlotWrite:
+    """Blocks of one write that go to slots of the index.
+
+    Attributes:
+        num_blocks: Of the whole write.
+        batch: What is to be written.
+        todo: Its positions in the write.
+        reservation: Of its slots; None if there was no room.
+        report: What has become of all blocks.
+    """
+
+    num_blocks: int
+    batch: Batch
+    todo: NDArray[np.intp]
+    reservation: Reservation | None
+    report: WriteReport
+
+    def __post_init__(self) -> None:
+        self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
+        self.slots: Slots = slots[slots >= 0]

@@ -36,7 +36,7 @@ READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAI
 _KEYS_TOLD: Final = 8
 """Of broken blocks, in an event."""
 _READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
-_WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
+WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
 
 
 @dataclass(frozen=True)
@@ -191,6 +191,22 @@ class StorageTier(Tier):
             self._wear.give_back(num_bytes - num_worn)
         return report
 
+    def begin_write(
+        self,
+        batch: Batch,
+        blocks: list[Block],
+        is_wanted: Callable[[], Mask],
+        on_late: Callable[[], None],
+        waiter: Waiter,
+        then: Callable[[WriteReport], None],
+    ) -> bool:
+        """Do what `write` does, at once and without a task; False, and nothing is done, if it has to wait for its turn.
+
+        ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
+        returns.
+        """
+        return False
+
     @property
     def _refusal(self) -> Reason:
         """Why blocks are dropped that have just been refused: by the medium, or as it was not asked."""
@@ -336,10 +352,14 @@ class StorageTier(Tier):
         started = self.health.clock()
         answer = await self.calls.make(
             "write", call, num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
-            problem_of=outcomes_problem(n, _WRITTEN), is_failure=all_failed,
+            problem_of=outcomes_problem(n, WRITTEN), is_failure=all_failed,
         )  # fmt: skip
-        self.counters.write_s += answer.seconds
         self.counters.write_queue_s += self.health.clock() - started - answer.seconds
+        return self._told(answer, n)
+
+    def _told(self, answer: Answer[list[Outcome]], n: int) -> list[Outcome]:
+        """Count what a write of ``n`` blocks has done, and return what became of each."""
+        self.counters.write_s += answer.seconds
         if not answer.was_made:
             return [Outcome.REFUSED] * n
         outcomes = list(answer.value or [Outcome.FAILED] * n)

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
+from tiered_kv.media.backend import Block
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.chain import Chain
@@ -337,19 +338,27 @@ class WriteDown:
             found, _ = chain.host.index.find(batch.names)
             return np.equal(found, slots)  # what was evicted by name since must not come back from below
 
-        async def write() -> None:
+        def end(report: WriteReport | None, blocks: list[Block]) -> None:
+            chain.host.slab.take_back(blocks)
+            settle(report)
+            let_go()
+
+        async def write(blocks: list[Block]) -> None:
+            report = None
             try:
-                with chain.host.slab.blocks(slots) as blocks:
-                    settle(await storage.write(batch, blocks, is_wanted, lambda: settle(None), Waiter(self._kind)))
+                report = await storage.write(batch, blocks, is_wanted, lambda: settle(None), waiter)
             finally:
-                settle(None)
-                let_go()
+                end(report, blocks)
 
         if storage.health.is_shedding or not len(batch):
             settle(WriteReport.nothing_of(len(batch), Reason.TIER_AWAY))
             let_go()
-        else:
-            chain.tasks.spawn(write(), f"write {len(batch)} blocks to {storage.name}")
+            return
+        lent, waiter = chain.host.slab.lend_blocks(slots), Waiter(self._kind)
+        if not storage.begin_write(
+            batch, lent, is_wanted, lambda: settle(None), waiter, lambda report: end(report, lent)
+        ):
+            chain.tasks.spawn(write(lent), f"write {len(batch)} blocks to {storage.name}")
 
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:
         """Count what became of the blocks in one tier; what waited for it and failed waits again."""
