@@ -23,7 +23,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, ClassVar, Final, Protocol, Self, TypeVar
+from typing import Any, ClassVar, Final, Protocol, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -174,6 +174,28 @@ class Block:
 
     def __bytes__(self) -> bytes:
         return b"".join(self.segments)
+
+
+class Blocks(Sequence[Block]):
+    """Blocks that are made when they are looked at, in any thread: the loop's has no time for each of many."""
+
+    def __init__(self, num_blocks: int, make: Callable[[int], Block]) -> None:
+        """Have so many, of which ``make`` makes the one at a position."""
+        self._positions = range(num_blocks)
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, at: int) -> Block: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> list[Block]: ...
+
+    def __getitem__(self, at: int | slice) -> Block | list[Block]:
+        found = self._positions[at]
+        return self._make(found) if isinstance(found, int) else [self._make(position) for position in found]
 
 
 class Workers(Protocol):

@@ -38,7 +38,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.media.backend import Block
+from tiered_kv.media.backend import Block, Blocks
 from tiered_kv.system import files
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
@@ -169,7 +169,7 @@ class HostSlab:
         return self._memory[slot * self.stride_bytes : (slot + 1) * self.stride_bytes]
 
     @contextmanager
-    def blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> Iterator[list[Block]]:
+    def blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> "Iterator[LentBlocks]":
         """Lend record buffers over ``slots`` for the length of an I/O call: each the slot and a header page.
 
         The headers hold whatever the last call left in them. They are lent again after the ``with`` block, so it must
@@ -181,15 +181,13 @@ class HostSlab:
         finally:
             self.take_back(blocks)
 
-    def lend_blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> list[Block]:
+    def lend_blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> "LentBlocks":
         """Do what `blocks` does, until `take_back`."""
-        numbers = slots.tolist() if isinstance(slots, np.ndarray) else slots
-        lent = zip(self._headers.take(len(numbers)), numbers, strict=True)
-        return [Block(header, self.padded(slot), self.payload_bytes) for header, slot in lent]
+        return LentBlocks(self, slots.tolist() if isinstance(slots, np.ndarray) else slots, self._headers)
 
-    def take_back(self, blocks: Sequence[Block]) -> None:
+    def take_back(self, blocks: "LentBlocks") -> None:
         """Lend the headers of these blocks again."""
-        self._headers.give([block.header for block in blocks])
+        self._headers.give(blocks.headers)
 
     def give_back(self, start: int, stop: int) -> None:
         """Return the pages of some slots to the system, in every process: they read as zeros, and come when touched.
@@ -216,6 +214,19 @@ def touch(rows: Tensor) -> None:
     Untouched memory is ten times slower to write. Harmless beside transfers, and on kernels that cannot do it.
     """
     _madvise(rows.data_ptr(), rows.nbytes, _MADV_POPULATE_WRITE)
+
+
+class LentBlocks(Blocks):
+    """Record buffers over slots of a slab.
+
+    Attributes:
+        headers: Of each block.
+    """
+
+    def __init__(self, slab: HostSlab, slots: Sequence[int], headers: "_Headers") -> None:
+        """Lend ``slots``; made by `HostSlab` only."""
+        self.headers = taken = headers.take(len(slots))
+        super().__init__(len(slots), lambda n: Block(taken[n], slab.padded(slots[n]), slab.payload_bytes))
 
 
 class _Headers:

@@ -191,7 +191,7 @@ class Calls:
         start: Callable[[], Begun | None],
         then: Callable[[Answer[list[Outcome]]], None],
         *,
-        allowed: frozenset[Outcome],
+        allowed: tuple[Outcome, ...],
         num_blocks: int,
         waiter: Waiter,
         on_late: Callable[[], None],
@@ -396,7 +396,7 @@ def all_failed(outcomes: Sequence[Outcome]) -> bool:
     return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)
 
 
-def outcomes_problem(num_blocks: int, allowed: frozenset[Outcome]) -> Callable[[list[Outcome]], str]:
+def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[[list[Outcome]], str]:
     """Return what says whether a backend answered as it should: one outcome a block, of those that such a call has."""
 
     def problem_of(outcomes: list[Outcome]) -> str:

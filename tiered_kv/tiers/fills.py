@@ -412,7 +412,7 @@ class _Part:
         """Have the tier read, and wait until it has let go of the slots."""
         report = None
         try:
-            report = await self._tier.read(self._batch, self._blocks, self._fill.waiter, self._late)
+            report = await self._tier.read(self._batch, list(self._blocks), self._fill.waiter, self._late)
         finally:
             self._end(report)
 

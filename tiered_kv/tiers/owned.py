@@ -27,7 +27,7 @@ from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.media.backend import Block, Make, Missing, Outcome, SlotBackend, Verify
+from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer
 from tiered_kv.tiers.gate import Waiter
@@ -216,7 +216,7 @@ class OwnedTier(StorageTier, BookedTier):
     def begin_read(
         self,
         batch: Batch,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
         then: Callable[[ReadReport], None],
@@ -231,7 +231,7 @@ class OwnedTier(StorageTier, BookedTier):
             lease.release()
             give_back()
             return False
-        verification = self.records.verification(self.records.keys(batch), blocks, self.shape)
+        verification = self.records.verification_there(batch, blocks, self.shape)
         read = self.speed.begin(num_bytes)
 
         def end(answer: Answer[list[Outcome]]) -> None:
@@ -293,7 +293,7 @@ class OwnedTier(StorageTier, BookedTier):
     def begin_write(
         self,
         batch: Batch,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
         waiter: Waiter,
@@ -321,7 +321,7 @@ class OwnedTier(StorageTier, BookedTier):
     def _begin_on(
         self,
         writing: "_SlotWrite",
-        blocks: list[Block],
+        blocks: Sequence[Block],
         on_late: Callable[[], None],
         waiter: Waiter,
         then: Callable[[WriteReport], None],
@@ -344,13 +344,13 @@ class OwnedTier(StorageTier, BookedTier):
             then(self._end_write(writing))
 
         if not self._begin_to_write(writing, blocks, written, waiter, on_late):
-            work = self._move_on(writing, blocks, on_late, waiter)
+            work = self._move_on(writing, list(blocks), on_late, waiter)
             self._tasks.spawn(finish(work), f"write {len(writing.todo)} blocks to {self.name}")
 
     def _begin_to_write(
         self,
         writing: "_SlotWrite",
-        blocks: list[Block],
+        blocks: Sequence[Block],
         then: Callable[[Answer[list[Outcome]]], None],
         waiter: Waiter,
         on_late: Callable[[], None],
@@ -358,9 +358,10 @@ class OwnedTier(StorageTier, BookedTier):
         """Have threads of the medium make and write the records; False if that has to be waited for."""
         if not self.backend.makes_records or self._stages:
             return False
-        slots, there = writing.slots, [blocks[i] for i in writing.todo.tolist()]
-        hidden, records = self.records.names(writing.batch.names), [block.read_only() for block in there]
-        make = self.records.making(self.records.keys(writing.batch), there, self.shape)
+        slots, todo = writing.slots, writing.todo.tolist()
+        hidden = self.records.names(writing.batch.names)
+        records = Blocks(len(todo), lambda n: blocks[todo[n]].read_only())
+        make = self.records.making(writing.batch, Blocks(len(todo), lambda n: blocks[todo[n]]), self.shape)
         self._in_write[writing] = writing.batch.names, slots
         is_begun = self.calls.begin(
             "write",
@@ -462,7 +463,7 @@ class OwnedTier(StorageTier, BookedTier):
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
     ) -> list[Outcome]:
         if self.backend.makes_records and not self._stages:
-            make = self.records.making(self.records.keys(batch), blocks, self.shape)
+            make = self.records.making(batch, blocks, self.shape)
             records = [block.read_only() for block in blocks]
             return await self._write_records(batch.names, records, slots, on_late, waiter, make)
         async with self._encoded(batch, blocks) as made:

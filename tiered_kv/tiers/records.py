@@ -13,7 +13,7 @@ Source of the idea: SplitZip (arXiv 2605.01708), a fixed code for the commonest 
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final, TypeVar
 
@@ -340,12 +340,12 @@ class Records:
         """Whether what is written needs memory of its own."""
         return self._seal is not None and self._seal.encrypts
 
-    def making(self, keys: Sequence[BlockKey], blocks: Sequence[Block], shape: RecordShape) -> Make:
+    def making(self, batch: Batch, blocks: Sequence[Block], shape: RecordShape) -> Make:
         """Return what makes the records of some of the blocks where they are, which then have their headers."""
 
         def make(at: Sequence[int]) -> None:
-            for n in at:
-                encode(keys[n], blocks[n], codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal)
+            for n, key in zip(at, self.keys(batch[np.array(at, np.int64)]), strict=True):
+                encode(key, blocks[n], codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal)
 
         return make
 
@@ -395,14 +395,27 @@ class Records:
                 outcome = Outcome.CORRUPT  # whole, and made by something else
             return outcome, reason
 
-        return Verification(self.threads, verdict)
+        return Verification(self.threads, lambda at: map(verdict, at))
+
+    def verification_there(self, batch: Batch, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
+        """Do as `verification` does, for a medium that makes records: keys are made where it verifies them, too."""
+
+        def verdicts(at: Sequence[int]) -> list[tuple[Outcome, str]]:
+            keys = self.keys(batch[np.array(at, np.int64)])
+            return [
+                examine(key, blocks[n], codec=shape.codec, seal=self._seal) for n, key in zip(at, keys, strict=True)
+            ]
+
+        return Verification(self.threads, verdicts)
 
     def verification_by_name(self, names: Names, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
         """Do as `verification` does, where only the names of the blocks are known, as the cache has them."""
         hidden = self.names(names)
-        return Verification(
-            self.threads, lambda n: examine_any(hidden[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
-        )
+
+        def verdict(n: int) -> tuple[Outcome, str]:
+            return examine_any(hidden[n].tobytes(), blocks[n], codec=shape.codec, seal=self._seal)
+
+        return Verification(self.threads, lambda at: map(verdict, at))
 
 
 class Verification:
@@ -412,10 +425,10 @@ class Verification:
         refused: Which whole records were refused for their seal: the reason by position.
     """
 
-    def __init__(self, threads: WorkerPool, verdict: Callable[[int], tuple[Outcome, str]]) -> None:
+    def __init__(self, threads: WorkerPool, verdicts: Callable[[Sequence[int]], Iterable[tuple[Outcome, str]]]) -> None:
         self.refused: dict[int, str] = {}
         self._threads = threads
-        self._verdict = verdict
+        self._verdicts = verdicts
         self._filled: list[int] = []
 
     @property
@@ -425,13 +438,13 @@ class Verification:
 
     def verify(self, at: Sequence[int], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify some positions, in any thread: of each the medium has said what it found."""
-        verdicts = list(outcomes)
-        for place, outcome in enumerate(outcomes):
-            if outcome is Outcome.HIT:
-                verdicts[place], reason = self._verdict(at[place])
+        verdicts, hits = list(outcomes), [place for place, each in enumerate(outcomes) if each is Outcome.HIT]
+        if hits:
+            found = self._verdicts([at[place] for place in hits])
+            for place, (verdicts[place], reason) in zip(hits, found, strict=True):
                 if reason:
                     self.refused[at[place]] = reason
-        self._filled.append(list(outcomes).count(Outcome.HIT))
+        self._filled.append(len(hits))
         return verdicts
 
     async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:

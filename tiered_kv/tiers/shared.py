@@ -288,7 +288,7 @@ def _names(rows: Iterable[bytes]) -> Names:
 
 _DELETED_AT_ONCE: Final = 1024
 _ASKED_AT_ONCE: Final = 1024
-_LOOKED_UP: Final = frozenset({Outcome.HIT, Outcome.MISS})
+_LOOKED_UP: Final = (Outcome.HIT, Outcome.MISS)
 
 
 @dataclass(eq=False)

@@ -32,11 +32,11 @@ from tiered_kv.values.keys import BlockKey, Names
 from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
-READ: Final = frozenset({Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED})
+READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)
 _KEYS_TOLD: Final = 8
 """Of broken blocks, in an event."""
 _READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
-WRITTEN: Final = frozenset({Outcome.STORED, Outcome.REFUSED, Outcome.FAILED})
+WRITTEN: Final = (Outcome.STORED, Outcome.REFUSED, Outcome.FAILED)
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class StorageTier(Tier):
     def begin_read(
         self,
         batch: Batch,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
         then: Callable[[ReadReport], None],
@@ -194,7 +194,7 @@ class StorageTier(Tier):
     def begin_write(
         self,
         batch: Batch,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
         waiter: Waiter,

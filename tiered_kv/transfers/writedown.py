@@ -25,8 +25,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
-from tiered_kv.media.backend import Block
 from tiered_kv.memory.copies import copy_rows
+from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fills import Fill, Waiting
@@ -338,15 +338,15 @@ class WriteDown:
             found, _ = chain.host.index.find(batch.names)
             return np.equal(found, slots)  # what was evicted by name since must not come back from below
 
-        def end(report: WriteReport | None, blocks: list[Block]) -> None:
+        def end(report: WriteReport | None, blocks: LentBlocks) -> None:
             chain.host.slab.take_back(blocks)
             settle(report)
             let_go()
 
-        async def write(blocks: list[Block]) -> None:
+        async def write(blocks: LentBlocks) -> None:
             report = None
             try:
-                report = await storage.write(batch, blocks, is_wanted, lambda: settle(None), waiter)
+                report = await storage.write(batch, list(blocks), is_wanted, lambda: settle(None), waiter)
             finally:
                 end(report, blocks)
 

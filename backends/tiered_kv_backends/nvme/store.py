@@ -425,11 +425,12 @@ class Store:
         Raises:
             BackendUnavailableError: The disk is gone.
         """
+        self._group(group, slots, into)
         return await _outcomes(self.begin_read(group, slots, into, verify))
 
     def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None) -> Begun:
         """Have threads begin to read, see `read`."""
-        slab = self._group(group, slots, into).slab
+        slab = self._group(group, slots).slab
 
         def read(at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
             moved = slab.read(part, blocks)
@@ -499,8 +500,7 @@ class Store:
         make: Make | None = None,
     ) -> Begun | None:
         """Have threads begin to write, see `write`; None if the files must grow first, or the clerk is to enter it."""
-        files = self._group(group, slots, blocks)
-        check_lengths(names, blocks)
+        files = self._group(group, slots)
         if files.num_checkpoints or self._are_beyond(files, slots) or files.are_erased(slots):
             return None
         files.mark(slots, WRITING)
@@ -622,19 +622,20 @@ class Store:
         is, calls are as long as they may be: a disk is as busy with few long ones, and each costs a thread's turn at
         the interpreter.
         """
-        order = np.argsort(slots, kind="stable").tolist()
-        sorted_slots, sorted_blocks = slots[order].tolist(), [blocks[i] for i in order]
-        end = len(order)
+        order = np.argsort(slots, kind="stable")
+        sorted_slots, positions, end = slots[order].tolist(), order.tolist(), len(order)
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
         share = max(-(-end // num_free), _LEAST_SHARE_BYTES // slab.shape.stride_bytes, 1)
         share = min(share, slab.call_blocks)
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
         guarded = self._calls.guarded
+
+        def move_part(at: list[int], part: list[int]) -> Moved:
+            return move(at, part, [blocks[i] for i in at])
+
         jobs = [
-            partial(
-                guarded, move, order[at : at + share], sorted_slots[at : at + share], sorted_blocks[at : at + share]
-            )
-            for at in range(0, end, share)
+            partial(guarded, move_part, positions[start : start + share], sorted_slots[start : start + share])
+            for start in range(0, end, share)
         ]
         if not jobs:
             nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -647,7 +648,7 @@ class Store:
         def outcomes() -> list[Outcome]:
             outcomes, error = [Outcome.FAILED] * end, None
             moved = moving.result()
-            for i, outcome in zip(order, chain.from_iterable(part.outcomes for part in moved), strict=True):
+            for i, outcome in zip(positions, chain.from_iterable(part.outcomes for part in moved), strict=True):
                 outcomes[i] = outcome
             for part in moved:
                 error = part.error or error
