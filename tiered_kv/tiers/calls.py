@@ -1,9 +1,10 @@
 """The only place that calls a backend.
 
 Others' code runs here, so anything may happen: an exception of any kind, a cancellation that nobody asked for, a wrong
-number of answers, an answer that comes late or never. Each call runs to its end in a task of its own, and gives back an
-`Answer`. Whoever waits may stop waiting; only the end of the cache ends a call, and not even that one which has memory
-of the engine's own: a thread would go on to write there. Methods that answer at once are asked by `Calls.ask`.
+number of answers, an answer that comes late or never. Each call runs to its end in a task of its own, or in threads of
+the medium, and gives back an `Answer`. Whoever waits may stop waiting; only the end of the cache ends a call, and not
+even that one which has memory of the engine's own: a thread would go on to write there. Methods that answer at once are
+asked by `Calls.ask`.
 """
 
 import asyncio

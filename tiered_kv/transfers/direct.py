@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.tier import Batch, Mask, WriteReport, prefix_of
+from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport, prefix_of
 from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
 from tiered_kv.transfers.load import Copied, Load
@@ -90,20 +90,21 @@ class DirectLoad(Load):
         assert slots is not None  # noqa: S101 - else it would be a plain load
         blocks = slots.blocks(self._request.pages[start : start + len(part), 0])
         right = np.zeros(len(part), np.bool_)
-        waiters: dict[asyncio.Task[None], Waiter] = {}
-
-        async def read_from(number: int, waiter: Waiter) -> None:
-            tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
-            late = partial(self._say_late, tier.name, len(at))
-            right[at] = (await tier.read(part[at], [blocks[i] for i in at], waiter, late)).right
-
+        parts: dict[asyncio.Future[ReadReport], NDArray[np.intp]] = {}
+        waiters: dict[asyncio.Future[Any], Waiter] = {}
         for number in np.unique(numbers).tolist():
+            tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
             waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
-            waiters[asyncio.create_task(read_from(number, waiter), name=f"read {len(part)} blocks")] = waiter
+            late = partial(self._say_late, tier.name, len(at))
+            there, lent = part[at], [blocks[i] for i in at]
+            ended: asyncio.Future[ReadReport] = asyncio.get_running_loop().create_future()
+            if not tier.begin_read(there, lent, waiter, late, ended.set_result):
+                ended = asyncio.create_task(tier.read(there, lent, waiter, late), name=f"read {len(at)} blocks")
+            parts[ended], waiters[ended] = at, waiter
         await _to_the_end(self, self._chain, waiters, self._request.deadline)
-        for task in waiters:
-            if not task.cancelled():
-                task.result()
+        for ended, at in parts.items():
+            if not ended.cancelled():
+                right[at] = ended.result().right
         return right
 
     def _say_late(self, tier: str, n: int) -> None:
@@ -172,9 +173,11 @@ class DirectStore(Store):
         waiter = Waiter(Kind.STORE)
         blocks = self._slots.blocks(pages)
         with self._tier.expecting(part.names) as wanted:
-            writing = asyncio.create_task(
-                self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
-            )
+            writing: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
+            if not self._tier.begin_write(part, blocks, wanted.copy, _nothing, waiter, writing.set_result):
+                writing = asyncio.create_task(
+                    self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
+                )
             await _to_the_end(self, self._chain, {writing: waiter}, deadline)
         if writing.cancelled():
             self._drop(part, Reason.REVOKED if self.revoked else Reason.DEADLINE)
@@ -217,7 +220,7 @@ async def _until_free(transfer: Revocable, chain: Chain, lane: Lane) -> BaseExce
 
 
 async def _to_the_end(
-    transfer: Revocable, chain: Chain, waiters: "Mapping[asyncio.Task[Any], Waiter]", deadline: float
+    transfer: Revocable, chain: Chain, waiters: "Mapping[asyncio.Future[Any], Waiter]", deadline: float
 ) -> None:
     """Wait for calls that have memory of the engine's, however often this is cancelled.
 
@@ -236,7 +239,7 @@ async def _to_the_end(
     timer.cancel()
 
 
-def _stop_waiting(waiters: "Mapping[asyncio.Task[Any], Waiter]") -> None:
+def _stop_waiting(waiters: "Mapping[asyncio.Future[Any], Waiter]") -> None:
     """Cancel calls whose turn has not come: their media have not been given the memory yet."""
     for task, waiter in waiters.items():
         if waiter.is_waiting:

@@ -71,9 +71,7 @@ def _ready_load(request: LoadRequest) -> "ReadyLoad | None":
     if (tier := _tier_of(request)) is not None:
         return ReadyLoad(request, tier, tier.index.lease(request.batch.names))
     is_plain = not request.gaps and request.order == "front" and request.binding.direct is None
-    if is_plain and request.binding.gpu is None and n <= chain.window_blocks and chain.tasks.goes_on():
-        return _bring(request)
-    return None
+    return _bring(request) if is_plain and request.binding.gpu is None and n <= chain.window_blocks else None
 
 
 def _tier_of(request: LoadRequest) -> MemoryTier | None:
@@ -92,7 +90,7 @@ def _bring(request: LoadRequest) -> "ReadyLoad | None":
     slots, states = index.find(batch.names)
     missing = (slots < 0).nonzero()[0]
     is_coming = len(missing) + np.count_nonzero(states == READY) < len(batch)
-    if is_coming or (sources := _owned_sources(request, missing)) is None:
+    if is_coming or (sources := _owned_sources(request, missing)) is None or not chain.tasks.goes_on():
         return None
     keep = chain.limits.promote and index.room_for(batch.names) >= len(missing)
     waiter, lowest = Waiter(Kind.LOAD, request.priority), int(sources.max())
@@ -267,7 +265,7 @@ class ReadyLoad:
         self._copy = request.chain.copy(request.lane, work)
         self._copy.ended.add_done_callback(self._copied)
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_at(max(request.deadline, self._started + LAST_COPIES_S), self._revoke_late)
+        self._timer = loop.call_at(max(request.deadline, loop.time() + LAST_COPIES_S), self._revoke_late)
 
     def _revoke_late(self) -> None:
         self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))
