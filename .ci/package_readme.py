@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-_PICTURE: Final = re.compile(r"(?m)^[^\n]*\n\n!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n")
+_PICTURE: Final = re.compile(r"(?m)^!\[[^\]]*\]\((?!https?:)[^)]*\)\n\n")
 _LINK: Final = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])+)\]\((?!https?:)[^)]*\)")
 
 
