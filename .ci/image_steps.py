@@ -50,7 +50,7 @@ def copy_context(to: Path) -> None:
         if (source := ROOT / name).is_dir():
             shutil.copytree(source, to / name, ignore=shutil.ignore_patterns(*ignored))
         elif not any(fnmatch.fnmatch(name, each) for each in ignored):
-            to.mkdir(parents=True, exist_ok=True)
+            (to / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(source, to / name)
 
 

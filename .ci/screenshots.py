@@ -32,9 +32,10 @@ VIEWS = {"page": (1180, 900, "light"), "page-dark": (1180, 900, "dark"), "page-p
 async def main(seconds: float) -> None:
     """Open a cache, keep it busy, and look at it."""
     async with busy_cache(page="127.0.0.1:0") as address, async_playwright() as driver:
-        await asyncio.sleep(seconds)
         program = shutil.which("chromium-headless-shell") or shutil.which("chromium")
         browser = await driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+        await (await browser.new_page()).goto(address)  # somebody looks all the while, and nothing is forgotten
+        await asyncio.sleep(seconds)
         for name, (width, height, scheme) in VIEWS.items():
             window = await browser.new_page(
                 viewport={"width": width, "height": height}, color_scheme="dark" if scheme == "dark" else "light"

@@ -167,7 +167,8 @@ def test_an_image_is_built_of_the_package_alone() -> None:
     assert all((root / each).exists() for each in sent)
     project = tomllib.loads((root / "pyproject.toml").read_text())
     wheel = project["tool"]["hatch"]["build"]["targets"]["wheel"]["packages"]
-    needed = {"pyproject.toml", "constraints.txt", project["project"]["readme"], *project["project"]["license-files"]}
+    hook = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["path"]
+    needed = {"pyproject.toml", "constraints.txt", hook, "README.md", *project["project"]["license-files"]}
     assert sent == needed | {each.partition("/")[0] for each in wheel}
 
 

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import types
 from dataclasses import fields
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -139,6 +140,36 @@ def test_every_limit_says_what_it_trades() -> None:
     """Whoever changes a limit can read what it costs."""
     page = (DOCS / "how-to" / "configure.md").read_text()
     assert [name for name in CacheLimits.model_fields if f"| `{name}` |" not in page] == []
+
+
+_LMCACHE = """
+audit_actual_remote_url blend_check_layers blend_recompute_ratios blend_special_str blocking_timeout_secs cache_policy
+chunk_size controller_url cufile_buffer_size enable_blending enable_controller enable_lazy_memory_allocator
+enable_nixl_storage enable_p2p enable_pd external_lookup_client extra_config gds_path histogram_bucket_time_to_store
+internal_api_server_enabled internal_api_server_host internal_api_server_include_index_list
+internal_api_server_port_start internal_api_server_socket_path_prefix lazy_memory_expand_trigger_ratio
+lazy_memory_initial_ratio lazy_memory_safe_size lazy_memory_step_ratio lmcache_instance_id lmcache_worker_port local_cpu
+local_disk max_local_cpu_size max_local_disk_size min_retrieve_tokens nixl_backend nixl_backends nixl_path
+nixl_pool_size numa_mode p2p_host p2p_socket_recv_timeout_ms p2p_socket_send_timeout_ms pd_buffer_device pd_buffer_size
+pd_peer_alloc_port pd_peer_host pd_peer_init_port pd_proxy_host pd_proxy_port pd_role peer_init_ports peer_lookup_ports
+plugin_locations pre_caching_hash_algorithm priority_limit py_enable_gc remote_serde remote_url reserve_local_cpu_size
+save_decode_cache save_unfull_chunk transfer_channel use_layerwise
+"""  # as in its documentation, where the page of ours says
+_VLLM_OFFLOADING = """
+block_size blocks_per_chunk cache_policy_module_path cpu_bytes_to_use enable_kv_events eviction_policy io_threads
+locality max_tracker_size n_read_threads n_write_threads offload_prompt_only prefix root_dir secondary_tiers
+self_describing_kv_events store_config store_threshold
+"""
+
+
+def test_who_comes_from_other_caches_finds_every_setting() -> None:
+    """Each setting of LMCache and of vLLM's offloading has a row, alone or by a pattern such as ``pd_*``."""
+    page = re.sub(r"(?ms)^```.*?^```$", "", (DOCS / "how-to" / "coming-from.md").read_text())
+    lmcache, _, rest = page.partition("## From vLLM's own offloading")
+    vllm = rest.partition("## From HiCache")[0]
+    for names, section in ((_LMCACHE, lmcache), (_VLLM_OFFLOADING, vllm)):
+        code = [word for span in re.findall(r"`([^`]+)`", section) for word in re.findall(r"[\w*]+", span)]
+        assert [name for name in names.split() if not any(fnmatch(name, each) for each in code)] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

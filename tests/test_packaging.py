@@ -57,7 +57,10 @@ def test_it_says_who_made_it() -> None:
 
 
 def test_what_is_published_can_be_built_and_tested_again(tmp_path: Path) -> None:
-    """The source distribution has what its Makefile and tests need; a wheel made of it is the one made of the tree."""
+    """The source distribution has what its Makefile and tests need; a wheel made of it is the one made of the tree.
+
+    What an index shows of it has no link to a file beside it.
+    """
     pytest.importorskip("hatchling", reason="hatchling is missing: pip install hatchling")
 
     def built(target: str, of: Path, into: Path) -> Path:
@@ -78,6 +81,11 @@ def test_what_is_published_can_be_built_and_tested_again(tmp_path: Path) -> None
     )
     assert of_source == of_tree
     assert {"tiered_kv/py.typed", "tiered_kv/telemetry/page/page.js", "tiered_kv_backends/py.typed"} <= set(of_tree)
+    with ZipFile(wheels[0]) as wheel:
+        (metadata,) = (each for each in wheel.namelist() if each.endswith(".dist-info/METADATA"))
+        shown = wheel.read(metadata).decode().partition("\n\n")[2]
+    assert (REPOSITORY / "examples" / "quickstart.py").read_text() in shown
+    assert [target for target in re.findall(r"\]\(([^)]*)\)", shown) if not target.startswith("https://")] == []
 
 
 def test_a_kit_for_a_gpu_has_versions_that_were_tested() -> None:

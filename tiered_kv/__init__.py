@@ -33,9 +33,11 @@ from tiered_kv.settings.encryption import Encryption
 from tiered_kv.settings.tier_settings import (
     HostSettings,
     OwnedTierSettings,
+    Size,
     StorageTierSettings,
     TierSettings,
     WritePolicy,
+    default_size,
 )
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Mirror, Removed, Snapshot, TierChange
 from tiered_kv.tiers.gate import Priority
@@ -267,6 +269,7 @@ __all__ = [
     "ReuseHint",
     "SequencePreempted",
     "Shard",
+    "Size",
     "SlabHandle",
     "SlotBackend",
     "Snapshot",
@@ -302,6 +305,7 @@ __all__ = [
     "WritePolicy",
     "__version__",
     "check_lengths",
+    "default_size",
     "encode_record",
     "epoch_digest",
     "full",

@@ -172,3 +172,12 @@ def test_what_a_program_does_not_want_to_see_costs_no_logger() -> None:
         log("debug", "a")
         log("error", "b")
         assert (written, len(made)) == (wanted, len(wanted))
+
+
+@pytest.mark.usefixtures("unconfigured")
+def test_figures_are_logged_with_as_many_digits_as_say_something(caplog: pytest.LogCaptureFixture) -> None:
+    """The text has six; the record's values are as they were."""
+    log("warning", "disk.slow", took_ms=201.00000000002183, path="/kv")
+    (record,) = caplog.records
+    assert record.getMessage() == "disk.slow took_ms=201 path='/kv'"
+    assert record.__dict__["values"] == {"took_ms": 201.00000000002183, "path": "/kv"}

@@ -45,6 +45,19 @@ async def test_models_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert "differ in dtype, layout or ranks" in shown.stdout
 
 
+async def test_a_model_that_nobody_has_asked_for_since_the_start_is_named_by_its_folder(tmp_path: Path) -> None:
+    """What it is called only its next client knows; until then its row is not an empty one."""
+    engine, keys, disk = AnyEngine(), prompt(4), nvme(tmp_path / "kv", 1 << 20)
+    with serving(tmp_path, cpu(16), disk) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(keys, engine.fill(keys, range(4)))
+            await kv.flush()
+            (share,) = server.health()["shares"]
+    with serving(tmp_path, cpu(16), disk) as server:
+        shown = CliRunner().invoke(app, ["status", "--host", str(server.path)])
+    assert f"not asked for yet [{share['directory'][:8]}]" in shown.stdout
+
+
 def test_no_server_is_one_line_and_exit_2(tmp_path: Path) -> None:
     """A readiness probe fails; a person reads why."""
     asked = CliRunner().invoke(app, ["status", "--host", str(tmp_path / "none.sock")])

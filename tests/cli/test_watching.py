@@ -63,6 +63,7 @@ async def test_top_looks_again_and_again(at: str) -> None:
         result = await run("top", "--at", at, "--every", "0.2", "--looks", "2")
         assert result.exit_code == 0
         assert "cpu" in result.stdout
+        assert result.stdout.endswith("\n")
 
 
 async def test_where_nobody_answers_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,7 @@ async def test_status_shows_shares_clients_and_leases(tmp_path: Path, capsys: py
             async with kv.lease(KEYS[:3]):
                 hosting.show(await asyncio.to_thread(hosting.state_of, server.path))
     said = capsys.readouterr().out
-    assert "1 clients attached" in said
+    assert "1 client attached" in said
     tier, client = (next(line for line in said.splitlines() if word in line).split() for word in (" cpu ", "engine-1"))
     assert tier[-4:] == ["12", "32", "3", "0"]
     assert client[-6:] == ["0", "0", "0", "0", "1", "0"]

@@ -1,5 +1,6 @@
 import os
 import pickle
+import re
 import textwrap
 import traceback
 from collections.abc import Callable
@@ -307,7 +308,9 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "said"),
     [
-        ("TIERED_KV_TIERS", "cpu://", "write JSON, e.g. TIERED_KV_TIERS='["),
+        ("TIERED_KV_TIERS", "cpu://", "TIERED_KV_TIERS: write JSON, e.g. TIERED_KV_TIERS='["),
+        ("TIERED_KV_METRICS_SALTS", "a,b", "TIERED_KV_METRICS_SALTS: write JSON, e.g. TIERED_KV_METRICS_SALTS='[\"ten"),
+        ("TIERED_KV_HOST", "x", "TIERED_KV_HOST: write JSON, e.g. TIERED_KV_HOST='{"),
         ("TIERED_KV_TIERS", '["cpu://?capacity=x"]', "tiers[0].capacity: 'x' is no size"),
         ("TIERED_KV_LIMITS__WINDO", "1", "limits.windo: there is no such setting: did you mean 'window'?"),
         ("TIERED_KV_TIER", "[]", "TIERED_KV_TIER is not read: write TIERED_KV_TIERS"),
@@ -326,6 +329,21 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
     """A misspelt one too, that would be silently without effect."""
     monkeypatch.setenv(variable, value)
     assert said in complaint()
+
+
+def test_text_and_lists_are_asked_for_as_such() -> None:
+    """Permissions that look like a number are text; only a list of tiers has a tier as its example."""
+    assert "host.mode: must be text, in quotes" in complaint(host={"mode": 660})
+    tier = {"medium": "nvme", "path": "/kv", "capacity": "1GiB", "encryption": {"keys": {"a": "b"}}}
+    assert re.search(r"tiers\[0\]\.encryption\.keys: must be a list(?!,)", complaint(tiers=[tier]))
+
+
+def test_a_directory_is_the_same_by_a_link(tmp_path: Path) -> None:
+    """Two tiers that would write and delete in one directory are refused, whatever it is called."""
+    (tmp_path / "kv").mkdir()
+    (tmp_path / "link").symlink_to("kv")
+    tiers = [f"file://{tmp_path}/kv?capacity=1GiB", f"shared-fs://{tmp_path}/link?capacity=1GiB"]
+    assert "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme'" in complaint(tiers=tiers)
 
 
 def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:

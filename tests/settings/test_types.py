@@ -11,7 +11,7 @@ from typing import assert_type
 
 from pydantic import ByteSize
 
-from tiered_kv import CacheLimits, CPUTier, GPUTier, TieredKVSettings
+from tiered_kv import CacheLimits, CPUTier, GPUTier, Size, StorageTierSettings, TieredKVSettings, default_size
 from tiered_kv_backends.nvme.settings import NVMeSettings
 
 tiers = [
@@ -23,6 +23,17 @@ assert_type(CPUTier().max_capacity, ByteSize | None)
 settings = TieredKVSettings(tiers=tiers, limits=CacheLimits(bounce="256MiB", window=1 << 24))
 assert_type(settings.limits.bounce, ByteSize)
 NVMeSettings(path="/mnt/kv", capacity="1TiB", scrub_bandwidth="1GB")  # type: ignore[arg-type]  # the path alone
+
+
+class OwnSettings(StorageTierSettings):
+    medium: str = "own:Own"
+    capacity: Size
+    cache: Size = default_size(1 << 20)
+
+
+OwnSettings(capacity="1GiB")
+assert_type(OwnSettings(capacity=5, cache="1MiB").cache, ByteSize)
+OwnSettings(capacity=[])  # type: ignore[arg-type]  # no size
 CPUTier(capacity=[])  # type: ignore[arg-type]
 CPUTier(capacity=None)  # type: ignore[arg-type]
 """

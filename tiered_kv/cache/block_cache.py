@@ -522,8 +522,8 @@ class BlockCache(TransferCalls):
         """Take note that the engine is about to drop blocks: what is here of them stays like others from now on.
 
         Store the others before they are dropped: what ``membership(keys, tier=...)`` misses in the memory tier, if its
-        name is given, so that memory has what only storage has too. With `evicts` of `tiered_kv.values.hints` a program
-        chooses whether to store so, or as blocks are computed.
+        name is given, so that memory has what only storage has too. To store so, rather than as blocks are computed,
+        pays where memory tiers hold less than four times what the engine does.
         """
 
     @abstractmethod

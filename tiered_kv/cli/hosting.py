@@ -40,7 +40,8 @@ def state_of(socket: Path) -> dict[str, Any]:
 def show(state: Mapping[str, Any]) -> None:
     """Show what it said, as a line and two tables."""
     how = "draining" if state["is_draining"] else "ready" if state["is_ready"] else "not ready"
-    out.print(f"{how}, for {state['up_s']:,.0f} s, process {state['pid']}; {len(state['clients'])} clients attached")
+    clients = "1 client" if len(state["clients"]) == 1 else f"{len(state['clients'])} clients"
+    out.print(f"{how}, for {state['up_s']:,.0f} s, process {state['pid']}; {clients} attached")
     if state["shares"]:
         columns = ("model", "clients", "weight", "tier", "given", "own", "blocks", "of", "in use", "hits")
         names = Counter(share["model"] for share in state["shares"])
@@ -55,8 +56,9 @@ def show(state: Mapping[str, Any]) -> None:
 
 def _rows_of(share: Mapping[str, Any], names: Mapping[str, int]) -> Iterator[tuple[str, ...]]:
     """Yield a row for each tier of a model's share; one that nobody has opened yet has none."""
-    which = f" [{share['directory'][:8]}]" if names[share["model"]] > 1 else ""
-    about = (escape(share["model"] + which), f"{share['clients']}", f"{share['weight']:g}")
+    model = share["model"] or "not asked for yet"  # a folder of before this start, which does not say whose it is
+    which = f" [{share['directory'][:8]}]" if names[share["model"]] > 1 or not share["model"] else ""
+    about = (escape(model + which), f"{share['clients']}", f"{share['weight']:g}")
     tiers = share.get("tiers", ())
     if not tiers:
         yield (*about, "", "", "", "", "", "", "")

@@ -327,7 +327,8 @@ def tier_at(where: str, settings: TieredKVSettings | None = None) -> TierSetting
         return None
     named = {tier_name(tier): tier for tier in settings.tiers}
     if where not in named:
-        raise ConfigurationError(f"no tier {where!r} in the settings: there are {', '.join(named)}")
+        there_are = f"no tier of that name is in the settings: there are {', '.join(named)}"
+        raise ConfigurationError(f"{where!r} is no directory, and {there_are}")
     return named[where]
 
 

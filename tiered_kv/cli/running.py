@@ -97,7 +97,11 @@ def running_cache(at: str) -> Iterator[RunningCache]:
     if at.startswith(("http://", "https://")):
         at = url = at.rstrip("/")
     else:
-        address = page_address(at)
+        try:
+            address = page_address(at)
+        except ConfigurationError:
+            advice = 'write HOST:PORT, "unix:/path/of.sock", or a URL'
+            raise ConfigurationError(f"--at {at}: that is no address of a page: {advice}") from None
         if not address:
             raise ConfigurationError(f"no address is given: {_ADVICE}")
         where = parts_of(address)

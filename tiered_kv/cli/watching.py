@@ -83,6 +83,8 @@ def top_command(
         finally:
             if live is not None:
                 live.stop()
+                if not out.is_terminal:
+                    out.print()  # what Rich leaves out there: the end of the last line
 
 
 def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[RenderableType]:

@@ -522,7 +522,7 @@ def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
             advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {_LESS}"
             problems.append(f"the control group {path} is limited to {_gib(limit)}, {_gib(used)} in use: {advice}")
     if problems:
-        raise ConfigurationError("\n  ".join([f"{_gib(num_bytes)} of host memory are wanted, but", *problems]))
+        raise ConfigurationError(f"{_gib(num_bytes)} of host memory are wanted, but {'; '.join(problems)}")
 
 
 def doubt_of_page_locking(num_bytes: int, *, root: Path = Path("/")) -> str:

@@ -166,7 +166,7 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
         given, is_owned = getattr(tier, "path", ()), isinstance(tier, OwnedTierSettings)
         for path in (given,) if isinstance(given, Path) else given:
-            other, is_others_alone = taken.setdefault(Path(path).absolute(), (name, is_owned))
+            other, is_others_alone = taken.setdefault(Path(path).resolve(), (name, is_owned))
             if other != name and (is_owned or is_others_alone):
                 what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
         what = what or _policy_problem(tier)

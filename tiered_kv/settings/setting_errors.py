@@ -133,7 +133,9 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
         case "missing":
             what = "must be given"
         case "tuple_type":
-            what = "must be a list, e.g. ['cpu://?capacity=32GiB']"
+            what = "must be a list" + (", e.g. ['cpu://?capacity=32GiB']" if where == ("tiers",) else "")
+        case "string_type":
+            what = "must be text, in quotes"
         case "byte_size" | "byte_size_unit" if not given.strip("' ").startswith("-"):
             what = f"{given} is no size: write bytes as an int, or e.g. '32GiB'"
         case "byte_size" | "byte_size_unit" | "greater_than" if context.get("gt", 0) == 0:

@@ -155,7 +155,7 @@ class TieredKVSettings(BaseSettings):
         except ValidationError as error:
             lines = [line(where, what) for where, what in problems(error, type(self))]
         except SettingsError as error:
-            lines = [f"{error}: write JSON, e.g. {_PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"]
+            lines = [_no_json(error)]
         else:
             return
         # `from None`: pydantic's error holds what was given, secrets included.
@@ -231,6 +231,14 @@ def _read_toml(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"the settings file {path} cannot be read: {error.strerror}") from error
     except ValueError as error:  # of syntax or of encoding
         raise ConfigurationError(f"the settings file {path} is no TOML: {error}") from error
+
+
+def _no_json(error: SettingsError) -> str:
+    """Say which variable of the environment is not what its field takes, and show one."""
+    named = re.search(r'field "(\w+)"', str(error))
+    field = named[1] if named else "tiers"
+    example = {"tiers": '["cpu://?capacity=32GiB"]', "metrics_salts": '["tenant-7"]'}.get(field, '{"name": value}')
+    return f"{_PREFIX}{field.upper()}: write JSON, e.g. {_PREFIX}{field.upper()}='{example}'"
 
 
 def _check_environment(fields: Iterable[str]) -> None:

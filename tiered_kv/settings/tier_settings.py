@@ -36,7 +36,7 @@ else:
 
 
 def default_size(num_bytes: int | None) -> Any:  # noqa: ANN401 - the field's type is the descriptor's
-    """Return what a field of these types has if it is left out."""
+    """Return the default of a field that is a `Size`: so many bytes, or None where it may have that."""
     return None if num_bytes is None else ByteSize(num_bytes)
 
 

@@ -102,7 +102,7 @@ class Namespace:
     """What all keys of one batch share. All digests are 32 bytes.
 
     Attributes:
-        fingerprint: Model, dtype, layout, block size, KV group, codec and record format (`values.layout.fingerprint`).
+        fingerprint: Model, dtype, layout, block size, KV group, codec and record format.
         epoch: Digest of the weights' identity (`epoch_digest`).
         salt: Digest of the tenant's salt (`salt_digest`).
         shard: Which part of the heads; a `Shard.part`.

@@ -42,11 +42,15 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
             told = values if exc_info is None else {**values, "exc_info": exc_info}
             getattr(_structlog, level)(event, **told)
         elif _logging.isEnabledFor(_NUMBERS[level]):
-            text = " ".join([event, *(f"{name}={value!r}" for name, value in values.items())])
+            text = " ".join([event, *(f"{name}={_told(value)}" for name, value in values.items())])
             extra = {"event": event, "values": values}
             _logging.log(_NUMBERS[level], "%s", text, exc_info=exc_info, extra=extra)
     except Exception:  # noqa: BLE001, S110 - a sink of the program's; whom could we tell?
         pass
+
+
+def _told(value: object) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else repr(value)
 
 
 @lru_cache(maxsize=64)

@@ -454,15 +454,26 @@ class TierStatistics:
     Attributes:
         tier: Its name.
         num_slots: 0 for a tier that the cache does not own.
-        free, ready, evictable, leased, pending, doomed: Of these, see `catalog.books.IndexStatistics`; bounce slots are
-            counted in `CacheStatistics` alone.
+        free: Slots that hold nothing. Each slot is one of free, pending, ready, doomed and withheld, or beyond what a
+            tier that was made smaller may have; bounce slots are counted in `CacheStatistics` alone.
+        ready: Readable blocks.
+        evictable: Those that nobody uses, and that do not wait to be written below.
+        leased: Slots that somebody reads, or holds for it.
+        pending: Slots that are being filled.
+        doomed: Removed blocks that somebody still reads.
         is_bypassed: Whether loads and stores go on without it now.
         open_breakers: For what its calls failed or were late: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``,
             ``"locates"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
         withheld: Slots that no block is put in for now: their disk is away.
-        written, promoted, evicted, dropped, corrupt, failed, expired: Blocks, see `tiers.tier.Counters`.
+        written: Blocks that were stored or written down to here.
+        promoted: Blocks that a load or prefetch has copied up to here.
+        evicted: Blocks that had to go as others needed their room.
+        dropped: Blocks that were to be written here, and were not.
+        corrupt: Blocks that were read and found broken.
+        failed: Blocks that the medium failed to read or write.
+        expired: Blocks that went because they were here for longer than ``ttl_s``.
         dropped_because: The dropped ones by reason.
         held_back: Of the dropped ones, those that `max_write_bytes_per_day` has kept from being written.
         bytes_read, bytes_written: Of records that the medium brought and took, headers and padding included. 0 for

@@ -199,7 +199,7 @@ function ghost(now) {
       label(x(at), high - 17, bytes(point.capacity_bytes), "quiet"), label(x(at), high - 2, isNow ? "now" : `× ${point.size}`, isNow ? "strong" : "quiet"));
   });
   const {requested, part, tier} = now.ghost_of, sampled = part < 1 ? `, of one block in ${number(1 / part)}` : "";
-  put("ghost", drawn, make("p", {class: "nothing"}, make("small", {}, `${number(requested)} uses since the cache was opened${sampled}, as LRU caches of 1/4 to 4 times ${tier}, the largest tier, would have served them. Points are measured, lines between them are not.`)));
+  put("ghost", drawn, make("p", {class: "nothing"}, make("small", {}, `${number(requested)} uses${sampled}, as LRU caches of 1/4 to 4 times ${tier}, the largest tier, would have served them. While nobody looks only the latest uses are remembered. Points are measured, lines between them are not.`)));
 }
 
 function moving(now) {
@@ -230,12 +230,13 @@ function shortfalls(now) {
 }
 
 function trouble(now) {
-  const open = now.tiers.flatMap((tier) => [...tier.open_breakers.map((calls) => [tier.tier, calls, "not called", "now", ""]),
-    ...tier.is_bypassed && !tier.open_breakers.length ? [[tier.tier, "", "bypassed", "now", ""]] : []]);
-  const rows = [...open, ...now.troubles.map((each) => [each.tier, each.call, `${each.what}, ${number(each.times)} times`, clock.format(1000 * each.at), each.error])];
+  const open = now.tiers.flatMap((tier) => [...tier.open_breakers.map((calls) => [tier.tier, `no ${calls}`, "now", ""]),
+    ...tier.is_bypassed && !tier.open_breakers.length ? [[tier.tier, "bypassed", "now", ""]] : []]);
+  const times = (n) => n === 1 ? "once" : `${number(n)} times`;
+  const rows = [...open, ...now.troubles.map((each) => [each.tier, `${each.call} ${each.what}, ${times(each.times)}`, clock.format(1000 * each.at), each.error])];
   const isOld = !open.length && !now.troubles.some((each) => each.at > now.at - 3600);
   $("trouble").parentElement.classList.toggle("calm", isOld);
-  put("trouble", rows.length ? table([["tier"], ["calls"], ["what"], ["last"], ["as it was told", "told"]], rows) : nothing("No call of a tier failed or was late since the cache was opened."));
+  put("trouble", rows.length ? table([["tier"], ["what"], ["last"], ["as it was told", "told"]], rows) : nothing("No call of a tier failed or was late since the cache was opened."));
 }
 
 let shown = null;
