@@ -59,6 +59,10 @@ class Place:
         return all(wanted.startswith(has) or has.startswith(wanted) for wanted, has in pairs)
 
 
+MOST_FOUND_BYTES: Final = 256 << 20
+"""No record or pack is longer: of what is, an inventory reads nothing."""
+
+
 @dataclass(frozen=True)
 class Found:
     """One thing that a medium keeps: a record, or several in one object.
@@ -77,6 +81,11 @@ class Found:
     num_blocks: int = 1
     written_at: float | None = None
 
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it is longer than what is kept can be: others may write there, too."""
+        return self.num_bytes > MOST_FOUND_BYTES
+
     def is_named_by(self, key: BlockKey) -> bool:
         """Say whether a record of this key belongs there."""
         return key.path in self.where if self.num_blocks == 1 else key.namespace.path in self.where
@@ -93,8 +102,8 @@ class Inventory(ABC):
         """Yield what is there, some at a time."""
 
     @abstractmethod
-    async def read(self, found: Found) -> bytes | None:
-        """Return its bytes; None if it is gone meanwhile."""
+    async def read(self, found: Found) -> bytes | bytearray | None:
+        """Return its bytes, not more than were found, and none of what is too long; None if it is gone meanwhile."""
 
     @abstractmethod
     async def delete(self, found: Sequence[Found]) -> None:

@@ -17,10 +17,12 @@ from obstore.store import ObjectStore
 
 from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import MOST_INSPECTED_BYTES, RECORD, salt_folder
+from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
+_PART_BYTES = 1 << 20
+"""Of an object, at a time."""
 
 
 class BucketInventory(Inventory):
@@ -47,19 +49,24 @@ class BucketInventory(Inventory):
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "list blocks", self._settings) from error
 
-    async def read(self, found: Found) -> bytes | None:
-        """Get one object, or the beginning of one that is longer than any record or pack."""
-        read = bytearray()
+    async def read(self, found: Found) -> bytes | bytearray | None:
+        """Get one object, or as much of it as it was long when it was listed; nothing of one that is too long."""
+        if found.is_too_long:
+            return b""
+        read, num_read = bytearray(found.num_bytes), 0
         try:
-            async for part in (await obstore.get_async(self._store, found.where)).stream():
-                read += part
-                if len(read) > MOST_INSPECTED_BYTES:
+            async for part in (await obstore.get_async(self._store, found.where)).stream(_PART_BYTES):
+                came = memoryview(part)[: found.num_bytes - num_read]
+                read[num_read : num_read + len(came)] = came
+                num_read += len(came)
+                if num_read == found.num_bytes:
                     break
-            return bytes(read)
         except FileNotFoundError:
             return None
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "read a block", self._settings) from error
+        del read[num_read:]
+        return read
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Delete objects, up to 1,000 by one request."""
