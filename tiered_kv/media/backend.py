@@ -322,8 +322,14 @@ class Backend(_Tier):
         """Keep the records, replacing what is there: STORED, REFUSED or FAILED each. The buffers are read-only."""
 
     @abstractmethod
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget the keys; absent ones are no error."""
+    async def delete(self, keys: Sequence[BlockKey]) -> bool | None:
+        """Forget the keys; absent ones are no error.
+
+        Returns:
+            False where it is not known that they are gone: nobody finds them by this backend any more, but another
+            process, or another start, may. Who evicts them is told. It is asked again with no keys: False as long as
+            that is so of any. A medium that deletes by name returns nothing.
+        """
 
 
 @dataclass(frozen=True)
