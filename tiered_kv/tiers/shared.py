@@ -541,9 +541,9 @@ class SharedTier(StorageTier):
             answer = await self._have_deleted(self.records.keys(batch))
         finally:
             del self._deleting[deletion]
+        self._is_unsure |= answer.value is False
         if answer.is_well:
             self._evicted.lift(batch, serial)
-            self._is_unsure |= answer.value is False
         return answer
 
     async def _have_deleted(self, keys: Sequence[BlockKey]) -> Answer[bool | None]:
