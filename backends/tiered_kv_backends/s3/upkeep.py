@@ -21,6 +21,8 @@ from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
+_MOST_EPOCHS = 1 << 16
+"""Looked at by one run, however many others have put there; the next run has the rest."""
 _PART_BYTES = 1 << 20
 """Of an object, at a time."""
 
@@ -112,12 +114,13 @@ async def collect_epochs(
     kept = {(await asyncio.to_thread(settings.on_medium, epoch)).hex()[:32] for epoch in epochs}
     store, deleted = make_store(settings), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
-    is_idle: dict[str, bool] = {}  # by epoch that may go; many, if others put them there, but a listing is not kept
+    is_idle: dict[str, bool] = {}  # by epoch that may go
     try:
         async for blocks in _blocks(store):
             for path, stored in blocks.items():
                 epoch = _folder(path, 2)
-                if epoch.rpartition("/")[2] not in kept:
+                is_known = epoch in is_idle or len(is_idle) < _MOST_EPOCHS
+                if is_known and epoch.rpartition("/")[2] not in kept:
                     is_idle[epoch] = is_idle.get(epoch, True) and stored <= before
         for epoch in [epoch for epoch, idle in is_idle.items() if idle]:
             async for blocks in _blocks(store, epoch):
