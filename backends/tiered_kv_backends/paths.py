@@ -78,8 +78,6 @@ def salt_folder(salt: bytes) -> str:
     return salt.hex()[:32]
 
 
-MOST_INSPECTED_BYTES: Final = 256 << 20
-"""No record or pack is longer: of what is, operators' tools read no more."""
 NAMESPACE = (FINGERPRINT, EPOCH, SHARD, SALT)
 """The folders of a `Namespace.path`, outermost first."""
 RECORD = re.compile("/".join(f"(?:{name.pattern})" for name in (*NAMESPACE, HASH)) + r"(?:\.x(?P<size>[0-9]+))?")

@@ -207,6 +207,24 @@ async def test_a_tier_without_its_keys_does_not_open(tmp_path: Path) -> None:
         assert (await kv.lookup(prompt(2))).num_blocks == 0
 
 
+def talking() -> list[str]:
+    """Fail with a key in the message, as no source of keys should."""
+    raise RuntimeError(f"the server said {OLD}")
+
+
+async def test_what_a_source_of_keys_says_is_not_repeated(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its error is what ours comes from, for who looks at a traceback; in no message or log of ours are its words."""
+    failing = Encryption(keys_from=talking)
+    with pytest.raises(BackendUnavailableError) as raised:
+        async with open_any(AnyEngine(), medium("nvme", tmp_path, failing)):
+            pass
+    async with open_any(AnyEngine(), cpu(4), {**medium("nvme", tmp_path, failing), "required": False}) as kv:
+        said = f"{raised.value!r} {raised.value} {kv.stats()!r} {caplog.text}"
+    assert "RuntimeError" in said
+    assert OLD[:16] not in said
+    assert isinstance(raised.value.__cause__, RuntimeError)
+
+
 def test_a_keys_file_that_everybody_may_read_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """By a warning that names it: in a container it may be meant so."""
     file = tmp_path / "keys"

@@ -55,8 +55,22 @@ async def test_others_have_their_turns_while_many_blocks_are_explained() -> None
         while not explaining.done():
             await asyncio.sleep(0)
             num_turns += 1
-        assert num_turns > 10
+        assert num_turns > 40
         assert [str(each) for each in await explaining] == ["ready, in cpu"] * 4 + ["never stored"] * 2996
+
+
+async def test_others_have_their_turns_while_many_ask_why() -> None:
+    """However many calls are under way, as of a host's clients: one turn explains a few blocks of one of them."""
+    num_turns, engine, many = 0, Engine(), prompt(640)
+    async with open_cache(cpu(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        explaining = asyncio.gather(*(kv.explain(many) for _ in range(20)))
+        while not explaining.done():
+            await asyncio.sleep(0)
+            num_turns += 1
+        assert num_turns > 20 * 10
+        for answer in await explaining:
+            assert [str(each) for each in answer] == ["ready, in cpu"] * 4 + ["never stored"] * 636
 
 
 async def test_what_had_to_go_for_others_says_from_where() -> None:

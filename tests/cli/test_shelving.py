@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, hash_blocks, salt_digest
 from tiered_kv.cli import inventories
+from tiered_kv.media.backend import MOST_FOUND_BYTES
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
 NUM_BLOCKS = 20
@@ -167,6 +169,28 @@ async def test_a_pipe_in_the_place_of_a_file_is_passed_over(tmp_path: Path) -> N
         os.mkfifo(path)
     assert await answer("inspect", str(tmp_path / "kv")) == []
     assert sum(each["num_blocks"] for each in await answer("inspect", str(tmp_path / "shared"))) == 2 * NUM_BLOCKS - 1
+
+
+@pytest.mark.parametrize("tier", ["shared_fs", "s3"], indirect=True)
+async def test_what_is_longer_than_any_record_is_not_read(tier: dict[str, Any], config: str, tmp_path: Path) -> None:
+    """Others may write there too: it is told with its length, costs no memory, and goes with ``--fix``."""
+    await fill(tier)
+    root = tmp_path / ("kv" if tier["medium"] == "shared_fs" else "objects")
+    like = next(path for path in root.rglob("*") if path.is_file() and len(path.name.partition(".")[0]) == 64)
+    planted = like.with_name("ab" * 32)
+    with planted.open("wb") as file:
+        file.truncate(1 << 40)
+    tracemalloc.start()
+    report = await answer("verify", tier["medium"], "--config", config, code=1)
+    _, most_bytes = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    (broken,) = report["broken"]
+    assert planted.name in broken["where"]
+    assert str(1 << 40) in broken["why"]
+    assert report["num_good"] == 2 * NUM_BLOCKS
+    assert most_bytes < MOST_FOUND_BYTES
+    assert (await answer("verify", tier["medium"], "--config", config, "--fix"))["num_fixed"] == 1
+    assert not planted.exists()
 
 
 async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,10 @@
 """What a client of ill will can do to a server: end its own connection, and no more."""
 
 import asyncio
+import gc
 import os
 import socket
+import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -280,6 +282,26 @@ async def test_a_flood_is_read_as_it_is_looked_at() -> None:
         assert sent < 1_000_000
     await until(lambda: len(taken) == sent and not transport.is_paused)
     assert taken == list(range(sent))
+
+
+async def test_what_was_said_in_part_goes_with_who_said_it(tmp_path: Path) -> None:
+    """Clients that begin the longest message and leave: nothing of it stays, whenever garbage is collected."""
+    part = wire.LENGTH.pack(wire.MOST_FRAME_BYTES) + bytes(8 << 20)
+    with serving(tmp_path, cpu(24)) as server:
+        gc.collect()
+        gc.disable()
+        tracemalloc.start()
+        try:
+            before, _ = tracemalloc.get_traced_memory()
+            for _ in range(4):
+                with attached_stranger(server) as (connection, _):
+                    await asyncio.to_thread(connection.sendall, part)
+                await until(lambda: not server.health()["clients"])
+            after, _ = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+            gc.enable()
+    assert after - before < len(part)
 
 
 async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:

@@ -101,24 +101,70 @@ def test_a_record_of_version_2_is_another_ones() -> None:
     assert verify(seal.names.hide_key(KEY), block_of(with_right_checksum(record)), seal=seal) is Outcome.MISS
 
 
-@pytest.mark.parametrize("secret", [OLD.hex(), base64.b64encode(NEW).decode()])
+@pytest.mark.parametrize(
+    "secret",
+    [
+        OLD.hex(),
+        base64.b64encode(NEW).decode(),
+        f"0x{OLD.hex()}",
+        f"{OLD.hex()}\n",
+        base64.urlsafe_b64encode(NEW).decode(),
+        f"base64:{base64.b64encode(NEW).decode().rstrip('=')}",
+        base64.b64encode(NEW[:-3]).decode(),
+    ],
+    ids=["hex", "base64", "0x", "line", "urlsafe", "prefix", "cut"],
+)
 @pytest.mark.parametrize(
     "take",
     [
-        lambda secret: Encryption(keys_file=secret),
-        lambda secret: Encryption(names_key_file=secret),
+        lambda secret: Encryption(keys_file=secret).make_seal(),
+        lambda secret: Encryption(names_key_file=secret).make_seal(),
         lambda secret: Encryption(**{secret.rstrip("="): 1}),
-        lambda secret: NVMeBackend.Settings.of({"path": "/mnt/kv", "capacity": "1GiB", "encryption": secret}),
-        lambda secret: NVMeBackend.Settings.of(f"nvme:///mnt/kv?capacity=1GiB&encryption={quote(secret, safe='')}"),
+        lambda secret: Encryption(keys_from=secret),
+        lambda secret: Encryption(keys=[OLD.hex()], cipher=secret),
+        lambda secret: Encryption(keys=[OLD.hex()], cipher=[secret]),
+        lambda secret: sealed_by(nvme_with(secret)),
+        lambda secret: NVMeBackend.Settings.of(nvme_with({secret: 1})),
+        lambda secret: NVMeBackend.Settings.of(nvme_with({"cipher": secret})),
+        lambda secret: sealed_by(f"nvme:///mnt/kv?capacity=1GiB&encryption={quote(secret, safe='')}"),
     ],
 )
-def test_a_key_in_the_place_of_its_file_is_refused_without_a_word_of_it(
+def test_a_key_where_something_else_belongs_is_refused_without_a_word_of_it(
     secret: str, take: Callable[[str], object]
 ) -> None:
     """A slip that would have put it into errors and logs."""
-    with pytest.raises(ConfigurationError, match=r"a key itself|a key stands") as raised:
+    with pytest.raises(ConfigurationError) as raised:
         take(secret)
-    assert secret.rstrip("=") not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
+    told = f"{raised.value!r} {raised.value} {raised.value.__cause__!r} {raised.value.__context__!s}"
+    key = secret.strip().rpartition(":")[2].rstrip("=")
+    assert not [part for part in (key[:12], key[12:24], key[-12:]) if part in told]
+
+
+def sealed_by(settings: dict[str, object] | str) -> None:
+    """Get the keys that an NVMe tier's settings name."""
+    encryption = NVMeBackend.Settings.of(settings).encryption
+    assert encryption is not None
+    encryption.make_seal()
+
+
+def nvme_with(encryption: object) -> dict[str, object]:
+    """Return settings of a tier."""
+    return {"path": "/mnt/kv", "capacity": "1GiB", "encryption": encryption}
+
+
+def test_a_path_that_could_be_a_key_is_one_where_there_is_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of letters and slashes alone, and as long as a key is written: what lies there is read."""
+    monkeypatch.chdir(tmp_path)
+    file = Path("k" * 38) / "keys"
+    assert len(base64.b64decode(f"{file}=", validate=True)) == 32
+    file.parent.mkdir()
+    file.write_text(OLD.hex())
+    assert Encryption(keys_file=file).make_seal().key_id == Seal([OLD]).key_id
+    file.unlink()
+    with pytest.raises(ConfigurationError, match=f"{file} cannot be read"):
+        Encryption(keys_file=file).make_seal()
 
 
 @given(st.binary(min_size=32, max_size=32 * 70), st.binary(min_size=32, max_size=32))

@@ -649,7 +649,7 @@ class BlockCache(TransferCalls):
             that was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it
             waited in memory that was given up. What was evicted by name, cleared or expired before is not missed, nor
             what a tier has evicted since it was written there. False also while a medium has what was evicted, as it
-            failed to remove it: another start could serve that.
+            failed to remove it, or may have it: another start could serve that.
         """
 
     @abstractmethod

@@ -106,6 +106,7 @@ class OpenCache:
         fates: What became of blocks.
         subscribers: Who follows what changes in the tiers.
         jobs: Those of the planner in this process.
+        explaining: Held for a turn of the loop by whoever explains a few blocks.
         closing: Ends it, and lets no call in any more; None as long as it is open.
     """
 
@@ -139,6 +140,7 @@ class OpenCache:
         self.fates = fates
         self.subscribers = Subscribers(fates)
         self.closing: asyncio.Task[None] | None = None
+        self.explaining = asyncio.Lock()
         self._resizing = asyncio.Lock()
         self._planners: WeakSet[Jobs] = WeakSet()  # what is under way keeps them
         self.jobs = self.new_jobs(len(parts.shards))

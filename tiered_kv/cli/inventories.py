@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
+from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place, RecordShape
 from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
@@ -91,7 +91,7 @@ class DirectoryInventory(Inventory):
                     some = []
             yield some
 
-    async def read(self, found: Found) -> bytes | None:
+    async def read(self, found: Found) -> bytes | bytearray | None:
         """Read one record, with its padding."""
         try:
             return await asyncio.to_thread(_read, found)
@@ -167,8 +167,11 @@ def _listed(roots: Sequence[Path]) -> str:
 
 
 def _read(found: Found) -> bytes:
+    if found.is_too_long:
+        return b""
     if not isinstance(found, _Slot):
-        return Path(found.where).read_bytes()
+        with Path(found.where).open("rb") as file:
+            return file.read(found.num_bytes)
     with found.slab.open("rb") as file:
         return os.pread(file.fileno(), found.num_bytes, found.slot * found.num_bytes)
 
@@ -406,8 +409,10 @@ async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress
     return matches
 
 
-def _look_at(found: Found, data: bytes, report: Report, seal: "Seal | None") -> str:
+def _look_at(found: Found, data: bytes | bytearray, report: Report, seal: "Seal | None") -> str:
     """Count the records of one place that are well; say what is wrong with the first that is not."""
+    if found.is_too_long:
+        return f"{found.num_bytes} bytes are no record: none has more than {MOST_FOUND_BYTES}"
     num_left = found.num_blocks
     for record in _records_of(data):
         try:
@@ -424,7 +429,7 @@ def _look_at(found: Found, data: bytes, report: Report, seal: "Seal | None") -> 
     return f"{num_left} of {found.num_blocks} records are missing" if num_left > 0 else ""
 
 
-def _records_of(data: bytes) -> Iterator[memoryview]:
+def _records_of(data: bytes | bytearray) -> Iterator[memoryview]:
     """Yield the records that lie one after another, as long as headers say how long they are; then what is left."""
     left = memoryview(data)
     while True:

@@ -307,6 +307,7 @@ class Link(asyncio.Protocol, Generic[M]):
         if self._is_waiting:
             asyncio.get_running_loop().call_soon(self._take_more)
         elif self._is_over:
+            self._received.clear()  # of a frame that will not be whole: who else knows this link may know it for long
             self._lost()
 
     def _take_more(self) -> None:

@@ -60,6 +60,10 @@ class Place:
         return all(wanted.startswith(has) or has.startswith(wanted) for wanted, has in pairs)
 
 
+MOST_FOUND_BYTES: Final = 256 << 20
+"""No record or pack is longer: of what is, an inventory reads nothing."""
+
+
 @dataclass(frozen=True)
 class Found:
     """One thing that a medium keeps: a record, or several in one object.
@@ -78,6 +82,11 @@ class Found:
     num_blocks: int = 1
     written_at: float | None = None
 
+    @property
+    def is_too_long(self) -> bool:
+        """Whether it is longer than what is kept can be: others may write there, too."""
+        return self.num_bytes > MOST_FOUND_BYTES
+
     def is_named_by(self, key: BlockKey) -> bool:
         """Say whether a record of this key belongs there."""
         return key.path in self.where if self.num_blocks == 1 else key.namespace.path in self.where
@@ -94,8 +103,8 @@ class Inventory(ABC):
         """Yield what is there, some at a time."""
 
     @abstractmethod
-    async def read(self, found: Found) -> bytes | None:
-        """Return its bytes; None if it is gone meanwhile."""
+    async def read(self, found: Found) -> bytes | bytearray | None:
+        """Return its bytes, not more than were found, and none of what is too long; None if it is gone meanwhile."""
 
     @abstractmethod
     async def delete(self, found: Sequence[Found]) -> None:
@@ -336,8 +345,14 @@ class Backend(_Tier):
         """Keep the records, replacing what is there: STORED, REFUSED or FAILED each. The buffers are read-only."""
 
     @abstractmethod
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
-        """Forget the keys; absent ones are no error."""
+    async def delete(self, keys: Sequence[BlockKey]) -> bool | None:
+        """Forget the keys; absent ones are no error.
+
+        Returns:
+            False where it is not known that they are gone: nobody finds them by this backend any more, but another
+            process, or another start, may. Who evicts them is told. It is asked again with no keys: False as long as
+            that is so of any. A medium that deletes by name returns nothing.
+        """
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,14 @@
 import base64
 import binascii
 import os
+import re
 import stat
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, Final, Self, get_args
 
-from pydantic import ImportString, SecretStr, model_validator
+from pydantic import ImportString, SecretStr, field_validator, model_validator
 
 from tiered_kv.media.record import KEY_BYTES, Cipher
 from tiered_kv.settings.setting_errors import Checked
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
     from tiered_kv.media.seal import Seal
 
 KeySource = Callable[[], Sequence[bytes | str]]
+
+_LONGEST_NAME: Final = 20
+"""Characters of what may be a setting's name, mistyped: a key has twice as many."""
+_NAME_IN_A_MODULE: Final = re.compile(r"[^\W\d]\w*(\.\w+)*[.:]\w+")
 
 
 class Encryption(Checked):
@@ -49,9 +54,25 @@ class Encryption(Checked):
     @model_validator(mode="before")
     @classmethod
     def _take_path(cls, given: object) -> object:
-        if isinstance(given, dict) and any(_is_key(str(name)) for name in given):
-            raise ValueError("a key stands where the name of a setting belongs: keys=[...] takes it")
+        if isinstance(given, dict) and any(len(str(name)) > _LONGEST_NAME for name in given):
+            raise ValueError("what may be a key stands where the name of a setting belongs: keys=[...] takes it")
         return {"keys_file": given} if isinstance(given, str | os.PathLike) else given
+
+    @field_validator("cipher", mode="before")
+    @classmethod
+    def _check_cipher(cls, given: object) -> object:
+        if given not in get_args(Cipher):
+            raise ValueError(f"is one of {', '.join(get_args(Cipher))}, and what was given is none")
+        return given
+
+    @field_validator("keys_from", mode="before")
+    @classmethod
+    def _check_function(cls, given: object) -> object:
+        if isinstance(given, str) and (
+            not _NAME_IN_A_MODULE.fullmatch(given) or any(map(_is_key, re.split(r"[.:]", given)))
+        ):
+            raise ValueError('must be a function, or its "package.module:name"')
+        return given
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
@@ -62,7 +83,7 @@ class Encryption(Checked):
         if num_names > 1:
             raise ValueError("takes one names key: names_key or names_key_file")
         for file in (self.keys_file, self.names_key_file):
-            if file is not None and _is_key(str(file)):
+            if file is not None and _is_key(str(file)) and not _is_plainly_a_path(file):
                 raise ValueError("a file of keys is named by its path: this is a key itself, which keys=[...] takes")
         for key in (*self.keys, *filter(None, [self.names_key])):
             _key_of(key.get_secret_value())
@@ -75,7 +96,8 @@ class Encryption(Checked):
 
         Raises:
             ConfigurationError: There is no such file, or something in it is no key.
-            BackendUnavailableError: The function raised.
+            BackendUnavailableError: The function raised, what it is raised from: that error's own words are not
+                repeated here, as they may hold a key.
         """
         try:
             keys = [_key_of(key) for key in self._read()]
@@ -121,13 +143,23 @@ def _lines_of(file: Path) -> list[str]:
             log("warning", "encryption.keys_readable", file=str(file), mode=stat.filemode(mode))
         lines = [line.strip() for line in file.read_text("ascii", "replace").splitlines()]
     except OSError as error:
-        raise ConfigurationError(f"encryption: {file} cannot be read: {error.strerror}") from error
-    return [line for line in lines if line and not line.startswith("#")]
+        why = error.strerror
+    else:
+        return [line for line in lines if line and not line.startswith("#")]
+    # Outside of `except`: the system's error repeats the path.
+    if _is_plainly_a_path(file):
+        raise ConfigurationError(f"encryption: {file} cannot be read: {why}")
+    raise ConfigurationError(f"encryption: the file of keys cannot be read: {why} (its path may be a key: not shown)")
+
+
+def _is_plainly_a_path(file: Path) -> bool:
+    """Say whether this is in a folder that there is, or has a dot, as no key has."""
+    return "." in str(file) or (file.parent not in {Path(), Path("/")} and file.parent.is_dir())
 
 
 def _is_key(given: str) -> bool:
-    """Say whether this is a key, with its padding or without."""
-    digits = given.rstrip("=")
+    """Say whether this is a key as people write them: with padding or without, by another alphabet, after a prefix."""
+    digits = given.strip().rpartition(":")[2].removeprefix("0x").rstrip("=").translate({ord("-"): "+", ord("_"): "/"})
     try:
         _key_of(digits + "=" * (-len(digits) % 4))
     except ValueError:

@@ -35,7 +35,7 @@ from tiered_kv.tiers.calls import Answer, outcomes_problem
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
-from tiered_kv.values.keys import Names, Namespace, rows_of
+from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
 from tiered_kv.values.results import BlockState, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
@@ -315,6 +315,7 @@ class SharedTier(StorageTier):
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
         self._evicted = Tombstones()
         self._deleting: dict[object, Batch] = {}
+        self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
 
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
@@ -504,38 +505,49 @@ class SharedTier(StorageTier):
         while not self.settings.read_only and (batch := evicted.oldest(_DELETED_AT_ONCE)) is not None:
             if not await self._delete_evicted(batch, evicted.serial, evicted.num_lost):
                 return False
-        return True
+        if self._is_unsure:
+            answer = await self._have_deleted([])
+            self._is_unsure = not answer.is_well or answer.value is False
+        return not self._is_unsure
 
     async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> bool:
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
 
-        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`, and
-        this says so.
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+
+        Returns:
+            Whether all of it is known to be gone.
         """
         if self.settings.read_only:
             return True
+        is_gone = True
         for start in range(0, len(batch), _DELETED_AT_ONCE):
             part = batch[start : start + _DELETED_AT_ONCE]
             await self._until_written(part.names)
             if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
                 part = part[self._evicted.holds(part)]
-            if len(part) and not await self._delete(part, serial):
-                return False
-        return True
+            if len(part):
+                answer = await self._delete(part, serial)
+                if not answer.is_well:
+                    return False
+                is_gone &= answer.value is not False
+        return is_gone
 
-    async def _delete(self, batch: Batch, serial: int) -> bool:
-        """Have the medium delete blocks; say whether it did."""
+    async def _delete(self, batch: Batch, serial: int) -> Answer[bool | None]:
+        """Have the medium delete blocks: what it was told of it hides from here on."""
         deletion = object()
         self._deleting[deletion] = batch
         try:
-            answer = await self.calls.make(
-                "delete", lambda: self.backend.delete(self.records.keys(batch)), num_blocks=len(batch)
-            )
+            answer = await self._have_deleted(self.records.keys(batch))
         finally:
             del self._deleting[deletion]
+        self._is_unsure |= answer.value is False
         if answer.is_well:
             self._evicted.lift(batch, serial)
-        return answer.is_well
+        return answer
+
+    async def _have_deleted(self, keys: Sequence[BlockKey]) -> Answer[bool | None]:
+        return await self.calls.make("delete", lambda: self.backend.delete(keys), num_blocks=len(keys))
 
     def _is_being_deleted(self, batch: Batch) -> Mask:
         busy = np.zeros(len(batch), np.bool_)

@@ -153,14 +153,16 @@ def were_away(members: Sequence[Member]) -> list[bool]:
 
 
 def make_empty(path: Path) -> None:
-    """Delete all blocks in a directory, of whichever model, and what it says of itself.
+    """Delete all blocks in a directory, of whichever model, and what it says of itself; log which models' they were.
 
     Raises:
         OSError: They cannot be deleted.
         ConfigurationError: It is not this user's alone, or held by another process.
     """
     with taken(path) as root:
-        for folder in folders_in(root):
+        if folders := folders_in(root):
+            log("warning", "nvme.directory_emptied", path=str(path), folders=folders)
+        for folder in folders:
             files().remove_tree(folder, dir_fd=root)
         with contextlib.suppress(FileNotFoundError):
             files().unlink(_NAME, dir_fd=root)

@@ -15,7 +15,7 @@ from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
 from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.paths import MOST_INSPECTED_BYTES, RECORD, salt_folder
+from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.redis.resp import command
 from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
 
@@ -46,18 +46,19 @@ class RedisInventory(Inventory):
                     self._holders |= dict.fromkeys(paths, server)
                     yield [Found(path, Place.of(path), n) for path, n in zip(paths, lengths, strict=True) if n]
 
-    async def read(self, found: Found) -> bytes | None:
+    async def read(self, found: Found) -> bytes | bytearray | None:
         """Get one value, if it is still as long as it was; nothing of one that is longer than any record."""
-        if found.num_bytes > MOST_INSPECTED_BYTES:
+        if found.is_too_long:
             return b""
-        name, value = self._prefix + found.where.encode(), memoryview(bytearray(found.num_bytes))
-        into = Block(value[:HEADER_BYTES], value[HEADER_BYTES:], len(value[HEADER_BYTES:]))
+        name, value = self._prefix + found.where.encode(), bytearray(found.num_bytes)
+        header, payload = memoryview(value)[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
+        into = Block(header, payload, len(payload))
         with self._doing("read a block"):
             async with self._holders[found.where].bodies.connection() as connection:
                 (answer,) = await connection.get([command(b"GET", name)], [into])
             if isinstance(answer, str):
                 raise ResponseError(answer)
-        return bytes(value) if answer is Outcome.HIT else None
+        return value if answer is Outcome.HIT else None
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Unlink keys, in one round trip per server."""

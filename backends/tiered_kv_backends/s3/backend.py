@@ -150,27 +150,33 @@ class S3Backend(Backend):
         finally:
             self._answers.drop(keys)
 
-    async def delete(self, keys: Sequence[BlockKey]) -> None:
+    async def delete(self, keys: Sequence[BlockKey]) -> bool:
         """Forget the keys, by requests of 1,000; with a key of a pack its neighbours in the pack.
 
         A block that may lie in a pack of which this process does not know the last key is found by nobody here, and
         deleted with its pack by the first call that has that key.
 
+        Returns:
+            Whether there is no such block among them; with no keys, among all that were to be deleted.
+
         Raises:
             BackendUnavailableError: The store did not take it.
         """
+        if not keys:
+            return not self._packing.may_have_doomed
         units = self._packing.units(keys)
-        self._packing.doom(
+        doomed = [
             key
             for unit in units
             for key in keys[unit.start : unit.stop]
             if unit.pack is None and self._packing.is_packed(key)
-        )
+        ]
+        self._packing.doom(doomed)
         names = dict.fromkeys(key.path for key in keys)
         names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
         self._answers.refute(keys, keys)
-        if names:
-            await self._delete_all([*names], self._deadline())
+        await self._delete_all([*names], self._deadline())
+        return self._packing.is_single(doomed)
 
     async def _units(self, keys: Sequence[BlockKey], deadline: float) -> list[Unit]:
         """Cut a batch that is asked for, and delete the packs in it that have doomed blocks.

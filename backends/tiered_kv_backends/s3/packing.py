@@ -55,7 +55,8 @@ class Packing:
             size: OrderedDict() for size in set(self._sizes.values())
         }
         self._single: OrderedDict[bytes, None] = OrderedDict()
-        self._doomed: OrderedDict[BlockKey, None] = OrderedDict()
+        self._doomed: OrderedDict[BlockKey, bool] = OrderedDict()  # and whether it lay singly, as far as was seen
+        self._has_lost_doomed = False
 
     def saw(self, keys: Iterable[BlockKey], *, is_single: bool) -> None:
         """Remember of blocks that have just been stored or read whether each was an object of its own."""
@@ -75,10 +76,16 @@ class Packing:
     def doom(self, keys: Iterable[BlockKey]) -> None:
         """Remember blocks that are to be deleted from packs that nobody knows yet."""
         for key in keys:
-            self._doomed[key] = None
+            self._doomed[key] = self.is_single([key])
             self._doomed.move_to_end(key)
         while len(self._doomed) > _MAX_REMEMBERED:
-            self._doomed.popitem(last=False)
+            _, is_single = self._doomed.popitem(last=False)
+            self._has_lost_doomed |= not is_single
+
+    @property
+    def may_have_doomed(self) -> bool:
+        """Whether packs that nobody knows may have blocks that were to be deleted."""
+        return self._has_lost_doomed or not all(self._doomed.values())
 
     def doomed(self, keys: Sequence[BlockKey], units: Iterable[Unit]) -> dict[str, list[BlockKey]]:
         """Return the packs of a batch that are to be deleted, and for which of its blocks."""

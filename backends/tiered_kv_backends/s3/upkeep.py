@@ -17,10 +17,14 @@ from obstore.store import ObjectStore
 
 from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import MOST_INSPECTED_BYTES, RECORD, salt_folder
+from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
+_MOST_EPOCHS = 1 << 16
+"""Looked at by one run, however many others have put there; the next run has the rest."""
+_PART_BYTES = 1 << 20
+"""Of an object, at a time."""
 
 
 class BucketInventory(Inventory):
@@ -47,19 +51,24 @@ class BucketInventory(Inventory):
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "list blocks", self._settings) from error
 
-    async def read(self, found: Found) -> bytes | None:
-        """Get one object, or the beginning of one that is longer than any record or pack."""
-        read = bytearray()
+    async def read(self, found: Found) -> bytes | bytearray | None:
+        """Get one object, or as much of it as it was long when it was listed; nothing of one that is too long."""
+        if found.is_too_long:
+            return b""
+        read, num_read = bytearray(found.num_bytes), 0
         try:
-            async for part in (await obstore.get_async(self._store, found.where)).stream():
-                read += part
-                if len(read) > MOST_INSPECTED_BYTES:
+            async for part in (await obstore.get_async(self._store, found.where)).stream(_PART_BYTES):
+                came = memoryview(part)[: found.num_bytes - num_read]
+                read[num_read : num_read + len(came)] = came
+                num_read += len(came)
+                if num_read == found.num_bytes:
                     break
-            return bytes(read)
         except FileNotFoundError:
             return None
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "read a block", self._settings) from error
+        del read[num_read:]
+        return read
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Delete objects, up to 1,000 by one request."""
@@ -105,12 +114,13 @@ async def collect_epochs(
     kept = {(await asyncio.to_thread(settings.on_medium, epoch)).hex()[:32] for epoch in epochs}
     store, deleted = make_store(settings), 0
     before = datetime.now(UTC) - timedelta(seconds=idle_s)
-    is_idle: dict[str, bool] = {}  # by epoch that may go; many, if others put them there, but a listing is not kept
+    is_idle: dict[str, bool] = {}  # by epoch that may go
     try:
         async for blocks in _blocks(store):
             for path, stored in blocks.items():
                 epoch = _folder(path, 2)
-                if epoch.rpartition("/")[2] not in kept:
+                is_known = epoch in is_idle or len(is_idle) < _MOST_EPOCHS
+                if is_known and epoch.rpartition("/")[2] not in kept:
                     is_idle[epoch] = is_idle.get(epoch, True) and stored <= before
         for epoch in [epoch for epoch, idle in is_idle.items() if idle]:
             async for blocks in _blocks(store, epoch):

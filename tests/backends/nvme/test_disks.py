@@ -160,6 +160,19 @@ async def test_what_was_evicted_while_a_disk_was_away_does_not_come_back(paths: 
         assert set(tier.recovered(N).values()) == set(range(0, N, 2))
 
 
+async def test_what_is_emptied_is_told(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
+    """A disk that missed a run loses its blocks: the log says of which disk and which models; of a new one nothing."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[:1]):
+        pass
+    async with opened(paths):
+        pass
+    (told,) = [each for each in caplog.messages if each.startswith("nvme.directory_emptied")]
+    assert str(paths[1]) in told
+    assert shape_of("a").fingerprint.hex() in told
+
+
 async def test_none_is_none(paths: list[Path]) -> None:
     """Where no directory can be used, or one for what is not its disk's fault, the tier does not open."""
     async with opened(paths[:1]):

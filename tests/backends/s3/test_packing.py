@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.any_layout import STRIDE, AnyEngine, open_any, prompt
-from tiered_kv import BlockKeys, CacheLimits
+from tiered_kv import BlockKeys, CacheLimits, RemovalResult
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks
 
@@ -119,6 +119,27 @@ async def test_what_is_evicted_of_a_pack_stays_away_though_the_pack_is_not_known
     found, loaded = await opened_anew(tmp_path, engine, prefix[evicted], prefix)
     assert (found, loaded) == (0, 0)
     assert not packs_in(tmp_path)
+
+
+async def test_who_evicts_of_an_unknown_pack_is_told(tmp_path: Path) -> None:
+    """Another start could serve it: the eviction and the drain say so, until the pack is met, and goes.
+
+    Of what this process knows to lie singly, or in a pack that it can name, nothing is left.
+    """
+    engine, prefix = AnyEngine(num_blocks=40), prompt(19)
+    tier = {"medium": "s3", "url": f"file://{tmp_path}", "answer_ttl_s": 0}
+    async with open_any(engine, tier, limits=LIMITS) as kv:
+        await kv.store(prefix, engine.fill(prefix, range(19)))
+        await kv.flush()
+        assert await kv.evict(prefix[16:]) == RemovalResult(0)
+    async with open_any(engine, tier, limits=LIMITS) as kv:
+        assert (await kv.evict(prefix[:3])).kept_by == ("s3",)
+        assert not await kv.drain()
+        assert packs_in(tmp_path) == [".x16"]
+        await kv.lookup(prefix[:16])
+        assert packs_in(tmp_path) == []
+        assert await kv.drain()
+        assert await kv.evict(prefix[:16]) == RemovalResult(0)
 
 
 async def test_what_is_stored_again_is_spared(tmp_path: Path) -> None:

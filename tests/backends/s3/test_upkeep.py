@@ -9,9 +9,10 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tiered_kv.media.backend import MOST_FOUND_BYTES
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import salt_folder
-from tiered_kv_backends.s3 import S3Backend, delete_tenant, upkeep
+from tiered_kv_backends.s3 import S3Backend, collect_epochs, delete_tenant, upkeep
 
 PAGES = 30
 FOLDER = f"{'a' * 64}/{'b' * 32}/0of1"
@@ -89,20 +90,34 @@ async def test_a_tenant_is_deleted_as_the_listing_comes(endless: int) -> None:
     assert Endless.deleted.count(b"<Key>") == 1000
 
 
-async def test_no_more_is_read_of_an_object_than_a_record_may_have(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whoever may write to the bucket puts objects of any length there, by names of ours."""
-    most_bytes = 1 << 20
-    monkeypatch.setattr(upkeep, "MOST_INSPECTED_BYTES", most_bytes)
+async def test_so_many_epochs_are_collected_by_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many folders of epochs others make there: one run keeps few of them in mind, the next has the rest."""
+    monkeypatch.setattr(upkeep, "_MOST_EPOCHS", 2)
+    for n in range(5):
+        block = tmp_path / ("a" * 64) / f"{n:032x}" / "0of1" / ("0" * 32) / ("c" * 64)
+        block.parent.mkdir(parents=True)
+        block.touch()
+    settings = {"medium": "s3", "url": f"file://{tmp_path}"}
+    collected = [await collect_epochs(settings, keep_weights=["served"], idle_s=0) for _ in range(4)]
+    assert collected == [2, 2, 1, 0]
+
+
+async def test_no_more_is_read_of_an_object_than_a_record_may_have(tmp_path: Path) -> None:
+    """Whoever may write to the bucket puts objects of any length there, by names of ours: what is too long is not read.
+
+    Of one that has grown since it was listed, as much is read as there was.
+    """
     planted = tmp_path / FOLDER / ("0" * 32) / ("c" * 64)
     planted.parent.mkdir(parents=True)
-    with planted.open("wb") as file:
-        file.truncate(64 * most_bytes)
+    planted.write_bytes(b"begun")
     settings = S3Backend.Settings.of({"medium": "s3", "url": f"file://{tmp_path}"})
     async with S3Backend.inventory(settings) as inventory:
-        found = [each async for some in inventory.found() for each in some]
-        read = await inventory.read(found[0])
-    assert found[0].num_bytes == 64 * most_bytes
-    assert read is not None
-    assert most_bytes < len(read) < 32 * most_bytes
+        (found,) = [each async for some in inventory.found() for each in some]
+        with planted.open("r+b") as file:
+            file.truncate(8 << 20)
+        assert await inventory.read(found) == b"begun"
+        with planted.open("r+b") as file:
+            file.truncate(MOST_FOUND_BYTES + 1)
+        (found,) = [each async for some in inventory.found() for each in some]
+        assert found.num_bytes == MOST_FOUND_BYTES + 1
+        assert await inventory.read(found) == b""
