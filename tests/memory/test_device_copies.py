@@ -23,9 +23,11 @@ from tiered_kv.memory import (
     device_copies,
     driver,
     gather_blocks,
+    host,
     staging,
     torch_copies,
 )
+from tiered_kv.memory.host import known_as_locked
 from tiered_kv.values.layout import KVGroup
 
 Copy = Callable[..., None]
@@ -122,6 +124,34 @@ def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     assert list(runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))) == []
 
 
+@pytest.mark.parametrize("libcuda", ["batches"], indirect=True)
+def test_what_is_in_one_piece_on_both_sides_is_one_copy(monkeypatch: pytest.MonkeyPatch, libcuda: str) -> None:
+    """Of a batch: neighbours of an engine whose page is a whole block cross as one, up to the end of a locked piece."""
+    monkeypatch.setattr(host, "PIECE_BYTES", 4 * 8192)
+    group = KVGroup(2, 1, 4096, "uint8", 1, "MLA")
+    engine = torch.randint(0, 256, (16, 2, 1, 4096), dtype=torch.uint8)
+    with fake_cuda() as fake:
+        fake.keep(engine.data_ptr(), engine.nbytes, 0, engine)
+        device = CUDADevice("cuda:0")
+        caches = PagedCaches.bind(engine, group, axes="BLND", device=device)
+        rows = torch.zeros(16, 1024, dtype=torch.int64, pin_memory=True)
+        stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]  # of torch
+        pages, slots = np.array([3, 4, 5, 9, 10, 11, 1]), np.array([0, 1, 2, 5, 6, 8, 9])
+        copies = (
+            partial(device_copies.gather_directly, caches, pages[:, None], rows, slots),
+            partial(device_copies.scatter_directly, rows, slots, caches, pages[:, None]),
+        )
+        expected = engine[pages].clone()
+        for copy in copies:
+            with device.here(), torch.cuda.stream(stream), known_as_locked(rows):
+                copy()
+            fake.run()
+            assert torch.equal(rows[slots].view(torch.uint8), expected.view(7, 8192))
+            assert torch.equal(engine[pages], expected)
+            engine[:] = 0
+        assert [[size // 8192 for size in batch] for batch in fake.batches] == [[3, 2, 1, 1]] * 2
+
+
 WAYS_AND_SECONDS = [("slow", (3,), (3,)), ("quick out", (1,), (2,)), ("quick back", (2,), (1,))]
 """Names of ways, and how long they take out of the pages and into them."""
 
@@ -135,21 +165,31 @@ class TestCrossover:
         tensors = [torch.zeros(2, 1, fragment_bytes, dtype=torch.uint8)]
         return PagedCaches.bind(tensors, group, device=CPUDevice())
 
-    def way(self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True) -> str:
+    def way(
+        self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True, rows: torch.Tensor | None = None
+    ) -> str:
         """Return the name of the way for so many blocks."""
-        return crossover.way_of(caches, torch.zeros(1, 512), np.arange(num_blocks), to_rows=to_rows).name
+        slots, rows = np.zeros(num_blocks, np.int64), torch.zeros(1, 512, dtype=torch.int64) if rows is None else rows
+        return crossover.way_of(caches, rows, slots, to_rows=to_rows).name
 
-    def test_until_measured_only_large_fragments_go_directly(self) -> None:
-        """A stated size decides, the same one everywhere."""
-        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES - 1)) == "staging"
-        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES)) == "directly"
+    def test_until_measured_only_large_fragments_go_directly(self, libcuda: str) -> None:
+        """A stated size decides, the same one everywhere; what a batch begins costs less."""
+        size = crossover.BATCH_FROM_BYTES if libcuda == "batches" else crossover.DIRECT_FROM_BYTES
+        assert self.way(self.caches(size - 1)) == "staging"
+        assert self.way(self.caches(size)) == "directly"
 
     def test_single_copies_are_bounded_in_number(self, libcuda: str) -> None:
         """More would fill a stream's queue, and the event loop would wait; a batch is one operation, however long."""
         large = self.caches(crossover.DIRECT_FROM_BYTES)
         assert self.way(large, crossover.MOST_OPERATIONS) == "directly"
-        many = self.way(large, crossover.MOST_OPERATIONS + 1)
+        rows = torch.zeros(1, 512, dtype=torch.int64)
+        with known_as_locked(rows):
+            many = self.way(large, crossover.MOST_OPERATIONS + 1, rows=rows)
         assert many == ("directly" if libcuda == "batches" else "staging")
+
+    def test_pageable_memory_takes_no_batch(self) -> None:
+        """There each copy is one operation, wherever the driver takes batches of what is page-locked."""
+        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES), crossover.MOST_OPERATIONS + 1) == "staging"
 
     def test_the_fastest_way_is_taken_by_direction_and_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All ways are timed for each; between two numbers of blocks the smaller one decides."""

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
@@ -29,11 +30,12 @@ from tests.support.gpu_engine import (
     opened,
 )
 from tiered_kv import TieredKV
-from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, host, make_device
+from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, PageLockState, host, kernels, make_device
 from tiered_kv.memory.gpu import MOST_AHEAD
 from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.layout import KVGroup
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
@@ -286,6 +288,19 @@ class TestDevices:
         made = make_device(device)
         assert made.torch_device == torch.device(GPU)
         assert made.close(60)
+
+    @pytest.mark.parametrize(("is_one_memory", "num_programs"), [(0, 16), (1, 64)])
+    def test_a_faster_bus_has_more_in_flight(self, fake: FakeDriver, is_one_memory: int, num_programs: int) -> None:
+        """As much as it carries in a round trip: 128 KiB by PCIe, four times that where processor and GPU are one."""
+        fake.attributes[100] = is_one_memory
+        device, group = CUDADevice(GPU), KVGroup(1, 1, 8192, "uint8", 1, "MLA")
+        tensor = torch.zeros(128, 1, 8192, dtype=torch.uint8, device=GPU)
+        caches = PagedCaches.bind([tensor], group, device=device)
+        rows, ids = torch.zeros(128, 1024, dtype=torch.int64, pin_memory=True), np.arange(128)
+        with device.here():
+            kernels.gather_blocks(caches, ids[:, None], rows, ids)
+        assert kernels._copy.num_programs == num_programs  # noqa: SLF001 - the fake's
+        assert device.close(60)
 
 
 class TestEvents:

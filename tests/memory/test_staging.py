@@ -189,6 +189,11 @@ def test_pieces_are_bounded_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatc
         )
 
 
+def test_no_piece_is_a_remainder() -> None:
+    """A window of 25 blocks of 640 KiB, 12 of which fit a buffer, is no 12, 12 and 1: each is worth its DMA."""
+    assert [piece.stop - piece.start for piece in pieces_of(25, 640 << 10)] == [8, 8, 9]
+
+
 def test_a_buffer_is_given_back() -> None:
     """When nothing is on its way any more: the engine may want the memory. The next copy takes one anew."""
     staging, kept = Staging(None, lambda: None, nullcontext), list[weakref.ref[Any]]()

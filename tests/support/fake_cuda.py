@@ -33,7 +33,8 @@ def fake_cuda(num_devices: int = 4, seed: int = 0) -> Iterator[FakeDriver]:
     from tiered_kv.memory import crossover, device_copies, driver, kernels  # noqa: PLC0415 - imports Triton
 
     fake = FakeDriver(num_devices, seed)
-    cached = device_copies.kernels_for, device_copies.ways, crossover.kernel_way, crossover._device_name  # noqa: SLF001 - what remembers the real GPU
+    what_asks = device_copies.kernels_for, device_copies.ways, crossover.kernel_way
+    cached = *what_asks, crossover._device_name, kernels._bytes_over_bus  # noqa: SLF001 - what remembers the real GPU
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, fake)
         patch.setattr(driver, "library", lambda: fake)
@@ -339,6 +340,7 @@ class _Kernel:
         self.compiled: set[tuple[object, ...]] = set()
         """What Triton would have compiled: one binary for each."""
         self.num_launched = 0
+        self.num_programs = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:  # noqa: ANN401 - Triton's
         return functools.partial(self._launch, grid)
@@ -359,6 +361,7 @@ class _Kernel:
     ) -> None:
         self.compiled.add(tuple(sorted(constants.items())))
         self.num_launched += 1
+        self.num_programs = grid[0]
         queue = torch.cuda.current_stream(table.device).queue  # type: ignore[attr-defined]  # the fake's
         num_blocks = num_units // pieces // num_fragments // pages_per_block if num_units else 0
 

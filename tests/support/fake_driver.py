@@ -63,6 +63,8 @@ class FakeDriver:
         failure: What the GPU does next is fail with this code, and so does every call from then on.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
         refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
+        attributes: What ``cuDeviceGetAttribute`` answers, by number; else 0.
+        batches: The sizes of the copies of each batch.
     """
 
     def __init__(self, num_devices: int = 4, seed: int = 0) -> None:
@@ -74,6 +76,8 @@ class FakeDriver:
         self.failure = 0
         self.spoilt = False
         self.refusals: list[int] = []
+        self.attributes = {91: 1, 88: 1, 100: 0}
+        self.batches: list[list[int]] = []
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, tuple[int, int]] = {}
         self.num_enqueued = 0
@@ -278,8 +282,8 @@ class FakeDriver:
         return 0
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: ANN401, N802 - of C
-        """Say yes."""
-        value._obj.value = 1  # noqa: SLF001 - how ctypes names what it refers to
+        """Answer as a GPU on PCIe does, or see ``attributes``."""
+        value._obj.value = self.attributes.get(attribute, 0)  # noqa: SLF001 - how ctypes names what it refers to
         return 0
 
     def cuMemcpyBatchAsync(self, *arguments: Any) -> int:  # noqa: ANN401, N802 - of C
@@ -294,6 +298,8 @@ class FakeDriver:
         for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):
             if {self.kind_of(target, size), self.kind_of(source, size)} - {"gpu", "locked"}:
                 return INVALID_VALUE
+
+        self.batches.append(arrays[2].tolist())
 
         def move() -> None:
             for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):

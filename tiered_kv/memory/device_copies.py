@@ -93,7 +93,7 @@ def _staged(caches: PagedCaches, rows: Tensor) -> tuple[PagedCaches, int, int]:
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages into slots on the host, one DMA a fragment."""
-    if _may_batch(rows, slots):
+    if may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_rows, in_engine, sizes, caches.torch_device)
         return
@@ -104,7 +104,7 @@ def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -
 
 def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots on the host into blocks of pages, one DMA a fragment."""
-    if _may_batch(rows, slots):
+    if may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_engine, in_rows, sizes, caches.torch_device)
         return
@@ -143,7 +143,7 @@ def copy_runs(
     device = source.device if target.device.type == "cpu" else target.device
     on_host = (source, source_slots) if source.device.type == "cpu" else (target, target_slots)
     source_start, target_start = start - left_out[0], start - left_out[1]
-    if len(runs) > 1 and _may_batch(*on_host):
+    if len(runs) > 1 and may_batch(*on_host):
         at = np.array([first for first, _ in runs])
         sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
         sources = source.data_ptr() + source_slots[at] * row_bytes + source_start
@@ -176,7 +176,8 @@ def are_page_locked(rows: Tensor, slots: Ids) -> bool:
     return is_page_locked(start + int(slots.min()) * row_bytes, start + (int(slots.max()) + 1) * row_bytes)
 
 
-def _may_batch(rows: Tensor, slots: Ids) -> bool:
+def may_batch(rows: Tensor, slots: Ids) -> bool:
+    """Say whether copies to and from these slots can be one operation: a batch, of page-locked memory."""
     return driver.has_batches() and are_page_locked(rows, slots)
 
 
@@ -204,12 +205,19 @@ def _runs(a: Ids, b: Ids, piece: int) -> Iterator[tuple[int, int]]:
 
 
 def _addresses(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> tuple[Ids, Ids, Ids]:
-    """Return each page's part of each block: where it is in the engine's memory, where in its row, how many bytes."""
+    """Return what is in one piece on both sides: where it is in the engine's memory, where in a row, how many bytes.
+
+    None crosses from slots that were page-locked together to others.
+    """
     address, stride, num_bytes, offset = (column[:, None, None] for column in caches.table.T)
     in_engine = address + pages * stride
     slot_addresses = rows.data_ptr() + slots * (rows.shape[1] * 8)
     in_rows = slot_addresses[:, None] + offset + np.arange(pages.shape[1]) * num_bytes
-    return in_engine.ravel(), in_rows.ravel(), np.broadcast_to(num_bytes, in_engine.shape).ravel()
+    apart = np.broadcast_to(slots[:, None] % slots_per_piece(rows.shape[1] * 8) == 0, in_rows.shape).ravel()
+    in_engine, in_rows, sizes = in_engine.ravel(), in_rows.ravel(), np.broadcast_to(num_bytes, in_rows.shape).ravel()
+    goes_on = (in_engine[1:] - in_engine[:-1] == sizes[:-1]) & (in_rows[1:] - in_rows[:-1] == sizes[:-1]) & ~apart[1:]
+    first = np.flatnonzero(np.r_[True, ~goes_on])
+    return in_engine[first], in_rows[first], np.add.reduceat(sizes, first)
 
 
 def _fragments(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> Iterator[tuple[Tensor, Tensor]]:

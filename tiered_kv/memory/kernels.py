@@ -9,6 +9,7 @@ binding can need.
 With ``TRITON_INTERPRET=1`` in the environment before this module is imported, the same kernel runs on host memory.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.memory import staging
+from tiered_kv.memory import driver, staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.torch_copies import upload
 from tiered_kv.values.layout import KVGroup
@@ -30,8 +31,9 @@ _PIECE_BYTES = 8 << 10
 """What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""
 _NUM_PROGRAMS = 64
 """At most, in one launch: enough to outrun the bus several times, few enough to leave the engine's kernels room."""
-_BYTES_OVER_BUS = 128 << 10
-"""In flight where one side is host memory: what PCIe 5 carries in 2 us, a round trip. More programs would only wait."""
+_BYTES_OVER_PCIE, _BYTES_OVER_C2C = 128 << 10, 512 << 10
+"""In flight where one side is host memory: what PCIe 5, or NVLink-C2C, carries in a round trip of 2 us, or 1 us. More
+programs would only wait."""
 _WIDEST = 16
 """Bytes that one thread can move at once."""
 
@@ -132,7 +134,7 @@ def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_row
     ids = upload(np.concatenate([table, pages, slots], axis=None), here)
     most = _NUM_PROGRAMS
     if rows.device != here:
-        most = min(most, _BYTES_OVER_BUS // min(int(table[:, 2].max()), _PIECE_BYTES))
+        most = min(most, _bytes_over_bus(here) // min(int(table[:, 2].max()), _PIECE_BYTES))
     grid: Any = (max(1, min(num_units, most)),)
     _copy[grid](
         ids, ids[table.size :], ids[table.size + pages.size :],
@@ -140,6 +142,11 @@ def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_row
         **constants,
     )  # fmt: skip
     staging.current(here).num_operations += 2
+
+
+@cache
+def _bytes_over_bus(device: torch.device) -> int:
+    return _BYTES_OVER_C2C if driver.is_one_memory_with_the_host(device.index or 0) else _BYTES_OVER_PCIE
 
 
 def _try(device: torch.device) -> None:

@@ -156,6 +156,6 @@ def current(device: torch.device) -> Staging:
 
 
 def pieces_of(num_blocks: int, block_bytes: int) -> list[slice]:
-    """Cut positions into pieces of blocks that fit a staging buffer together, at least one block each."""
-    each = max(1, PIECE_BYTES // block_bytes)
-    return [slice(start, min(start + each, num_blocks)) for start in range(0, num_blocks, each)]
+    """Cut positions into pieces that fit a staging buffer, as long as each other but for one block."""
+    num_pieces = -(-num_blocks // max(1, PIECE_BYTES // block_bytes))
+    return [slice(num_blocks * at // num_pieces, num_blocks * (at + 1) // num_pieces) for at in range(num_pieces)]
