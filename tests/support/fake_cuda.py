@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.support.fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Marker
+from tests.support.fake_driver import CAPTURED_EVENT, ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Marker
 
 POOL = 32
 """Streams of one device and priority."""
@@ -138,6 +138,9 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
 
         def wait(self, stream: Any = None) -> None:  # noqa: ANN401 - whatever it is
             fake.check()
+            if self.marker is not None and self.marker.is_captured:
+                fake.spoilt = True  # the stream would be a part of the graph, and never come back from it
+                fake.fail(CAPTURED_EVENT)
             if self.marker is not None:
                 fake.enqueue((stream or current_stream()).queue, after=self.marker)
 
@@ -159,6 +162,8 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
             fake.check()
             if code := fake.unsafe():
                 fake.fail(code)
+            if self.marker is not None and self.marker.is_captured:
+                fake.fail(CAPTURED_EVENT)
 
     class Event(AnyEvent):
         def record(self, stream: Any = None) -> None:  # noqa: ANN401 - whatever it is
@@ -220,6 +225,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
         "device": device,
         "stream": on,
         "current_stream": current_stream,
+        "is_current_stream_capturing": lambda: fake.is_captured(current_stream().queue),
         "synchronize": synchronize,
         "is_available": lambda: True,
         "is_initialized": lambda: True,

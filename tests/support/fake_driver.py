@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 INVALID_VALUE, INVALID_CONTEXT, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 201, 700, 712
-NOT_REGISTERED, MISALIGNED, CAPTURING = 713, 716, 900
+NOT_REGISTERED, MISALIGNED, CAPTURING, CAPTURED_EVENT = 713, 716, 900, 907
+NOT_READY = 600
 QUEUE_DEPTH = 1024
 Work = Callable[[], object]
 
@@ -27,6 +29,8 @@ class Marker:
     """A place in a queue, which fires when the stream gets there."""
 
     fired = False
+    is_captured = False
+    """Recorded by a stream that captures: it stands for nothing that runs."""
     queue: "Queue | None" = None
 
 
@@ -85,6 +89,8 @@ class FakeDriver:
         self.here = PerThread()
         self._kept: list[object] = []
         self._captures: dict[int, int] = {}
+        self._captured: list[Queue] = []
+        self._markers = WeakValueDictionary[int, Marker]()
         self._queues: dict[tuple[int, int], Queue] = {}
         self._chance = random.Random(seed)
         self._moved = threading.Condition(threading.RLock())
@@ -110,14 +116,20 @@ class FakeDriver:
     # Captures.
 
     @contextmanager
-    def capture(self, mode: int = GLOBAL) -> Iterator[None]:
-        """Capture a CUDA graph in this thread."""
+    def capture(self, mode: int = GLOBAL, queue: Queue | None = None) -> Iterator[None]:
+        """Capture a CUDA graph in this thread, out of a stream's queue."""
         self.here.capturing = self._captures[threading.get_ident()] = mode
+        self._captured += [] if queue is None else [queue]
         try:
             yield
         finally:
             self.here.capturing = None
             del self._captures[threading.get_ident()]
+            self._captured.clear()
+
+    def is_captured(self, queue: Queue) -> bool:
+        """Say whether a stream captures what it is given."""
+        return any(each is queue for each in self._captured)
 
     def unsafe(self) -> int:
         """Return the code of a call that may not be made beside a capture, and spoil the capture; 0 if it may."""
@@ -155,6 +167,10 @@ class FakeDriver:
         """Record an event."""
         marker = Marker()
         marker.queue = queue
+        self._markers[id(marker)] = marker
+        if self.is_captured(queue):
+            marker.is_captured = True
+            return marker
 
         def fire() -> None:
             marker.fired = True
@@ -280,6 +296,13 @@ class FakeDriver:
         value = mode._obj  # noqa: SLF001 - how ctypes names what it refers to
         value.value, self.here.capture_mode = self.here.capture_mode, value.value
         return 0
+
+    def cuEventQuery(self, event: Any) -> int:  # noqa: ANN401, N802 - a pointer of C
+        """Say whether an event has fired; of a captured one there is nothing to say."""
+        marker = self._markers[event.value]
+        if marker.is_captured:
+            return CAPTURED_EVENT
+        return self.failure or self.unsafe() or (0 if marker.fired else NOT_READY)
 
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: ANN401, N802 - of C
         """Answer as a GPU on PCIe does, or see ``attributes``."""

@@ -146,6 +146,7 @@ class Worker:
             plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer; it
                 cannot be cancelled.
             after: An event after the blocks' last use, or their computation; the wait is enqueued before this returns.
+                None on a GPU is all that the calling thread's current stream was given by now.
 
         Raises:
             ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
@@ -213,7 +214,7 @@ class Worker:
         windows, num_submitted = _Windows(len(starts), done), 0
         try:
             with self._lock:
-                lane = self._lanes[plan.direction].take(after)
+                lane = self._lanes[plan.direction].take(self._device.to_wait_for(after))
                 try:
                     for start in starts:
                         lane.submit(partial(copy, start), partial(windows.ended, len(slots[start : start + each])))

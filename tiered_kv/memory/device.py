@@ -147,6 +147,20 @@ class Device(ABC):
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless a stream of this device can wait for ``after``."""
 
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Return what the copies of a caller in this thread are to come after; None is nothing.
+
+        Args:
+            after: As the caller gave it. None is all that this thread's current stream of the device was given by now:
+                what torch does there next would come after that too. On a CPU it is nothing: what was called is done.
+
+        Raises:
+            ConfigurationError: ``after`` is nothing this device can wait for, or a CUDA graph is being captured here.
+        """
+        if after is not None:
+            self.check(after)
+        return after
+
     def has_happened(self, after: After) -> bool:
         """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""
         for name in ("query", "is_set"):

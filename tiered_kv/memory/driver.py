@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 CAPTURE_RELAXED: Final = 2
 """This thread's calls disturb no capture of a CUDA graph, its own neither, and none forbids them."""
+_CAPTURED_EVENT: Final = 907
 _IN_STREAM_ORDER: Final = 1
 _HOST_POINTER_IS_DEVICE_POINTER: Final = 91
 _USES_THE_HOSTS_PAGE_TABLES: Final = 100
@@ -40,6 +41,12 @@ def exchange_capture_mode(mode: int) -> int | None:
     exchange = _find("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
     value = ctypes.c_int(mode)
     return None if exchange is None or exchange(ctypes.byref(value)) else value.value
+
+
+def was_captured(event: int) -> bool:
+    """Say whether an event, by its handle, was last recorded in the capture of a CUDA graph: it never happens."""
+    query = _find("cuEventQuery", "hipEventQuery")
+    return query is not None and query(ctypes.c_void_p(event)) == _CAPTURED_EVENT
 
 
 def has_batches() -> bool:

@@ -146,6 +146,12 @@ class EngineMemory(ABC):
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless its copies can wait for ``after``."""
 
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Return what copies of a caller in this thread are to come after; see `Device.to_wait_for`."""
+        if after is not None:
+            self.check(after)
+        return after
+
     @abstractmethod
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
         """Copy blocks out of the pages into slots, in a stream's turn; see `copies.gather_blocks`."""
@@ -183,6 +189,10 @@ class Binding(EngineMemory):
     @override
     def check(self, after: After) -> None:
         self.h2d.device.check(after)
+
+    @override
+    def to_wait_for(self, after: After | None) -> After | None:
+        return self.h2d.device.to_wait_for(after)
 
     @override
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
