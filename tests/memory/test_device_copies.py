@@ -116,6 +116,30 @@ def test_staged_layers_take_no_more_room_than_they_have() -> None:
     assert not found[:, 6 * 512 :].any()
 
 
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_blocks_larger_than_a_buffer_go_through_in_layers(num_layers: int) -> None:
+    """A few at a time, in buffers of the size there is; what is one layer alone gets a larger one."""
+    group = KVGroup(5, 1, 4000, "uint8", 1, "MLA")
+    tensors = [torch.full((4, 1, 4000), layer, dtype=torch.uint8) for layer in range(1, 6)]
+    caches = PagedCaches.bind(tensors, group, device=CPUDevice()).of_layers(slice(num_layers))
+    rows, seen = torch.zeros(4, group.stride_bytes // 8, dtype=torch.int64), list[tuple[int, ...]]()
+
+    def gather(caches: PagedCaches, pages: Ids, buffer: torch.Tensor, slots: Ids) -> None:
+        seen.append(tuple(buffer.shape))
+        torch_copies.gather_blocks(caches, pages, buffer, slots)
+
+    pages = slots = np.arange(4)
+    device_copies.gather_through_staging(caches, pages[:, None], rows, slots, gather)
+    assert all(8 * n * words <= 8192 for n, words in seen)
+    assert len(seen) == (2 if num_layers == 1 else 10)  # 2 of one layer, twice 4 of two
+    expected = torch.arange(1, 1 + num_layers, dtype=torch.uint8).repeat_interleave(4000)
+    assert (rows.view(torch.uint8)[:, : len(expected)] == expected).all()
+    for tensor in tensors:
+        tensor.zero_()
+    WAYS["staging"][1](rows, slots, caches, pages[:, None])
+    assert [int(tensor.min()) for tensor in tensors] == [*range(1, 1 + num_layers), *[0] * (5 - num_layers)]
+
+
 def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     """A run ends where either side has a gap, and at the end of a piece that was page-locked apart."""
     runs = partial(device_copies._runs, piece=4)  # noqa: SLF001 - what it decides is seen by no other means on a CPU

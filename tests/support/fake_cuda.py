@@ -217,7 +217,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
     def mem_get_info(wanted: Any = None) -> tuple[int, int]:  # noqa: ANN401 - whatever torch takes
         with device(wanted):
             fake.use_context()
-        return 1 << 34, 1 << 35
+        return fake.room, 1 << 35
 
     return {
         "Stream": Stream,
@@ -308,6 +308,8 @@ def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tenso
         made: torch.Tensor = make(*size, device=device, **kwargs)
         return _locked(fake, made) if pinned else made
     made = make(*size, **kwargs)
+    if made.nbytes > fake.room:
+        raise torch.OutOfMemoryError("CUDA out of memory")
     index = _index_of(device, fake)
     fake.contexts.add(index)
     fake.keep(made.untyped_storage().data_ptr(), made.untyped_storage().nbytes(), index, made)

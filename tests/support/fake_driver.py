@@ -69,6 +69,7 @@ class FakeDriver:
         refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
         attributes: What ``cuDeviceGetAttribute`` answers, by number; else 0.
         batches: The sizes of the copies of each batch.
+        room: Bytes that a GPU has left for one allocation.
     """
 
     def __init__(self, num_devices: int = 4, seed: int = 0) -> None:
@@ -82,6 +83,7 @@ class FakeDriver:
         self.refusals: list[int] = []
         self.attributes = {91: 1, 88: 1, 100: 0}
         self.batches: list[list[int]] = []
+        self.room = 1 << 34
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, tuple[int, int]] = {}
         self.num_enqueued = 0

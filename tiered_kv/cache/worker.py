@@ -122,12 +122,15 @@ class Worker:
 
         Raises:
             LayoutMismatchError: They are not what the layout says.
+            ConfigurationError: There is no such group, or the GPU has not 128 MiB left for copies.
         """
         if (group := as_int("a KV group's number", group)) >= len(self._layout.groups):
             raise ConfigurationError(f"KV group {group} of {len(self._layout.groups)}: the layout has no such group")
         caches = PagedCaches.bind(
             kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
         )
+        for lanes in self._lanes.values():
+            lanes.reserve(caches.staged_bytes)
         prepare(caches, self._device)
         self._caches[group] = caches
 

@@ -69,6 +69,13 @@ class Stream(ABC):
         """Whether a copy may as well be made in the calling thread: it is a thread's work, and none is queued here."""
         return False
 
+    def reserve(self, num_buffers: int, buffer_bytes: int) -> None:  # noqa: B027 - most streams need none
+        """Take the device's memory that blocks go through, so many buffers, before the first copy needs it; maybe none.
+
+        Raises:
+            ConfigurationError: The device does not have it.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Take no more, and end what serves the stream after what is queued. Does not wait: `join`."""

@@ -199,6 +199,18 @@ class AcceleratorStream(Stream):
         """
         return self._submit(copy, done, is_late=not self._device.is_page_locked)
 
+    def reserve(self, num_buffers: int, buffer_bytes: int) -> None:
+        """Allocate them in the stream."""
+        device = self._device
+        with device.here(), device.on(self._stream):
+            try:
+                self._staging.reserve(num_buffers, buffer_bytes, device.torch_device)
+            except torch.OutOfMemoryError as error:
+                raise ConfigurationError(
+                    f"{num_buffers * buffer_bytes >> 20} MiB of {device.torch_device} are wanted for copies of "
+                    f"{self.name!r}, and it has {device.free_bytes() >> 20} MiB: leave the engine less of it"
+                ) from error
+
     def close(self) -> None:
         """End the thread after what is queued."""
         with self._lock:

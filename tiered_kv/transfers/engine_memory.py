@@ -243,6 +243,8 @@ class Bindings:
     def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
         """Take the engine's paged tensors as what loads and stores move; errors as of `TieredKV.register_kv_caches`."""
         caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
+        for lanes in (chain.h2d, chain.d2h):
+            lanes.reserve(caches.staged_bytes)
         prepare(caches, chain.h2d.device)
         self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
 
