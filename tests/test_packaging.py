@@ -80,6 +80,14 @@ def test_what_is_published_can_be_built_and_tested_again(tmp_path: Path) -> None
     assert {"tiered_kv/py.typed", "tiered_kv/telemetry/page/page.js", "tiered_kv_backends/py.typed"} <= set(of_tree)
 
 
+@pytest.mark.slow
+def test_what_a_gpu_is_to_run_needs_no_xdist() -> None:
+    """`.ci/on_gpu` runs its tests by whatever pytest the machine has."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", "tests/gpu", "tests/memory"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_kit_for_a_gpu_has_versions_that_were_tested() -> None:
     """What `make gpu-kit` downloads is pinned; and all that this library needs and torch does not bring is in it."""
     (names,) = re.findall(r"(?m)^GPU_KIT := (.*)", (REPOSITORY / "Makefile").read_text())

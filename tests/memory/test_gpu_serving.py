@@ -221,6 +221,19 @@ async def test_the_layers_of_a_load_are_enqueued_in_several_turns(fake: FakeDriv
         assert not fake.blocked
 
 
+async def test_the_layers_of_a_load_send_their_ids_once(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """All are of the same pages and slots; and where the fragments are, the GPU knows since the binding."""
+    only("by kernel", monkeypatch)
+    async with deep_cache(fake) as (kv, tensors):
+        before = len(fake.registered)  # each upload is out of page-locked memory of its own
+        assert (await kv.start_load(DEEP_KEYS, DEEP_INTO, layerwise=True)).num_blocks == NUM_BLOCKS
+        assert len(fake.registered) == before + 1
+        assert [tensor[NUM_BLOCKS:].min().item() for tensor in tensors] == list(range(1, 1 + NUM_LAYERS))
+        elsewhere = GPULoadStoreSpec(range(2 * NUM_BLOCKS - 1, NUM_BLOCKS - 1, -1))
+        assert (await kv.start_load(DEEP_KEYS, elsewhere, layerwise=True)).num_blocks == NUM_BLOCKS
+        assert len(fake.registered) == before + 2
+
+
 @pytest.mark.parametrize("below", [[], ["nvme"]])
 async def test_a_layer_of_a_store_is_one_launch(
     monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, tmp_path: Path, below: list[str]

@@ -7,6 +7,7 @@ real driver makes a caller wait for is done here too, and taken down in `blocked
 import ctypes
 import random
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -86,6 +87,7 @@ class FakeDriver:
         self.room = 1 << 34
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, tuple[int, int]] = {}
+        self._starts: list[int] = []
         self.num_enqueued = 0
         self.deepest = 0
         self.here = PerThread()
@@ -245,6 +247,7 @@ class FakeDriver:
         """Call memory a GPU's, for good: its address will not be another's."""
         self._kept.append(what)
         self.allocated[address] = num_bytes, device
+        self._starts = sorted(self.allocated)  # a new list: others may read it just now
 
     def lock(self, address: int, num_bytes: int, what: object) -> None:
         """Call memory page-locked, for good: it was allocated so."""
@@ -253,10 +256,11 @@ class FakeDriver:
 
     def device_of(self, address: int) -> int | None:
         """Return which GPU's memory is at an address; None for the host's."""
-        for start, (num_bytes, device) in list(self.allocated.items()):
-            if start <= address < start + max(1, num_bytes):
-                return device
-        return None
+        starts = self._starts
+        if not (at := bisect_right(starts, address)):
+            return None
+        num_bytes, device = self.allocated[starts[at - 1]]
+        return device if address < starts[at - 1] + max(1, num_bytes) else None
 
     def is_locked(self, address: int, num_bytes: int = 1) -> bool:
         """Say whether host memory is page-locked, in one piece."""

@@ -155,6 +155,8 @@ def measure(
         for number in range(num_fragments)
     ]
     caches = PagedCaches(group, None, device, counts[-1], tuple(fragments), range(num_fragments))
+    if (kernels := device_copies.kernels_for(device)) is not None:
+        kernels.send_table(caches)  # as those of an engine are
     num_rows = max(1, min(counts[-1], _SAMPLE_BYTES // group.stride_bytes))
     rows = torch.zeros(num_rows, group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
     fastest: dict[bool, tuple[tuple[int, Way], ...]] = {True: (), False: ()}

@@ -5,9 +5,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Final
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
+Ids = NDArray[np.int64]
 Step = Callable[[slice, Tensor], None]
 """Enqueues, in the current stream, a piece's way into or out of a staging buffer."""
 
@@ -56,6 +59,7 @@ class Staging:
         self._emptied: list[Any] = []
         self._next = 0
         self._last = ("", 0)
+        self._ids: dict[int, tuple[Ids, Tensor]] = {}
 
     @contextmanager
     def used(self) -> Iterator[None]:
@@ -73,6 +77,18 @@ class Staging:
         if self._beside is not None:
             after.wait(self._beside)
 
+    def ids(self, numbers: Ids, device: torch.device) -> Tensor:
+        """Return numbers on the device, for the current stream: those of its last copy are there still.
+
+        The layers of a transfer, one copy each, are of the same pages and slots.
+        """
+        stream = getattr(torch.get_device_module(device).current_stream(device), "stream_id", 0)
+        known = self._ids.get(stream)
+        if known is None or not np.array_equal(known[0], numbers):
+            known = self._ids[stream] = numbers, upload(numbers, device)
+            self.num_operations += 1
+        return known[1]
+
     def reserve(self, num_buffers: int, buffer_bytes: int, device: torch.device) -> None:
         """Have so many buffers of so many bytes at least. The current stream is that of the copies; any thread."""
         with self._lock:
@@ -82,6 +98,7 @@ class Staging:
     def free(self) -> None:
         """Give the buffers back, once nothing uses them."""
         self._buffers.clear()
+        self._ids.clear()
         self._last = "", 0
 
     def run(
@@ -171,6 +188,15 @@ def current(device: torch.device) -> Staging:
         torch_streams = torch.get_device_module(device)
         staging = Staging(torch_streams.current_stream(), torch_streams.Stream, torch_streams.stream)
     return staging
+
+
+def upload(numbers: Ids, device: torch.device) -> Tensor:
+    """Enqueue a copy of some numbers to a device, out of page-locked memory, which torch keeps until it was read.
+
+    Out of pageable memory the driver would copy only once the stream gets there, and have the caller wait for that.
+    """
+    host = torch.tensor(numbers)  # a copy: those of a plan are read-only
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def pieces_of(num_blocks: int, block_bytes: int, buffer_bytes: int) -> list[slice]:
