@@ -140,6 +140,20 @@ def test_blocks_larger_than_a_buffer_go_through_in_layers(num_layers: int) -> No
     assert [int(tensor.min()) for tensor in tensors] == [*range(1, 1 + num_layers), *[0] * (5 - num_layers)]
 
 
+def test_slots_that_only_their_padding_makes_too_large_go_through_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers would fit a buffer, but not as whole slots: they go in two parts."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 9008)
+    group = KVGroup(2, 1, 4400, "uint8", 1, "MLA")
+    tensors = [torch.full((3, 1, 4400), layer, dtype=torch.uint8) for layer in (1, 2)]
+    caches = PagedCaches.bind(tensors, group, device=CPUDevice())
+    rows, ids = torch.zeros(3, group.stride_bytes // 8, dtype=torch.int64), np.arange(3)
+    WAYS["staging"][0](caches, ids[:, None], rows, ids)
+    found = rows.view(torch.uint8)
+    assert found[:, :4400].eq(1).all()
+    assert found[:, 4400:8800].eq(2).all()
+    assert not found[:, 8800:].any()
+
+
 def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     """A run ends where either side has a gap, and at the end of a piece that was page-locked apart."""
     runs = partial(device_copies._runs, piece=4)  # noqa: SLF001 - what it decides is seen by no other means on a CPU

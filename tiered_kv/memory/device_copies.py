@@ -97,6 +97,8 @@ def _staged(caches: PagedCaches, rows: Tensor) -> Iterator[tuple[PagedCaches, Pa
         yield caches, caches, row_words, 0
         return
     num_parts = -(-num_layers // max(1, room // caches.layer_bytes))
+    if caches.columns is None:
+        num_parts = max(2, num_parts)  # all layers are whole slots, which do not fit
     for at in range(num_parts):
         first, last = (caches.layers.start + num_layers * end // num_parts for end in (at, at + 1))
         part = caches.of_layers(slice(first, last))

@@ -200,8 +200,10 @@ class AcceleratorStream(Stream):
         return self._submit(copy, done, is_late=not self._device.is_page_locked)
 
     def reserve(self, num_buffers: int, buffer_bytes: int) -> None:
-        """Allocate them in the stream."""
+        """Allocate them in the stream; of a device that has failed, nothing."""
         device = self._device
+        if device.error is not None:
+            return
         with device.here(), device.on(self._stream):
             try:
                 self._staging.reserve(num_buffers, buffer_bytes, device.torch_device)
