@@ -13,7 +13,7 @@ CORES := $(shell nproc 2>/dev/null || echo 2)
 STEPS ?= 50000
 SECONDS ?= 3600
 # What this library needs and a machine with torch may lack; its own wheel says which media there are.
-GPU_KIT := annotated-types pydantic pydantic-core pydantic-settings python-dotenv structlog typing-inspection
+GPU_KIT := aiofiles annotated-types pydantic pydantic-core pydantic-settings python-dotenv structlog typing-inspection xxhash
 GPU_PYTHON ?= 3.12
 GPU_PLATFORM ?= manylinux2014_x86_64
 TORCH ?= $(shell sed -n 's/^torch==.*/&/p' constraints.txt)$(LOCAL)

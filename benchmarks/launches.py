@@ -94,6 +94,7 @@ def measure() -> dict[str, float]:
     caches = PagedCaches.bind(tensors, group, axes="PBNHD", device=CPUDevice())
     layer = caches.of_layers(slice(0, 1))
     rows = torch.empty(BLOCKS, group.stride_bytes // 8, dtype=torch.int64, device="cpu")
+    kernels.prepare(caches, rows)
     pages = np.random.default_rng(0).permutation(BLOCKS)[:, None]
     slots = np.arange(BLOCKS)
     ids = torch.zeros(8, dtype=torch.int64)

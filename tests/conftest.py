@@ -50,6 +50,7 @@ def _structlog_is_not_configured() -> Iterator[None]:
     structlog.reset_defaults()
 
 
+@pytest.hookimpl(optionalhook=True)  # a machine with a GPU need not have pytest-xdist
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """One process more than cores: many tests wait for servers, timers and disks."""
     return min((os.cpu_count() or 1) + 1, 8)

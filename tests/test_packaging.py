@@ -88,11 +88,19 @@ def test_what_is_published_can_be_built_and_tested_again(tmp_path: Path) -> None
     assert [target for target in re.findall(r"\]\(([^)]*)\)", shown) if not target.startswith("https://")] == []
 
 
+@pytest.mark.slow
+def test_what_a_gpu_is_to_run_needs_no_xdist() -> None:
+    """`.ci/on_gpu` runs its tests by whatever pytest the machine has."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--collect-only", "tests/gpu", "tests/memory"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert done.returncode == 0, done.stdout
+
+
 def test_a_kit_for_a_gpu_has_versions_that_were_tested() -> None:
     """What `make gpu-kit` downloads is pinned; and all that this library needs and torch does not bring is in it."""
     (names,) = re.findall(r"(?m)^GPU_KIT := (.*)", (REPOSITORY / "Makefile").read_text())
     kit = names.split()
     pinned = {re.split("==|<=", line)[0].lower().replace("_", "-") for line in CONSTRAINTS.read_text().splitlines()}
     assert set(kit) <= pinned
-    there = {"aiofiles", "anyio", "numpy", "torch", "typing-extensions", "xxhash"}
+    there = {"anyio", "numpy", "torch", "typing-extensions"}
     assert {Requirement(line).name for line in PROJECT["dependencies"]} - there <= set(kit)

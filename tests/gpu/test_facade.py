@@ -7,7 +7,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
+from tiered_kv import (
+    ConfigurationError,
+    GPULoadStoreSpec,
+    KVGroup,
+    KVLayout,
+    ModelIdentity,
+    TieredKV,
+    hash_blocks,
+)
+from tiered_kv.memory import CUDADevice
+from tiered_kv.memory.lanes import Lanes
 
 pytestmark = pytest.mark.gpu
 NUM_BLOCKS = 48
@@ -67,8 +77,9 @@ async def test_what_was_stored_is_loaded(layout: str, chain: str, tmp_path: Path
         assert same(caches, expected)
 
 
-async def test_a_store_waits_for_what_the_gpu_still_computes() -> None:
-    """With ``after``, the blocks are read only when their kernels are done; a load with ``after`` writes only then."""
+@pytest.mark.parametrize("gives_events", [True, False])
+async def test_a_store_waits_for_what_the_gpu_still_computes(gives_events: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+    """The blocks are read only when their kernels are done, and a load writes only then: by ``after``, or without."""
     group, axes = GROUPS["NHD"]
     caches = caches_of(group, axes)
     expected = caches_of(group, axes)
@@ -85,12 +96,49 @@ async def test_a_store_waits_for_what_the_gpu_still_computes() -> None:
             tensor.copy_(wanted)
         computed = torch.cuda.current_stream().record_event()
         assert not computed.query()
-        await kv.store(keys, spec, after=computed)
+        await kv.store(keys, spec, after=computed if gives_events else None)
         for _ in range(50):
             busy = (busy @ busy).clamp_(-1, 1)
         for tensor in caches:
             tensor.view(torch.uint8).zero_()
         wiped = torch.cuda.current_stream().record_event()
-        loaded = await kv.load(keys, spec, after=wiped)
+        loaded = await kv.load(keys, spec, after=wiped if gives_events else None)
         assert loaded.num_blocks == NUM_BLOCKS
         assert same(caches, expected)
+
+
+async def test_an_event_of_a_capture_is_refused_and_costs_no_device() -> None:
+    """The driver knows it from one that has yet to happen; the next store and load go well."""
+    group, axes = GROUPS["NHD"]
+    caches = caches_of(group, axes)
+    expected = [tensor.clone() for tensor in caches]
+    keys = hash_blocks(range(NUM_BLOCKS * group.block_size), block_size=group.block_size)
+    spec, graph, numbers = GPULoadStoreSpec(list(range(NUM_BLOCKS))), torch.cuda.CUDAGraph(), torch.zeros(8).cuda()
+    async with TieredKV(
+        tiers_of("cpu", Path()), model=ModelIdentity("model", weights="w0"), layout=KVLayout((group,)), device="cuda"
+    ) as kv:
+        kv.register_kv_caches(caches, axes=axes)
+        with torch.cuda.graph(graph):
+            numbers += 1
+            captured = torch.cuda.current_stream().record_event()
+        with pytest.raises(ConfigurationError, match="recorded in the capture"):
+            kv.start_store(keys, spec, after=captured)
+        graph.replay()
+        await kv.store(keys, spec)
+        for tensor in caches:
+            tensor.view(torch.uint8).zero_()
+        assert (await kv.load(keys, spec)).num_blocks == NUM_BLOCKS
+        assert same(caches, expected)
+        assert numbers.eq(1).all()
+
+
+def test_copies_have_the_memory_that_the_documentation_says() -> None:
+    """When tensors are bound, and no more than that stays."""
+    device, lanes = CUDADevice(), []
+    before = torch.cuda.memory_allocated()
+    for name in ("h2d", "d2h"):
+        lanes.append(Lanes(device, name))
+        lanes[-1].reserve(1 << 20)
+    assert torch.cuda.memory_allocated() - before == 128 << 20
+    assert device.close(60)
+    assert torch.cuda.memory_allocated() == before

@@ -23,9 +23,11 @@ from tiered_kv.memory import (
     device_copies,
     driver,
     gather_blocks,
+    host,
     staging,
     torch_copies,
 )
+from tiered_kv.memory.host import known_as_locked
 from tiered_kv.values.layout import KVGroup
 
 Copy = Callable[..., None]
@@ -114,12 +116,78 @@ def test_staged_layers_take_no_more_room_than_they_have() -> None:
     assert not found[:, 6 * 512 :].any()
 
 
+@pytest.mark.parametrize("num_layers", [1, 5])
+def test_blocks_larger_than_a_buffer_go_through_in_layers(num_layers: int) -> None:
+    """A few at a time, in buffers of the size there is; what is one layer alone gets a larger one."""
+    group = KVGroup(5, 1, 4000, "uint8", 1, "MLA")
+    tensors = [torch.full((4, 1, 4000), layer, dtype=torch.uint8) for layer in range(1, 6)]
+    caches = PagedCaches.bind(tensors, group, device=CPUDevice()).of_layers(slice(num_layers))
+    rows, seen = torch.zeros(4, group.stride_bytes // 8, dtype=torch.int64), list[tuple[int, ...]]()
+
+    def gather(caches: PagedCaches, pages: Ids, buffer: torch.Tensor, slots: Ids) -> None:
+        seen.append(tuple(buffer.shape))
+        torch_copies.gather_blocks(caches, pages, buffer, slots)
+
+    pages = slots = np.arange(4)
+    device_copies.gather_through_staging(caches, pages[:, None], rows, slots, gather)
+    assert all(8 * n * words <= 8192 for n, words in seen)
+    assert len(seen) == (2 if num_layers == 1 else 10)  # 2 of one layer, twice 4 of two
+    expected = torch.arange(1, 1 + num_layers, dtype=torch.uint8).repeat_interleave(4000)
+    assert (rows.view(torch.uint8)[:, : len(expected)] == expected).all()
+    for tensor in tensors:
+        tensor.zero_()
+    WAYS["staging"][1](rows, slots, caches, pages[:, None])
+    assert [int(tensor.min()) for tensor in tensors] == [*range(1, 1 + num_layers), *[0] * (5 - num_layers)]
+
+
+def test_slots_that_only_their_padding_makes_too_large_go_through_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All layers would fit a buffer, but not as whole slots: they go in two parts."""
+    monkeypatch.setattr(staging, "PIECE_BYTES", 9008)
+    group = KVGroup(2, 1, 4400, "uint8", 1, "MLA")
+    tensors = [torch.full((3, 1, 4400), layer, dtype=torch.uint8) for layer in (1, 2)]
+    caches = PagedCaches.bind(tensors, group, device=CPUDevice())
+    rows, ids = torch.zeros(3, group.stride_bytes // 8, dtype=torch.int64), np.arange(3)
+    WAYS["staging"][0](caches, ids[:, None], rows, ids)
+    found = rows.view(torch.uint8)
+    assert found[:, :4400].eq(1).all()
+    assert found[:, 4400:8800].eq(2).all()
+    assert not found[:, 8800:].any()
+
+
 def test_slots_that_are_neighbours_cross_in_one_copy() -> None:
     """A run ends where either side has a gap, and at the end of a piece that was page-locked apart."""
     runs = partial(device_copies._runs, piece=4)  # noqa: SLF001 - what it decides is seen by no other means on a CPU
     assert list(runs(np.array([0, 1, 2, 3, 4, 5]), np.array([8, 9, 10, 11, 12, 13]))) == [(0, 4), (4, 6)]
     assert list(runs(np.array([0, 1, 2]), np.array([1, 2, 0]))) == [(0, 2), (2, 3)]
     assert list(runs(np.array([], dtype=np.int64), np.array([], dtype=np.int64))) == []
+
+
+@pytest.mark.parametrize("libcuda", ["batches"], indirect=True)
+def test_what_is_in_one_piece_on_both_sides_is_one_copy(monkeypatch: pytest.MonkeyPatch, libcuda: str) -> None:
+    """Of a batch: neighbours of an engine whose page is a whole block cross as one, up to the end of a locked piece."""
+    monkeypatch.setattr(host, "PIECE_BYTES", 4 * 8192)
+    group = KVGroup(2, 1, 4096, "uint8", 1, "MLA")
+    engine = torch.randint(0, 256, (16, 2, 1, 4096), dtype=torch.uint8)
+    with fake_cuda() as fake:
+        fake.keep(engine.data_ptr(), engine.nbytes, 0, engine)
+        device = CUDADevice("cuda:0")
+        caches = PagedCaches.bind(engine, group, axes="BLND", device=device)
+        rows = torch.zeros(16, 1024, dtype=torch.int64, pin_memory=True)
+        stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]  # of torch
+        pages, slots = np.array([3, 4, 5, 9, 10, 11, 1]), np.array([0, 1, 2, 5, 6, 8, 9])
+        copies = (
+            partial(device_copies.gather_directly, caches, pages[:, None], rows, slots),
+            partial(device_copies.scatter_directly, rows, slots, caches, pages[:, None]),
+        )
+        expected = engine[pages].clone()
+        for copy in copies:
+            with device.here(), torch.cuda.stream(stream), known_as_locked(rows):
+                copy()
+            fake.run()
+            assert torch.equal(rows[slots].view(torch.uint8), expected.view(7, 8192))
+            assert torch.equal(engine[pages], expected)
+            engine[:] = 0
+        assert [[size // 8192 for size in batch] for batch in fake.batches] == [[3, 2, 1, 1]] * 2
 
 
 WAYS_AND_SECONDS = [("slow", (3,), (3,)), ("quick out", (1,), (2,)), ("quick back", (2,), (1,))]
@@ -135,21 +203,31 @@ class TestCrossover:
         tensors = [torch.zeros(2, 1, fragment_bytes, dtype=torch.uint8)]
         return PagedCaches.bind(tensors, group, device=CPUDevice())
 
-    def way(self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True) -> str:
+    def way(
+        self, caches: PagedCaches, num_blocks: int = 1, *, to_rows: bool = True, rows: torch.Tensor | None = None
+    ) -> str:
         """Return the name of the way for so many blocks."""
-        return crossover.way_of(caches, torch.zeros(1, 512), np.arange(num_blocks), to_rows=to_rows).name
+        slots, rows = np.zeros(num_blocks, np.int64), torch.zeros(1, 512, dtype=torch.int64) if rows is None else rows
+        return crossover.way_of(caches, rows, slots, to_rows=to_rows).name
 
-    def test_until_measured_only_large_fragments_go_directly(self) -> None:
-        """A stated size decides, the same one everywhere."""
-        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES - 1)) == "staging"
-        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES)) == "directly"
+    def test_until_measured_only_large_fragments_go_directly(self, libcuda: str) -> None:
+        """A stated size decides, the same one everywhere; what a batch begins costs less."""
+        size = crossover.BATCH_FROM_BYTES if libcuda == "batches" else crossover.DIRECT_FROM_BYTES
+        assert self.way(self.caches(size - 1)) == "staging"
+        assert self.way(self.caches(size)) == "directly"
 
     def test_single_copies_are_bounded_in_number(self, libcuda: str) -> None:
         """More would fill a stream's queue, and the event loop would wait; a batch is one operation, however long."""
         large = self.caches(crossover.DIRECT_FROM_BYTES)
         assert self.way(large, crossover.MOST_OPERATIONS) == "directly"
-        many = self.way(large, crossover.MOST_OPERATIONS + 1)
+        rows = torch.zeros(1, 512, dtype=torch.int64)
+        with known_as_locked(rows):
+            many = self.way(large, crossover.MOST_OPERATIONS + 1, rows=rows)
         assert many == ("directly" if libcuda == "batches" else "staging")
+
+    def test_pageable_memory_takes_no_batch(self) -> None:
+        """There each copy is one operation, wherever the driver takes batches of what is page-locked."""
+        assert self.way(self.caches(crossover.DIRECT_FROM_BYTES), crossover.MOST_OPERATIONS + 1) == "staging"
 
     def test_the_fastest_way_is_taken_by_direction_and_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """All ways are timed for each; between two numbers of blocks the smaller one decides."""

@@ -75,6 +75,10 @@ class FakeAccelerator(AcceleratorDevice):
     def check(self, after: After) -> None:
         """Take all."""
 
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Return it: torch has no stream here."""
+        return after
+
     def free_bytes(self) -> int:
         """Return 1 GiB."""
         return 1 << 30

@@ -7,14 +7,15 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from structlog.testing import capture_logs
 
-from tests.support.caches import inside
-from tests.support.engine import MODEL, PAYLOAD_BYTES, small_layout
+from tests.support.caches import Recorder, inside, until
+from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, small_layout
 from tests.support.fake_cuda import fake_cuda
-from tests.support.fake_driver import GLOBAL, RELAXED, FakeDriver
+from tests.support.fake_driver import GLOBAL, RELAXED, FakeDriver, Marker
 from tests.support.gpu_engine import (
     CPU_TIER,
     GPU,
@@ -28,12 +29,13 @@ from tests.support.gpu_engine import (
     only,
     opened,
 )
-from tiered_kv import TieredKV
-from tiered_kv.memory import CUDADevice, HostSlab, PageLockState, host, make_device
+from tiered_kv import GPULoadStoreSpec, TieredKV
+from tiered_kv.memory import CUDADevice, HostSlab, PagedCaches, PageLockState, host, kernels, make_device
 from tiered_kv.memory.gpu import MOST_AHEAD
 from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.layout import KVGroup
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
@@ -287,6 +289,19 @@ class TestDevices:
         assert made.torch_device == torch.device(GPU)
         assert made.close(60)
 
+    @pytest.mark.parametrize(("is_one_memory", "num_programs"), [(0, 16), (1, 64)])
+    def test_a_faster_bus_has_more_in_flight(self, fake: FakeDriver, is_one_memory: int, num_programs: int) -> None:
+        """As much as it carries in a round trip: 128 KiB by PCIe, four times that where processor and GPU are one."""
+        fake.attributes[100] = is_one_memory
+        device, group = CUDADevice(GPU), KVGroup(1, 1, 8192, "uint8", 1, "MLA")
+        tensor = torch.zeros(128, 1, 8192, dtype=torch.uint8, device=GPU)
+        caches = PagedCaches.bind([tensor], group, device=device)
+        rows, ids = torch.zeros(128, 1024, dtype=torch.int64, pin_memory=True), np.arange(128)
+        with device.here():
+            kernels.gather_blocks(caches, ids[:, None], rows, ids)
+        assert kernels._copy.num_programs == num_programs  # noqa: SLF001 - the fake's
+        assert device.close(60)
+
 
 class TestEvents:
     """What is waited for."""
@@ -302,6 +317,86 @@ class TestEvents:
         event.record(torch.cuda.Stream(GPU))  # type: ignore[no-untyped-call]  # of torch
         device.check(event)
         assert device.close(60)
+
+    @pytest.mark.parametrize("is_over", [False, True])
+    async def test_one_of_a_capture_is_refused(self, fake: FakeDriver, is_over: bool) -> None:  # noqa: FBT001 - pytest passes it by name
+        """It stands for no work, and a stream that waits for it is lost to the graph: the device, though, is not."""
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            source, stream = engine.compute(KEYS), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
+            after = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+            with fake.capture(GLOBAL, stream.queue):  # type: ignore[attr-defined]  # the fake's
+                after.record(stream)
+                if not is_over:
+                    with pytest.raises(ConfigurationError, match="recorded in the capture"):
+                        kv.start_store(KEYS, source, after=after)
+            if is_over:
+                with pytest.raises(ConfigurationError, match="recorded in the capture"):
+                    kv.start_store(KEYS, source, after=after)
+            assert not fake.spoilt
+            await goes_round(kv, engine)
+
+    def test_one_that_cannot_be_waited_for_fails_what_comes_after_it(
+        self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Until the next wait, and not the device: that would do all else."""
+        device, ended, ran = CUDADevice(GPU), queue.SimpleQueue[BaseException | None](), list[str]()
+        stream, good = device.stream("d2h"), torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+        bad = torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+        for event in (good, bad):
+            event.record(torch.cuda.Stream(GPU))  # type: ignore[no-untyped-call]  # of torch
+        monkeypatch.setattr(bad, "wait", lambda _: fake.fail(400))
+        for event in (bad, good):
+            stream.wait(event)
+            stream.submit(lambda event=event: ran.append("good" if event is good else "bad"), ended.put)  # type: ignore[misc]  # mypy knows no default of a lambda
+        assert [str(ended.get(timeout=60)) for _ in range(2)] == ["CUDA error: 400", "None"]
+        assert (ran, device.error) == (["good"], None)
+        fake.failure = 700
+        stream.wait(good)
+        assert device.error is not None
+        device.close(60)
+
+    @pytest.mark.parametrize("verb", ["store", "load", "layers", "swap"])
+    async def test_none_is_what_the_callers_stream_has_to_do(self, fake: FakeDriver, verb: str) -> None:
+        """Whoever gives no event is served as by torch: after what its current stream was given, and no sooner."""
+        engine = engine_on(fake)
+        limits = SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})
+        cache = TieredKV([CPU_TIER], model=MODEL, layout=small_layout(), limits=limits, device=GPU, emit=Recorder())
+        async with cache as kv:
+            kv.register_kv_caches(engine.caches)
+            await asyncio.to_thread(locked, kv)
+            await kv.store(KEYS[:3], engine.compute(KEYS[:3]))
+            fake.run()
+            fake.held, begun = True, Marker()
+            stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
+            with torch.cuda.device(GPU), torch.cuda.stream(stream):
+                fake.enqueue(stream.queue, after=begun)  # type: ignore[attr-defined]  # the fake's
+                if verb == "swap":
+                    handle: Any = kv.start_swap({}, {1: 1}, {})
+                elif verb == "load":
+                    handle = kv.start_load(KEYS[:3], GPULoadStoreSpec(range(20, 23)))
+                else:
+                    handle = kv.start_store(KEYS, engine.compute(KEYS), layerwise=verb == "layers")
+                for layer in range(2 if verb == "layers" else 0):
+                    handle.store_layer(layer)
+            ours = [each for each in fake.queues_of(3) if each is not stream.queue]  # type: ignore[attr-defined]  # the fake's
+            await until(lambda: any(each.items for each in ours))
+            fake.run()  # all that does not wait for the engine
+            assert any(each.items for each in ours)
+            begun.fired = True
+            fake.release()
+            await handle
+
+    async def test_none_in_a_capture_is_refused(self, fake: FakeDriver) -> None:
+        """An event of ours would be a part of the graph, and no more happen than one of the caller's."""
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            source, stream = engine.compute(KEYS), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
+            refused = pytest.raises(ConfigurationError, match="captures a CUDA graph")
+            with torch.cuda.stream(stream), fake.capture(GLOBAL, stream.queue), refused:  # type: ignore[attr-defined]  # the fake's
+                kv.start_store(KEYS, source)
+            assert not fake.spoilt
+            await goes_round(kv, engine)
 
     def test_a_generic_stream_is_taken_for_what_it_is(self, fake: FakeDriver) -> None:
         """Older versions of torch read any stream as CUDA's own; by its number it is made one."""

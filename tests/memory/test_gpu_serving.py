@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.support.caches import Recorder, inside, until, until_idle
-from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, small_layout
+from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_driver import FakeDriver, Marker
 from tests.support.gpu_engine import (
@@ -32,6 +32,7 @@ from tiered_kv.memory.codec import CodecName
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.staging import Staging
 from tiered_kv.transfers.layerwise import LAYERS_A_TURN, layers_a_turn
+from tiered_kv.values.errors import ConfigurationError
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
@@ -120,6 +121,58 @@ async def test_every_byte_goes_there_and_back(
         assert address not in fake.registered
 
 
+@pytest.mark.parametrize(("direction", "layerwise"), [("store", False), ("load", False), ("load", True)])
+async def test_the_memory_that_blocks_go_through_is_taken_by_the_binding(
+    monkeypatch: pytest.MonkeyPatch,
+    fake: FakeDriver,
+    direction: str,
+    layerwise: bool,  # noqa: FBT001 - pytest passes it by name
+) -> None:
+    """As much as the documentation says, and none while serving: not by transfers that wait either."""
+    only("staging", monkeypatch)
+    engine = engine_on(fake)
+
+    def taken() -> dict[int, int]:
+        return {at: num_bytes for at, (num_bytes, _) in fake.allocated.items() if num_bytes >= 1 << 20}
+
+    async with opened(engine) as kv:
+        at_first = taken()
+        assert sum(at_first.values()) == 128 << 20
+        await asyncio.to_thread(locked, kv)
+        await goes_round(kv, engine)
+        for _ in range(2):  # by streams that wait, more of them than there are
+            fake.run()
+            fake.held, begun = True, Marker()
+            stream = torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
+            fake.enqueue(stream.queue, after=begun)  # type: ignore[attr-defined]  # the fake's
+            after = stream.record_event()
+            spec = GPULoadStoreSpec(range(len(KEYS)))
+            handles = [
+                kv.start_store(prompt(2, seed=n), GPULoadStoreSpec(range(2)), after=after)
+                if direction == "store"
+                else kv.start_load(KEYS, spec, after=after, layerwise=layerwise)
+                for n in range(6)
+            ]
+            begun.fired = True
+            fake.release()
+            for handle in handles:
+                await handle
+        await goes_round(kv, engine)
+        assert taken() == at_first
+    assert not fake.failure
+
+
+async def test_a_gpu_without_room_for_it_is_refused_at_once(fake: FakeDriver) -> None:
+    """By the binding, with numbers; not by the first load that needs it."""
+    engine = engine_on(fake)
+    async with TieredKV([CPU_TIER], model=MODEL, layout=small_layout(), device=GPU, emit=Recorder()) as kv:
+        fake.room = 20 << 20
+        with pytest.raises(ConfigurationError, match=r"32 MiB of cuda:3 are wanted .* has 20 MiB"):
+            kv.register_kv_caches(engine.caches)
+        fake.room = 40 << 20
+        kv.register_kv_caches(engine.caches)
+
+
 NUM_LAYERS, NUM_BLOCKS = 40, 3
 DEEP = KVLayout((KVGroup(NUM_LAYERS, 1, 8, "bfloat16", 4, "MLA"),))
 
@@ -166,6 +219,19 @@ async def test_the_layers_of_a_load_are_enqueued_in_several_turns(fake: FakeDriv
         assert seen == [NUM_LAYERS]
         assert (await handle).num_blocks == NUM_BLOCKS
         assert not fake.blocked
+
+
+async def test_the_layers_of_a_load_send_their_ids_once(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
+    """All are of the same pages and slots; and where the fragments are, the GPU knows since the binding."""
+    only("by kernel", monkeypatch)
+    async with deep_cache(fake) as (kv, tensors):
+        before = len(fake.registered)  # each upload is out of page-locked memory of its own
+        assert (await kv.start_load(DEEP_KEYS, DEEP_INTO, layerwise=True)).num_blocks == NUM_BLOCKS
+        assert len(fake.registered) == before + 1
+        assert [tensor[NUM_BLOCKS:].min().item() for tensor in tensors] == list(range(1, 1 + NUM_LAYERS))
+        elsewhere = GPULoadStoreSpec(range(2 * NUM_BLOCKS - 1, NUM_BLOCKS - 1, -1))
+        assert (await kv.start_load(DEEP_KEYS, elsewhere, layerwise=True)).num_blocks == NUM_BLOCKS
+        assert len(fake.registered) == before + 2
 
 
 @pytest.mark.parametrize("below", [[], ["nvme"]])

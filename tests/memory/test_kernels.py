@@ -21,7 +21,7 @@ kernels = pytest.importorskip("tiered_kv.memory.kernels", reason="Triton: pip in
 
 @pytest.fixture(autouse=True, scope="module")
 def _interpreter() -> None:
-    """Skip where the kernels would be interpreted and Triton 3.6 can't: it needs NumPy before 2.5 to count to 1."""
+    """Skip where the kernels would be interpreted and Triton 3.6 can't: it needs NumPy before 2.4 to count to 1."""
     if not kernels.INTERPRETED:
         return
     try:

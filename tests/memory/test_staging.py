@@ -178,15 +178,19 @@ def test_buffers_serve_outside_of_inference_mode_too(machine: Machine) -> None:
     assert not made[0].is_inference()
 
 
-def test_pieces_are_bounded_and_leave_nothing_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_bounded_and_leave_nothing_out() -> None:
     """Each fits a staging buffer, unless one block does not; together they are all positions in order."""
-    monkeypatch.setattr(module, "PIECE_BYTES", 8192)
     for num_blocks, block_bytes in product((0, 1, 2, 7), (1, 4096, 8192, 100_000)):
-        pieces = pieces_of(num_blocks, block_bytes)
+        pieces = pieces_of(num_blocks, block_bytes, 8192)
         assert [i for piece in pieces for i in range(piece.start, piece.stop)] == list(range(num_blocks))
         assert all(
             piece.stop - piece.start == 1 or (piece.stop - piece.start) * block_bytes <= 8192 for piece in pieces
         )
+
+
+def test_no_piece_is_a_remainder() -> None:
+    """A window of 25 blocks of 640 KiB, 12 of which fit a buffer, is no 12, 12 and 1: each is worth its DMA."""
+    assert [piece.stop - piece.start for piece in pieces_of(25, 640 << 10, 8 << 20)] == [8, 8, 9]
 
 
 def test_a_buffer_is_given_back() -> None:

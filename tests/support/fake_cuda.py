@@ -19,7 +19,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from tests.support.fake_driver import ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Marker
+from tests.support.fake_driver import CAPTURED_EVENT, ILLEGAL_ADDRESS, MISALIGNED, FakeDriver, Marker
 
 POOL = 32
 """Streams of one device and priority."""
@@ -33,7 +33,8 @@ def fake_cuda(num_devices: int = 4, seed: int = 0) -> Iterator[FakeDriver]:
     from tiered_kv.memory import crossover, device_copies, driver, kernels  # noqa: PLC0415 - imports Triton
 
     fake = FakeDriver(num_devices, seed)
-    cached = device_copies.kernels_for, device_copies.ways, crossover.kernel_way, crossover._device_name  # noqa: SLF001 - what remembers the real GPU
+    what_asks = device_copies.kernels_for, device_copies.ways, crossover.kernel_way
+    cached = *what_asks, crossover._device_name, kernels._bytes_over_bus  # noqa: SLF001 - what remembers the real GPU
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, fake)
         patch.setattr(driver, "library", lambda: fake)
@@ -137,6 +138,9 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
 
         def wait(self, stream: Any = None) -> None:  # noqa: ANN401 - whatever it is
             fake.check()
+            if self.marker is not None and self.marker.is_captured:
+                fake.spoilt = True  # the stream would be a part of the graph, and never come back from it
+                fake.fail(CAPTURED_EVENT)
             if self.marker is not None:
                 fake.enqueue((stream or current_stream()).queue, after=self.marker)
 
@@ -158,6 +162,8 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
             fake.check()
             if code := fake.unsafe():
                 fake.fail(code)
+            if self.marker is not None and self.marker.is_captured:
+                fake.fail(CAPTURED_EVENT)
 
     class Event(AnyEvent):
         def record(self, stream: Any = None) -> None:  # noqa: ANN401 - whatever it is
@@ -211,7 +217,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
     def mem_get_info(wanted: Any = None) -> tuple[int, int]:  # noqa: ANN401 - whatever torch takes
         with device(wanted):
             fake.use_context()
-        return 1 << 34, 1 << 35
+        return fake.room, 1 << 35
 
     return {
         "Stream": Stream,
@@ -219,6 +225,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
         "device": device,
         "stream": on,
         "current_stream": current_stream,
+        "is_current_stream_capturing": lambda: fake.is_captured(current_stream().queue),
         "synchronize": synchronize,
         "is_available": lambda: True,
         "is_initialized": lambda: True,
@@ -301,6 +308,8 @@ def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tenso
         made: torch.Tensor = make(*size, device=device, **kwargs)
         return _locked(fake, made) if pinned else made
     made = make(*size, **kwargs)
+    if made.nbytes > fake.room:
+        raise torch.OutOfMemoryError("CUDA out of memory")
     index = _index_of(device, fake)
     fake.contexts.add(index)
     fake.keep(made.untyped_storage().data_ptr(), made.untyped_storage().nbytes(), index, made)
@@ -339,6 +348,7 @@ class _Kernel:
         self.compiled: set[tuple[object, ...]] = set()
         """What Triton would have compiled: one binary for each."""
         self.num_launched = 0
+        self.num_programs = 0
 
     def __getitem__(self, grid: tuple[int]) -> Any:  # noqa: ANN401 - Triton's
         return functools.partial(self._launch, grid)
@@ -359,6 +369,7 @@ class _Kernel:
     ) -> None:
         self.compiled.add(tuple(sorted(constants.items())))
         self.num_launched += 1
+        self.num_programs = grid[0]
         queue = torch.cuda.current_stream(table.device).queue  # type: ignore[attr-defined]  # the fake's
         num_blocks = num_units // pieces // num_fragments // pages_per_block if num_units else 0
 

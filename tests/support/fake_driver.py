@@ -7,18 +7,21 @@ real driver makes a caller wait for is done here too, and taken down in `blocked
 import ctypes
 import random
 import threading
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 
 GLOBAL, THREAD_LOCAL, RELAXED = range(3)
 INVALID_VALUE, INVALID_CONTEXT, ILLEGAL_ADDRESS, ALREADY_REGISTERED = 1, 201, 700, 712
-NOT_REGISTERED, MISALIGNED, CAPTURING = 713, 716, 900
+NOT_REGISTERED, MISALIGNED, CAPTURING, CAPTURED_EVENT = 713, 716, 900, 907
+NOT_READY = 600
 QUEUE_DEPTH = 1024
 Work = Callable[[], object]
 
@@ -27,6 +30,8 @@ class Marker:
     """A place in a queue, which fires when the stream gets there."""
 
     fired = False
+    is_captured = False
+    """Recorded by a stream that captures: it stands for nothing that runs."""
     queue: "Queue | None" = None
 
 
@@ -63,6 +68,9 @@ class FakeDriver:
         failure: What the GPU does next is fail with this code, and so does every call from then on.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
         refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
+        attributes: What ``cuDeviceGetAttribute`` answers, by number; else 0.
+        batches: The sizes of the copies of each batch.
+        room: Bytes that a GPU has left for one allocation.
     """
 
     def __init__(self, num_devices: int = 4, seed: int = 0) -> None:
@@ -74,13 +82,19 @@ class FakeDriver:
         self.failure = 0
         self.spoilt = False
         self.refusals: list[int] = []
+        self.attributes = {91: 1, 88: 1, 100: 0}
+        self.batches: list[list[int]] = []
+        self.room = 1 << 34
         self.registered: dict[int, int] = {}
         self.allocated: dict[int, tuple[int, int]] = {}
+        self._starts: list[int] = []
         self.num_enqueued = 0
         self.deepest = 0
         self.here = PerThread()
         self._kept: list[object] = []
         self._captures: dict[int, int] = {}
+        self._captured: list[Queue] = []
+        self._markers = WeakValueDictionary[int, Marker]()
         self._queues: dict[tuple[int, int], Queue] = {}
         self._chance = random.Random(seed)
         self._moved = threading.Condition(threading.RLock())
@@ -106,14 +120,20 @@ class FakeDriver:
     # Captures.
 
     @contextmanager
-    def capture(self, mode: int = GLOBAL) -> Iterator[None]:
-        """Capture a CUDA graph in this thread."""
+    def capture(self, mode: int = GLOBAL, queue: Queue | None = None) -> Iterator[None]:
+        """Capture a CUDA graph in this thread, out of a stream's queue."""
         self.here.capturing = self._captures[threading.get_ident()] = mode
+        self._captured += [] if queue is None else [queue]
         try:
             yield
         finally:
             self.here.capturing = None
             del self._captures[threading.get_ident()]
+            self._captured.clear()
+
+    def is_captured(self, queue: Queue) -> bool:
+        """Say whether a stream captures what it is given."""
+        return any(each is queue for each in self._captured)
 
     def unsafe(self) -> int:
         """Return the code of a call that may not be made beside a capture, and spoil the capture; 0 if it may."""
@@ -151,6 +171,10 @@ class FakeDriver:
         """Record an event."""
         marker = Marker()
         marker.queue = queue
+        self._markers[id(marker)] = marker
+        if self.is_captured(queue):
+            marker.is_captured = True
+            return marker
 
         def fire() -> None:
             marker.fired = True
@@ -223,6 +247,7 @@ class FakeDriver:
         """Call memory a GPU's, for good: its address will not be another's."""
         self._kept.append(what)
         self.allocated[address] = num_bytes, device
+        self._starts = sorted(self.allocated)  # a new list: others may read it just now
 
     def lock(self, address: int, num_bytes: int, what: object) -> None:
         """Call memory page-locked, for good: it was allocated so."""
@@ -231,10 +256,11 @@ class FakeDriver:
 
     def device_of(self, address: int) -> int | None:
         """Return which GPU's memory is at an address; None for the host's."""
-        for start, (num_bytes, device) in list(self.allocated.items()):
-            if start <= address < start + max(1, num_bytes):
-                return device
-        return None
+        starts = self._starts
+        if not (at := bisect_right(starts, address)):
+            return None
+        num_bytes, device = self.allocated[starts[at - 1]]
+        return device if address < starts[at - 1] + max(1, num_bytes) else None
 
     def is_locked(self, address: int, num_bytes: int = 1) -> bool:
         """Say whether host memory is page-locked, in one piece."""
@@ -277,9 +303,16 @@ class FakeDriver:
         value.value, self.here.capture_mode = self.here.capture_mode, value.value
         return 0
 
+    def cuEventQuery(self, event: Any) -> int:  # noqa: ANN401, N802 - a pointer of C
+        """Say whether an event has fired; of a captured one there is nothing to say."""
+        marker = self._markers[event.value]
+        if marker.is_captured:
+            return CAPTURED_EVENT
+        return self.failure or self.unsafe() or (0 if marker.fired else NOT_READY)
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: ANN401, N802 - of C
-        """Say yes."""
-        value._obj.value = 1  # noqa: SLF001 - how ctypes names what it refers to
+        """Answer as a GPU on PCIe does, or see ``attributes``."""
+        value._obj.value = self.attributes.get(attribute, 0)  # noqa: SLF001 - how ctypes names what it refers to
         return 0
 
     def cuMemcpyBatchAsync(self, *arguments: Any) -> int:  # noqa: ANN401, N802 - of C
@@ -294,6 +327,8 @@ class FakeDriver:
         for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):
             if {self.kind_of(target, size), self.kind_of(source, size)} - {"gpu", "locked"}:
                 return INVALID_VALUE
+
+        self.batches.append(arrays[2].tolist())
 
         def move() -> None:
             for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):

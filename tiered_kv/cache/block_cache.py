@@ -104,7 +104,8 @@ class TransferCalls(ABC):
             into: ``pages_per_block`` block ids per key. They belong to the load until the handle has ended; past the
                 prefix that it reports they may hold anything.
             after: An event after the blocks' last use: nothing is written before it. The wait is enqueued before this
-                returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``.
+                returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``. None on a GPU is all
+                that the calling thread's current stream was given by now; an earlier event lets it begin earlier.
             deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default. What is at hand by then is still
                 copied: it ends later by the copy of a `CacheLimits.window`, or by 0.1 s where copies wait for an event.
             priority: `Priority.LOAD`, or a lower one.
@@ -144,7 +145,7 @@ class TransferCalls(ABC):
         Args:
             keys: What to store, in prompt order.
             source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
-            after: An event after the blocks' computation: nothing is read before it.
+            after: An event after the blocks' computation: nothing is read before it. None is as for `start_load`.
             epoch: The weights that computed the blocks, where they are not the current ones any more.
             layerwise: Copy each layer when `StoreHandle.store_layer` says that it is computed. Slots are reserved now,
                 without waiting for any; a store of which some layer is still missing at its deadline, after
@@ -260,8 +261,8 @@ class TransferCalls(ABC):
             blocks_to_swap_in: ``{slot: page}``, or pairs.
             blocks_to_swap_out: ``{page: slot}``, or pairs.
             blocks_to_copy: ``{page: pages}``, or pairs.
-            after: An event after the last use of all these pages. Later swaps come after it too, and end at
-                their own deadlines.
+            after: An event after the last use of all these pages; None is as for `start_load`. Later swaps come after
+                it too, and end at their own deadlines.
             group: The KV group.
             deadline_s: When what has not begun is given up; after `CacheLimits.load_timeout_s` by default.
 
@@ -273,9 +274,7 @@ class TransferCalls(ABC):
         check_seconds("deadline_s", deadline_s)
         space = side.swap_space(group)
         maps = space.check(blocks_to_swap_in, blocks_to_swap_out, blocks_to_copy)
-        if after is not None:
-            space.side.device.check(after)
-        swap = Swap(space, *maps, after, side.deadline(deadline_s))
+        swap = Swap(space, *maps, space.side.device.to_wait_for(after), side.deadline(deadline_s))
         return swap.start(side.tasks.spawn(swap.run(), "swap"))
 
     # The memory of the engine's own.
@@ -283,7 +282,8 @@ class TransferCalls(ABC):
     def register_kv_caches(self, kv_caches: KVCaches, *, group: int = 0, axes: str | None = None) -> None:
         """Bind the engine's paged tensors of one KV group. A process that only stores bytes skips this.
 
-        The first time on a GPU it takes a second or so: kernels are compiled, and ways to copy are compared.
+        The first time on a GPU it takes a second or so: kernels are compiled, and ways to copy are compared. From then
+        on copies have 128 MiB of the GPU's memory, until the cache is closed.
 
         Args:
             kv_caches: As for `KVLayout.from_tensors`. Kept by reference until the cache is closed.
@@ -292,6 +292,7 @@ class TransferCalls(ABC):
 
         Raises:
             LayoutMismatchError: They are not what the layout says.
+            ConfigurationError: The GPU does not have that much left.
         """
         side = self._open()
         side.bindings.register_caches(kv_caches, side.of_rank(group), group=group, axes=axes)

@@ -195,7 +195,7 @@ class Seat(EngineSide):
         pages = check_pages(binding, call.keys, call.into)
         deadline = self.deadline(call.deadline_s)
         self.cache.note("load", call.keys)
-        lane = binding.h2d.take(call.after)
+        lane = binding.h2d.take(binding.to_wait_for(call.after))
         return LoadRequest(
             chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=deadline,
             priority=call.priority, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps,
@@ -207,7 +207,8 @@ class Seat(EngineSide):
         chain, batch = self.batch(call.keys, call.epoch)
         binding = self.bindings.find(call.source, call.keys.group)
         pages = check_pages(binding, call.keys, call.source)
-        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+        after = binding.to_wait_for(call.after)
+        lane = binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
         self.cache.note("store", call.keys)
         return StoreRequest(
             chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise, hint=call.hint

@@ -122,12 +122,15 @@ class Worker:
 
         Raises:
             LayoutMismatchError: They are not what the layout says.
+            ConfigurationError: There is no such group, or the GPU has not 128 MiB left for copies.
         """
         if (group := as_int("a KV group's number", group)) >= len(self._layout.groups):
             raise ConfigurationError(f"KV group {group} of {len(self._layout.groups)}: the layout has no such group")
         caches = PagedCaches.bind(
             kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
         )
+        for lanes in self._lanes.values():
+            lanes.reserve(caches.staged_bytes)
         prepare(caches, self._device)
         self._caches[group] = caches
 
@@ -146,6 +149,7 @@ class Worker:
             plan: Of the planner whose slabs these are. Until the future is done its blocks belong to the transfer; it
                 cannot be cancelled.
             after: An event after the blocks' last use, or their computation; the wait is enqueued before this returns.
+                None on a GPU is all that the calling thread's current stream was given by now.
 
         Raises:
             ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
@@ -213,7 +217,7 @@ class Worker:
         windows, num_submitted = _Windows(len(starts), done), 0
         try:
             with self._lock:
-                lane = self._lanes[plan.direction].take(after)
+                lane = self._lanes[plan.direction].take(self._device.to_wait_for(after))
                 try:
                     for start in starts:
                         lane.submit(partial(copy, start), partial(windows.ended, len(slots[start : start + each])))

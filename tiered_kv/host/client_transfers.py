@@ -487,8 +487,7 @@ class FarStore(Moving[StoreResult]):
             raise ConfigurationError(f"layer {layer} is not one of the KV group's {self.num_layers}")
         if layer not in self._missing:
             raise ConfigurationError(f"layer {layer} was stored already")
-        if after is not None:
-            self._binding.check(after)
+        after = self._binding.to_wait_for(after)
         if self.ended.done() or self._why:
             return
         if after is not None:
@@ -591,8 +590,9 @@ class Starts:
         timeout_s = self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s
         return FarLoadRequest(
             side=side, keys=call.keys, said=Keys.of(call.keys, epoch), binding=binding, pages=pages,
-            lane=binding.h2d.take(call.after), deadline=side.loop.time() + timeout_s, priority=call.priority,
-            layerwise=call.layerwise, gaps=call.gaps, order=call.order, is_current=lambda: self.epoch == epoch,
+            lane=binding.h2d.take(binding.to_wait_for(call.after)), deadline=side.loop.time() + timeout_s,
+            priority=call.priority, layerwise=call.layerwise, gaps=call.gaps, order=call.order,
+            is_current=lambda: self.epoch == epoch,
         )  # fmt: skip
 
     def store_request(self, call: StoreCall, side: FarSide) -> FarStoreRequest:
@@ -601,7 +601,8 @@ class Starts:
         said = Keys.of(call.keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
         binding = side.bindings.find(call.source, call.keys.group)
         pages = check_pages(binding, call.keys, call.source)
-        lane = binding.d2h.take_own(call.after) if call.layerwise else binding.d2h.take(call.after)
+        after = binding.to_wait_for(call.after)
+        lane = binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
         return FarStoreRequest(
             side=side, keys=call.keys, said=said, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise,
             hint=call.hint,

@@ -429,6 +429,16 @@ class PagedCaches:
         caches = PagedCaches(self.group, self.codec, self.torch_device, self.num_pages, fragments, self.layers)
         return caches, -(-(columns.stop - left_out) // 16) * 2, left_out
 
+    @property
+    def layer_bytes(self) -> int:
+        """The most that one layer takes in rows of its own: see `alone`."""
+        return self.stored_bytes // self.group.num_layers + 32
+
+    @property
+    def staged_bytes(self) -> int:
+        """The least of a slot that can go through a buffer on the device: a layer; with a codec, all layers."""
+        return self.stored_bytes if self.codec is not None else self.layer_bytes
+
     def _bytes_of_layers(self, num_bytes: int) -> slice:
         each = num_bytes // self.group.num_layers
         return slice(self.layers.start * each, (self.layers.start + len(self.layers)) * each)

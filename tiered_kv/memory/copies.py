@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.memory import crossover, device_copies, host_copies
+from tiered_kv.memory import crossover, device_copies, host_copies, staging
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.staging import pieces_of
 from tiered_kv.memory.torch_copies import on_device
@@ -116,7 +116,7 @@ def _payloads(caches: PagedCaches, rows: Tensor, slots: Ids) -> Iterator[tuple[s
     words_per_payload = -(-caches.payload_bytes // 8)
     columns = caches.columns or slice(0, caches.stored_bytes)
     words = rows[:, columns.start // 8 : columns.stop // 8]
-    for piece in pieces_of(len(slots), words_per_payload * 8):
+    for piece in pieces_of(len(slots), words_per_payload * 8, staging.PIECE_BYTES):
         payloads = torch.empty(piece.stop - piece.start, words_per_payload, dtype=torch.int64, device=rows.device)
         yield piece, payloads, payloads.view(torch.uint8)[:, caches.payload_columns], words
 

@@ -26,6 +26,8 @@ from tiered_kv.values.log import log
 
 DIRECT_FROM_BYTES: Final = 1 << 20
 """Until measured: a DMA of this length keeps the bus busy for longer than it takes to enqueue the next one."""
+BATCH_FROM_BYTES: Final = 64 << 10
+"""Until measured, where the driver takes batches: the same without Python between two DMAs."""
 MOST_OPERATIONS: Final = 256
 """Single DMAs that one copy may enqueue: more would fill a stream's queue, and then whoever enqueues waits."""
 _COUNTS: Final = (1, 16, 256)
@@ -60,9 +62,10 @@ def way_of(caches: PagedCaches, rows: Tensor, slots: Ids, *, to_rows: bool) -> W
     way = next((each for count, each in reversed(known) if count <= num_blocks), None)
     if way is None:
         is_small = caches.columns is not None or not to_rows
-        way = DIRECTLY if _fragment_bytes(caches) >= DIRECT_FROM_BYTES else by_kernel if is_small else None
+        direct_from = BATCH_FROM_BYTES if driver.has_batches() else DIRECT_FROM_BYTES
+        way = DIRECTLY if _fragment_bytes(caches) >= direct_from else by_kernel if is_small else None
     num_operations = num_blocks * (caches.pages_per_block * len(caches.fragments) if way is DIRECTLY else 1)
-    if way is not by_kernel and num_operations > MOST_OPERATIONS and not driver.has_batches():
+    if way is not by_kernel and num_operations > MOST_OPERATIONS and not device_copies.may_batch(rows, slots):
         way = by_kernel
     if way is None or (way is by_kernel and not device_copies.are_page_locked(rows, slots)):
         return STAGING
@@ -152,6 +155,8 @@ def measure(
         for number in range(num_fragments)
     ]
     caches = PagedCaches(group, None, device, counts[-1], tuple(fragments), range(num_fragments))
+    if (kernels := device_copies.kernels_for(device)) is not None:
+        kernels.send_table(caches)  # as those of an engine are
     num_rows = max(1, min(counts[-1], _SAMPLE_BYTES // group.stride_bytes))
     rows = torch.zeros(num_rows, group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
     fastest: dict[bool, tuple[tuple[int, Way], ...]] = {True: (), False: ()}

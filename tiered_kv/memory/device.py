@@ -69,6 +69,13 @@ class Stream(ABC):
         """Whether a copy may as well be made in the calling thread: it is a thread's work, and none is queued here."""
         return False
 
+    def reserve(self, num_buffers: int, buffer_bytes: int) -> None:  # noqa: B027 - most streams need none
+        """Take the device's memory that blocks go through, so many buffers, before the first copy needs it; maybe none.
+
+        Raises:
+            ConfigurationError: The device does not have it.
+        """
+
     @abstractmethod
     def close(self) -> None:
         """Take no more, and end what serves the stream after what is queued. Does not wait: `join`."""
@@ -146,6 +153,20 @@ class Device(ABC):
     @abstractmethod
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless a stream of this device can wait for ``after``."""
+
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Return what the copies of a caller in this thread are to come after; None is nothing.
+
+        Args:
+            after: As the caller gave it. None is all that this thread's current stream of the device was given by now:
+                what torch does there next would come after that too. On a CPU it is nothing: what was called is done.
+
+        Raises:
+            ConfigurationError: ``after`` is nothing this device can wait for, or a CUDA graph is being captured here.
+        """
+        if after is not None:
+            self.check(after)
+        return after
 
     def has_happened(self, after: After) -> bool:
         """Say whether ``after`` has happened, as far as it can tell: False may mean that it cannot."""

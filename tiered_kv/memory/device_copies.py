@@ -57,43 +57,57 @@ def gather_through_staging(
     caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, gather: Gather = gather_blocks
 ) -> None:
     """Copy blocks of pages into slots on the host, by way of rows on the engine's device that ``gather`` fills."""
-    staged, row_words, left_out = _staged(caches, rows)
+    for part, staged, row_words, left_out in _staged(caches, rows):
 
-    def fill(piece: slice, buffer: Tensor) -> None:
-        if caches.columns is None and caches.stored_bytes < buffer.shape[1] * 8:
-            buffer[:, caches.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
-        gather(staged, pages[piece], buffer, _first(slots[piece]))
+        def fill(piece: slice, buffer: Tensor, part: PagedCaches = part, staged: PagedCaches = staged) -> None:
+            if part.columns is None and part.stored_bytes < buffer.shape[1] * 8:
+                buffer[:, part.stored_bytes // 8 :] = 0  # whatever lay there before must not reach a disk
+            gather(staged, pages[piece], buffer, _first(slots[piece]))
 
-    def empty(piece: slice, buffer: Tensor) -> None:
-        copy_runs(buffer, _first(slots[piece]), rows, slots[piece], caches.columns, left_out=(left_out, 0))
+        def empty(piece: slice, buffer: Tensor, part: PagedCaches = part, left_out: int = left_out) -> None:
+            copy_runs(buffer, _first(slots[piece]), rows, slots[piece], part.columns, left_out=(left_out, 0))
 
-    _in_two_steps("gather", caches, row_words, slots, fill, empty)
+        _in_two_steps("gather", caches, row_words, slots, fill, empty)
 
 
 def scatter_through_staging(
     rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids, scatter: Scatter = scatter_blocks
 ) -> None:
     """Copy slots on the host into blocks of pages, by way of rows on the engine's device that ``scatter`` empties."""
-    staged, row_words, left_out = _staged(caches, rows)
+    for part, staged, row_words, left_out in _staged(caches, rows):
 
-    def fill(piece: slice, buffer: Tensor) -> None:
-        copy_runs(rows, slots[piece], buffer, _first(slots[piece]), caches.columns, left_out=(0, left_out))
+        def fill(piece: slice, buffer: Tensor, part: PagedCaches = part, left_out: int = left_out) -> None:
+            copy_runs(rows, slots[piece], buffer, _first(slots[piece]), part.columns, left_out=(0, left_out))
 
-    def empty(piece: slice, buffer: Tensor) -> None:
-        scatter(buffer, _first(slots[piece]), staged, pages[piece])
+        def empty(piece: slice, buffer: Tensor, staged: PagedCaches = staged) -> None:
+            scatter(buffer, _first(slots[piece]), staged, pages[piece])
 
-    _in_two_steps("scatter", caches, row_words, slots, fill, empty)
+        _in_two_steps("scatter", caches, row_words, slots, fill, empty)
 
 
-def _staged(caches: PagedCaches, rows: Tensor) -> tuple[PagedCaches, int, int]:
-    """Return what staging buffers have of a slot: some layers alone, unless a codec takes them out of whole slots."""
-    is_whole = caches.columns is None or caches.codec is not None
-    return (caches, rows.shape[1], 0) if is_whole else caches.alone
+def _staged(caches: PagedCaches, rows: Tensor) -> Iterator[tuple[PagedCaches, PagedCaches, int, int]]:
+    """Yield layers that fit a staging buffer, the same as they are in one, a row's words there, and what it leaves out.
+
+    Whole slots if they fit, and where a codec takes layers out of these.
+    """
+    row_words, num_layers = rows.shape[1], len(caches.layers)
+    room = staging.current(caches.torch_device).buffer_bytes
+    is_whole = caches.columns is None and (row_words * 8 <= room or num_layers == 1)
+    if is_whole or caches.codec is not None:
+        yield caches, caches, row_words, 0
+        return
+    num_parts = -(-num_layers // max(1, room // caches.layer_bytes))
+    if caches.columns is None:
+        num_parts = max(2, num_parts)  # all layers are whole slots, which do not fit
+    for at in range(num_parts):
+        first, last = (caches.layers.start + num_layers * end // num_parts for end in (at, at + 1))
+        part = caches.of_layers(slice(first, last))
+        yield part, *part.alone
 
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages into slots on the host, one DMA a fragment."""
-    if _may_batch(rows, slots):
+    if may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_rows, in_engine, sizes, caches.torch_device)
         return
@@ -104,7 +118,7 @@ def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -
 
 def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots on the host into blocks of pages, one DMA a fragment."""
-    if _may_batch(rows, slots):
+    if may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         _copy_batch(in_engine, in_rows, sizes, caches.torch_device)
         return
@@ -143,7 +157,7 @@ def copy_runs(
     device = source.device if target.device.type == "cpu" else target.device
     on_host = (source, source_slots) if source.device.type == "cpu" else (target, target_slots)
     source_start, target_start = start - left_out[0], start - left_out[1]
-    if len(runs) > 1 and _may_batch(*on_host):
+    if len(runs) > 1 and may_batch(*on_host):
         at = np.array([first for first, _ in runs])
         sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
         sources = source.data_ptr() + source_slots[at] * row_bytes + source_start
@@ -163,9 +177,10 @@ def _in_two_steps(
     kind: str, caches: PagedCaches, row_words: int, slots: Ids, fill: staging.Step, empty: staging.Step
 ) -> None:
     if len(slots):
-        pieces = staging.pieces_of(len(slots), row_words * 8)
         here = caches.torch_device
-        staging.current(here).run(kind, pieces, row_words, here, fill, empty)
+        through = staging.current(here)
+        pieces = staging.pieces_of(len(slots), row_words * 8, through.buffer_bytes)
+        through.run(kind, pieces, row_words, here, fill, empty)
 
 
 def are_page_locked(rows: Tensor, slots: Ids) -> bool:
@@ -176,7 +191,8 @@ def are_page_locked(rows: Tensor, slots: Ids) -> bool:
     return is_page_locked(start + int(slots.min()) * row_bytes, start + (int(slots.max()) + 1) * row_bytes)
 
 
-def _may_batch(rows: Tensor, slots: Ids) -> bool:
+def may_batch(rows: Tensor, slots: Ids) -> bool:
+    """Say whether copies to and from these slots can be one operation: a batch, of page-locked memory."""
     return driver.has_batches() and are_page_locked(rows, slots)
 
 
@@ -204,12 +220,19 @@ def _runs(a: Ids, b: Ids, piece: int) -> Iterator[tuple[int, int]]:
 
 
 def _addresses(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> tuple[Ids, Ids, Ids]:
-    """Return each page's part of each block: where it is in the engine's memory, where in its row, how many bytes."""
+    """Return what is in one piece on both sides: where it is in the engine's memory, where in a row, how many bytes.
+
+    None crosses from slots that were page-locked together to others.
+    """
     address, stride, num_bytes, offset = (column[:, None, None] for column in caches.table.T)
     in_engine = address + pages * stride
     slot_addresses = rows.data_ptr() + slots * (rows.shape[1] * 8)
     in_rows = slot_addresses[:, None] + offset + np.arange(pages.shape[1]) * num_bytes
-    return in_engine.ravel(), in_rows.ravel(), np.broadcast_to(num_bytes, in_engine.shape).ravel()
+    apart = np.broadcast_to(slots[:, None] % slots_per_piece(rows.shape[1] * 8) == 0, in_rows.shape).ravel()
+    in_engine, in_rows, sizes = in_engine.ravel(), in_rows.ravel(), np.broadcast_to(num_bytes, in_rows.shape).ravel()
+    goes_on = (in_engine[1:] - in_engine[:-1] == sizes[:-1]) & (in_rows[1:] - in_rows[:-1] == sizes[:-1]) & ~apart[1:]
+    first = np.flatnonzero(np.r_[True, ~goes_on])
+    return in_engine[first], in_rows[first], np.add.reduceat(sizes, first)
 
 
 def _fragments(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> Iterator[tuple[Tensor, Tensor]]:

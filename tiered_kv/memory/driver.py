@@ -14,8 +14,10 @@ from numpy.typing import NDArray
 
 CAPTURE_RELAXED: Final = 2
 """This thread's calls disturb no capture of a CUDA graph, its own neither, and none forbids them."""
+_CAPTURED_EVENT: Final = 907
 _IN_STREAM_ORDER: Final = 1
 _HOST_POINTER_IS_DEVICE_POINTER: Final = 91
+_USES_THE_HOSTS_PAGE_TABLES: Final = 100
 
 Numbers = NDArray[np.int64]
 
@@ -39,6 +41,12 @@ def exchange_capture_mode(mode: int) -> int | None:
     exchange = _find("cuThreadExchangeStreamCaptureMode", "hipThreadExchangeStreamCaptureMode")
     value = ctypes.c_int(mode)
     return None if exchange is None or exchange(ctypes.byref(value)) else value.value
+
+
+def was_captured(event: int) -> bool:
+    """Say whether an event, by its handle, was last recorded in the capture of a CUDA graph: it never happens."""
+    query = _find("cuEventQuery", "hipEventQuery")
+    return query is not None and query(ctypes.c_void_p(event)) == _CAPTURED_EVENT
 
 
 def has_batches() -> bool:
@@ -76,11 +84,17 @@ def copy_batch(targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) 
 
 def can_reach_host_memory(index: int) -> bool:
     """Say whether a kernel on GPU ``index`` may use the host's address of page-locked memory."""
-    ask = _find("cuDeviceGetAttribute")
-    value = ctypes.c_int(0)
-    return (
-        ask is not None and not ask(ctypes.byref(value), _HOST_POINTER_IS_DEVICE_POINTER, index) and bool(value.value)
-    )
+    return _has(_HOST_POINTER_IS_DEVICE_POINTER, index)
+
+
+def is_one_memory_with_the_host(index: int) -> bool:
+    """Say whether GPU ``index`` and the processor share page tables: then NVLink-C2C joins them, no PCIe."""
+    return _has(_USES_THE_HOSTS_PAGE_TABLES, index)
+
+
+def _has(attribute: int, index: int) -> bool:
+    ask, value = _find("cuDeviceGetAttribute"), ctypes.c_int(0)
+    return ask is not None and not ask(ctypes.byref(value), attribute, index) and bool(value.value)
 
 
 def _find(*names: str) -> Any:  # noqa: ANN401 - a function of C, or None

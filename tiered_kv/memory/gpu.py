@@ -76,6 +76,18 @@ class AcceleratorDevice(Device):
                 "after was never recorded: call event.record(stream) first, or nothing waits for it"
             )
 
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Record an event where there is none; on a device that has failed nothing is waited for."""
+        if after is not None or self.error is not None:
+            return super().to_wait_for(after)
+        with self.here():
+            event = self.new_event()
+            stream = torch.get_device_module(self.torch_device).current_stream(self.torch_device)
+            if (broken := attempt(partial(event.record, stream))) is not None:
+                self.fail(broken)
+                return None
+        return event
+
     def has_happened(self, after: After) -> bool:
         """Ask the driver; of a late event it is known."""
         with self.here():
@@ -156,6 +168,8 @@ class AcceleratorStream(Stream):
         self._lock = threading.Lock()  # what is reported in order has to be enqueued in that order
         self._num_ahead = 0
         self._num_late = 0
+        self._unordered: BaseException | None = None
+        """Why the last wait could not be enqueued: until the next one nothing is."""
         self._closed = False
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
         self._thread.start()
@@ -173,9 +187,10 @@ class AcceleratorStream(Stream):
             self._check_open()
             if self._device.error is None:
                 with self._device.here():
-                    error = attempt(partial(self._staging.wait, after))
-                if error is not None:
-                    self._device.fail(error)
+                    self._unordered = attempt(partial(self._staging.wait, after))
+                    # A device that has failed refuses everything, not this event alone.
+                    if self._unordered is not None and attempt(partial(self._device.new_event().record, self._stream)):
+                        self._device.fail(self._unordered)
 
     def submit(self, copy: Copy, done: Done) -> After:
         """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the device gets past it.
@@ -183,6 +198,20 @@ class AcceleratorStream(Stream):
         A copy that could block the caller is enqueued later, and the event is a `LateEvent`.
         """
         return self._submit(copy, done, is_late=not self._device.is_page_locked)
+
+    def reserve(self, num_buffers: int, buffer_bytes: int) -> None:
+        """Allocate them in the stream; of a device that has failed, nothing."""
+        device = self._device
+        if device.error is not None:
+            return
+        with device.here(), device.on(self._stream):
+            try:
+                self._staging.reserve(num_buffers, buffer_bytes, device.torch_device)
+            except torch.OutOfMemoryError as error:
+                raise ConfigurationError(
+                    f"{num_buffers * buffer_bytes >> 20} MiB of {device.torch_device} are wanted for copies of "
+                    f"{self.name!r}, and it has {device.free_bytes() >> 20} MiB: leave the engine less of it"
+                ) from error
 
     def close(self) -> None:
         """End the thread after what is queued."""
@@ -203,7 +232,7 @@ class AcceleratorStream(Stream):
     def _submit(self, copy: Copy, done: Done, *, is_late: bool) -> After:
         with self._lock:
             self._check_open()
-            item = _Submitted(copy, done, self._device.error, may_block=is_late)
+            item = _Submitted(copy, done, self._device.error or self._unordered, may_block=is_late)
             if item.error is None and (is_late or self._num_late or self._num_ahead > MOST_AHEAD):
                 item.late = LateEvent()
                 self._num_late += 1
@@ -288,6 +317,26 @@ class CUDADevice(AcceleratorDevice):
             raise ConfigurationError(f"{device} is no CUDA device")
         super().__init__(device)
         self._bound = threading.local()
+
+    def check(self, after: After) -> None:
+        """Raise `ConfigurationError` unless ``after`` is an event that was recorded, and in no capture."""
+        super().check(after)
+        if isinstance(after, LateEvent):
+            return
+        with self.here():
+            if driver.was_captured(after.event_id):
+                raise ConfigurationError(
+                    "after was recorded in the capture of a CUDA graph, where it stands for no work: record one outside"
+                )
+
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Record an event where there is none, unless that would be a part of a graph."""
+        with self.here():
+            if after is None and torch.cuda.is_current_stream_capturing():
+                raise ConfigurationError(
+                    "this thread's current stream captures a CUDA graph: after= must be an event recorded outside of it"
+                )
+        return super().to_wait_for(after)
 
     @contextmanager
     def here(self) -> Iterator[None]:

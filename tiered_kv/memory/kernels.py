@@ -1,7 +1,7 @@
 """Copies by Triton, within a GPU or between it and page-locked host memory: one launch, whatever the number of blocks.
 
-A table tells the kernel where each fragment is, in memory and in a payload; ids tell which pages and slots. Both go up
-together in front of the launch. Imported only where Triton is: see `device_copies.ways`.
+A table tells the kernel where each fragment is, in memory and in a payload: it is on the device since the binding. Ids
+tell which pages and slots; they go up in front of the launch. Imported only where Triton is: see `device_copies.ways`.
 
 Nothing is compiled while serving: no argument is specialised on its value or alignment, and `prepare` compiles what one
 binding can need.
@@ -9,7 +9,9 @@ binding can need.
 With ``TRITON_INTERPRET=1`` in the environment before this module is imported, the same kernel runs on host memory.
 """
 
+from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -18,9 +20,8 @@ import triton.language as tl
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.memory import staging
+from tiered_kv.memory import driver, staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
-from tiered_kv.memory.torch_copies import upload
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.log import log
 
@@ -30,8 +31,9 @@ _PIECE_BYTES = 8 << 10
 """What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""
 _NUM_PROGRAMS = 64
 """At most, in one launch: enough to outrun the bus several times, few enough to leave the engine's kernels room."""
-_BYTES_OVER_BUS = 128 << 10
-"""In flight where one side is host memory: what PCIe 5 carries in 2 us, a round trip. More programs would only wait."""
+_BYTES_OVER_PCIE, _BYTES_OVER_C2C = 128 << 10, 512 << 10
+"""In flight where one side is host memory: what PCIe 5, or NVLink-C2C, carries in a round trip of 2 us, or 1 us. More
+programs would only wait."""
 _WIDEST = 16
 """Bytes that one thread can move at once."""
 
@@ -75,6 +77,10 @@ INTERPRETED = not isinstance(_copy, triton.JITFunction)
 """Whether the kernel runs on the CPU."""
 
 
+_tables: WeakKeyDictionary[PagedCaches, Tensor] = WeakKeyDictionary()
+"""Those that are on their devices. Entries are only added, so any thread may read."""
+
+
 def can_copy(device: torch.device) -> bool:
     """Say whether these copies work there; on a GPU, by trying one, for which Triton needs a C compiler.
 
@@ -101,13 +107,23 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
 
 
 def prepare(caches: PagedCaches, rows: Tensor) -> None:
-    """Compile what copies between these caches, all layers or some, and rows like these can need; moves nothing."""
+    """Compile what copies between these caches, all layers or one, and rows like these can need; moves nothing.
+
+    Their tables go to the device, for any of its streams once the current one has done it.
+    """
     none = np.empty((0, caches.pages_per_block), np.int64)
-    layers = [slice(layer, layer + 1) for layer in range(caches.group.num_layers)]
-    alignments = {alignment_of(caches.of_layers(part), rows): part for part in (None, *layers)}
+    layers = [caches.of_layers(slice(layer, layer + 1)) for layer in range(caches.group.num_layers)]
+    alignments = {alignment_of(part, rows): part for part in (caches, *layers)}
     for part in alignments.values():
         for to_rows in (True, False):
-            _launch(caches.of_layers(part), none, rows, none[:, 0], to_rows=to_rows)
+            _launch(part, none, rows, none[:, 0], to_rows=to_rows)
+    for part in (caches, *layers, *(layer.alone[0] for layer in layers)):
+        send_table(part)
+
+
+def send_table(caches: PagedCaches) -> None:
+    """Have the device know where these fragments are, once the current stream has done it."""
+    _tables[caches] = staging.upload(caches.table.ravel(), caches.torch_device)
 
 
 def alignment_of(caches: PagedCaches, rows: Tensor) -> int:
@@ -129,17 +145,24 @@ def _launch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_row
     constants = constants_of(alignment_of(caches, rows), to_rows=to_rows)
     pieces = -(-int(table[:, 2].max()) // _PIECE_BYTES)
     num_units = pages.size * len(table) * pieces
-    ids = upload(np.concatenate([table, pages, slots], axis=None), here)
+    ids = staging.current(here).ids(np.concatenate([pages, slots], axis=None), here)
+    known = _tables.get(caches)
+    on_device = staging.upload(table.ravel(), here) if known is None else known
     most = _NUM_PROGRAMS
     if rows.device != here:
-        most = min(most, _BYTES_OVER_BUS // min(int(table[:, 2].max()), _PIECE_BYTES))
+        most = min(most, _bytes_over_bus(here) // min(int(table[:, 2].max()), _PIECE_BYTES))
     grid: Any = (max(1, min(num_units, most)),)
     _copy[grid](
-        ids, ids[table.size :], ids[table.size + pages.size :],
+        on_device, ids, ids[pages.size :],
         num_units, len(table), pieces, pages.shape[1], rows.data_ptr(), rows.stride(0) * rows.itemsize,
         **constants,
     )  # fmt: skip
-    staging.current(here).num_operations += 2
+    staging.current(here).num_operations += 1 if known is not None else 2
+
+
+@cache
+def _bytes_over_bus(device: torch.device) -> int:
+    return _BYTES_OVER_C2C if driver.is_one_memory_with_the_host(device.index or 0) else _BYTES_OVER_PCIE
 
 
 def _try(device: torch.device) -> None:

@@ -14,6 +14,7 @@ from typing import Final
 
 import torch
 
+from tiered_kv.memory import staging
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.loop_calls import LoopCalls, carried
@@ -78,7 +79,9 @@ def _as_cuda(stream: torch.Stream) -> torch.Stream:
 
 
 _NUM_SIDES: Final = 4
-"""Streams of transfers that wait, per direction: each costs a thread, and on a GPU staging memory, once it is used."""
+"""Streams of transfers that wait, per direction: each costs a thread, and on a GPU staging memory."""
+SIDE_BUFFERS, SIDE_BYTES = 2, 4 << 20
+"""What each of these has on a GPU: while it waits nobody can use it, and its copies are enqueued ahead of time."""
 
 
 class Lanes:
@@ -118,6 +121,23 @@ class Lanes:
                 lane.wait(after)
         return lane
 
+    def reserve(self, num_bytes: int) -> None:
+        """Have all streams, and the GPU's memory that blocks go through, so that nothing is allocated while serving.
+
+        64 MiB, unless ``num_bytes``, which cannot be cut to go through, are more than 4 MiB. On a CPU there is none.
+
+        Raises:
+            ConfigurationError: The GPU does not have it.
+        """
+        if self.device.torch_device.type == "cpu":
+            return
+        with self._lock:
+            while len(self._sides) < _NUM_SIDES:
+                self._add_side()
+        self.main.reserve(staging.NUM_BUFFERS, max(num_bytes, staging.PIECE_BYTES))
+        for side in self._sides:
+            side.stream.reserve(SIDE_BUFFERS, max(num_bytes, SIDE_BYTES))
+
     def close(self) -> None:
         """Take no more; what is queued is still done. Does not wait: `Device.close`."""
         for stream in (self.main, *(side.stream for side in self._sides)):
@@ -127,11 +147,14 @@ class Lanes:
         # One that nobody uses may wait still: for the event of a transfer that had nothing to copy, or was given up.
         side = next((each for each in self._sides if not each.num_users and not self._is_held(each)), None)
         if side is None and len(self._sides) < _NUM_SIDES:
-            side = _Side(self.device.stream(f"{self._name}-{len(self._sides) + 1}"))
-            self._sides.append(side)
+            side = self._add_side()
         # Else share one: of those whose event has come, the least used.
         side = side or min(self._sides, key=lambda each: (self._is_held(each), each.num_users))
         return Lane(side.stream, side)
+
+    def _add_side(self) -> "_Side":
+        self._sides.append(_Side(self.device.stream(f"{self._name}-{len(self._sides) + 1}")))
+        return self._sides[-1]
 
     def _is_held(self, side: "_Side") -> bool:
         """Say whether it still waits."""

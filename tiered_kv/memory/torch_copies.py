@@ -4,7 +4,6 @@ For devices that Triton cannot serve, and where it is not installed. Nothing her
 """
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -34,16 +33,7 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
 
 def on_device(ids: Ids, rows: Tensor) -> Tensor:
     """Put ids where ``rows`` are."""
-    return upload(ids, rows.device)
-
-
-def upload(numbers: Ids, device: torch.device) -> Tensor:
-    """Enqueue a copy of some numbers to a device, out of page-locked memory, which torch keeps until it was read.
-
-    Out of pageable memory the driver would copy only once the stream gets there, and have the caller wait for that.
-    """
-    host = torch.tensor(numbers)  # a copy: those of a plan are read-only
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+    return staging.upload(ids, rows.device)
 
 
 def _count(caches: PagedCaches, pages: Ids) -> None:

@@ -146,6 +146,12 @@ class EngineMemory(ABC):
     def check(self, after: After) -> None:
         """Raise `ConfigurationError` unless its copies can wait for ``after``."""
 
+    def to_wait_for(self, after: After | None) -> After | None:
+        """Return what copies of a caller in this thread are to come after; see `Device.to_wait_for`."""
+        if after is not None:
+            self.check(after)
+        return after
+
     @abstractmethod
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
         """Copy blocks out of the pages into slots, in a stream's turn; see `copies.gather_blocks`."""
@@ -183,6 +189,10 @@ class Binding(EngineMemory):
     @override
     def check(self, after: After) -> None:
         self.h2d.device.check(after)
+
+    @override
+    def to_wait_for(self, after: After | None) -> After | None:
+        return self.h2d.device.to_wait_for(after)
 
     @override
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
@@ -233,6 +243,8 @@ class Bindings:
     def register_caches(self, kv_caches: KVCaches, chain: Reach, *, group: int, axes: str | None) -> None:
         """Take the engine's paged tensors as what loads and stores move; errors as of `TieredKV.register_kv_caches`."""
         caches = PagedCaches.bind(kv_caches, chain.group, axes=axes, device=chain.h2d.device, codec=chain.codec)
+        for lanes in (chain.h2d, chain.d2h):
+            lanes.reserve(caches.staged_bytes)
         prepare(caches, chain.h2d.device)
         self._caches[group] = Binding(group, caches, chain.h2d, chain.d2h, chain.gpu)
 

@@ -167,8 +167,7 @@ class LayerStore(Store):
             raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")
         if layer not in self._missing:
             raise ConfigurationError(f"layer {layer} was stored already")
-        if after is not None:
-            self._request.binding.check(after)
+        after = self._request.binding.to_wait_for(after)
         if self._has_ended or self.revoked:
             return
         if after is not None:

@@ -55,7 +55,8 @@ class StoreHandle(Handle[StoreResult]):
 
         Args:
             layer: Its position in the KV group.
-            after: An event after the layer's computation. The wait is enqueued before this returns.
+            after: An event after the layer's computation. The wait is enqueued before this returns. None is as for
+                `TieredKV.start_load`.
 
         Raises:
             ConfigurationError: The store is not layer-wise, there is no such layer, or it was given before.

@@ -19,7 +19,7 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.lanes import Lane, RevokedError, submit_copy
+from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError, submit_copy
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
@@ -81,6 +81,7 @@ class SwapSpaces:
                 side.device.page_lock(slab, emit=lambda event: side.loop_calls.call(side.emit, event))
                 stream = side.device.stream(slab.name)
                 stack.callback(stream.close)
+                stream.reserve(SIDE_BUFFERS, SIDE_BYTES)
             else:
                 slab, stream = space.slab, space.lane.stream
             space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(stream, None))
