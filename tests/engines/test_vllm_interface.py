@@ -18,7 +18,7 @@ BASES = {
         "vllm/distributed/kv_transfer/kv_connector/v1/base.py",
         ["KVConnectorBase_V1", "SupportsHMA"],
     ),
-    "TieredKVStats": ("metrics.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", ["KVConnectorStats"]),
+    "TieredKVStats": ("counts.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", ["KVConnectorStats"]),
     "TieredKVTier": ("offload_tier.py", "vllm/v1/kv_offload/tiering/base.py", ["SecondaryTierManager"]),
 }
 """Our classes, where they are, and what of vLLM's they derive from."""
