@@ -333,6 +333,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "subclass": "this model has RSWASpec",
         "one of them": "this model has RSWASpec",
         "stages": "pipeline_parallel_size is 2",
+        "sleep": "enable_sleep_mode: vLLM 0.32",
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",
         "weights": '"weights"',

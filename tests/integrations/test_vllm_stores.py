@@ -256,6 +256,45 @@ def test_what_other_weights_have_computed_is_not_stored_under_the_new_ones() -> 
         assert found(engine, two) == (3 * BLOCK_SIZE + 29) // BLOCK_SIZE
 
 
+def test_what_no_worker_was_told_of_is_not_copied_after_a_reset() -> None:
+    """Planned or only due: vLLM may have slept since, and its memory has other bytes then."""
+    with opened(ROOMY) as engine:
+        engine.ask("one", 3 * BLOCK_SIZE, 40)
+        engine.step()
+        engine.settle_loop()  # the first job has its plan, which goes with the next step
+        engine.step(0)
+        engine.scheduling.forget()
+        step_settled(engine, 12)
+        assert sum(engine.orders) == 0
+        engine.settle()
+        engine.settle_loop()
+        assert (stored(engine), engine.num_free) == (0, 256)
+
+
+def test_vllm_may_sleep() -> None:
+    """Copies end first; what was stored before is loaded into the tensors after, and the cache stays open."""
+    with opened(ROOMY) as engine:
+        engine.ask("one", 6 * BLOCK_SIZE, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        kv, (worker,) = engine.scheduling.kv, engine.workers
+        for _ in range(2):
+            worker.unregister_kv_caches()
+        assert all(copy.done() for copy in worker._stores)  # noqa: SLF001 - ours
+        for layer in engine.memory[0].values():
+            layer.zero_()
+        for _ in range(2):
+            worker.restore_kv_caches()
+        engine.scheduling.open([worker.hello()])  # as vLLM says anew
+        assert engine.scheduling.kv is kv
+        two = engine.ask("two", 6 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert two.num_tokens == 6 * BLOCK_SIZE + 2
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
+
+
 def test_storage_is_written_by_windows_unless_somebody_says_when() -> None:
     """Tiers that others use too; where a setting says when anything is written, all is as the settings say."""
     below_of = VLLM.configuration.below_of
@@ -440,6 +479,21 @@ def serve(engine: SmallVLLM, prompt: str, num_blocks: int) -> None:
         engine.settle_copies()
         num_rounds += 1
         assert num_rounds < 1000, "blocks are held for good"
+
+
+def test_vllm_steps_until_nothing_is_held() -> None:
+    """Though it has no requests any more: else it can't reset its cache, or sleep, before others come."""
+    with evicting(16, 64) as engine:
+        copies = Copies(engine)
+        for prompt in "abcd":
+            engine.ask(prompt, 6 * BLOCK_SIZE + 1, 1)
+            step_settled(engine, 3)
+        assert not engine.running
+        assert engine.scheduling.holds_blocks
+        copies.end()
+        step_settled(engine, 3)
+        assert not engine.scheduling.holds_blocks
+        assert engine.num_free == 16
 
 
 def said(engine: SmallVLLM) -> dict[str, float]:

@@ -80,11 +80,13 @@ class SchedulingSide:
         return self._kv
 
     def open(self, hellos: Collection[Hello]) -> None:
-        """Open the cache, now that the workers have their tensors.
+        """Open the cache, now that the workers have their tensors; done again when they wake up it changes nothing.
 
         Raises:
             ConfigurationError, BackendUnavailableError: As opening a `TieredKV` does; or the ranks do not agree.
         """
+        if self._kv is not None:
+            return
         wanted = self._configuration
         layouts = {hello.layout for hello in hellos}
         if len(layouts) != 1 or sorted(hello.rank for hello in hellos) != list(range(wanted.num_ranks)):
@@ -299,6 +301,11 @@ class SchedulingSide:
     def frees_soon(self) -> bool:
         """Whether blocks of requests that have ended will be vLLM's again in a few steps."""
         return self._planner is not None and self._storing.frees_soon
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks of vLLM's are held that no request may have any more, until a step to come."""
+        return self._planner is not None and self._storing.holds_blocks
 
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""

@@ -95,6 +95,11 @@ class Storing:
         """Whether blocks that no running request has any more will be free as soon as they are copied."""
         return bool(self._kept) or any(self._pool.blocks[block].ref_cnt == 1 for block in self._held())
 
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks are held here, by a reference of ours, that are to be given back in a step to come."""
+        return next(self._held(), None) is not None
+
     def use_pool(self, pool: Any) -> None:
         """Hold blocks in vLLM's pool."""
         self._pool = pool
@@ -227,11 +232,19 @@ class Storing:
             self._counts.store(store.num_blocks, job.result.num_blocks)
 
     def forget(self) -> None:
-        """Drop what is due: other weights have computed it than those that are named from now on."""
+        """Drop what no worker has been told of: other weights have computed it than those that are named from now on.
+
+        Nor would its bytes be there: vLLM forgets all before it sleeps, and its memory has nothing in it after that.
+        """
         for due in self._due:
             due.tracked.num_due = 0
         self._let_go_of(self._due)
         self._due, self._num_due = [], 0
+        for number, store in list(self._stores.items()):
+            if not store.is_told:
+                store.job.cancel(undelivered=True)
+                self._let_go(store)
+                del self._stores[number]
 
     def _plan(self) -> None:
         """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
