@@ -169,7 +169,8 @@ class Storing:
             store.num_steps += store.is_told
         if not self._num_due:
             return
-        patience = PATIENCE if any(store.num_steps > _STEPS_OF_A_COPY for store in copying) else 1
+        is_slow = any(store.num_steps > _STEPS_OF_A_COPY for store in copying)
+        patience = PATIENCE if is_slow and not self.frees_soon else 1
         is_enough = self._num_due >= patience * MOST_DUE or self._num_steps >= patience * MOST_STEPS
         if is_enough or self._is_urgent or is_idle:
             self._plan()
