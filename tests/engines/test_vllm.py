@@ -312,7 +312,9 @@ def test_nobody_is_preempted_for_blocks_that_are_free_soon(
 ) -> None:
     """A request that has ended leaves them when they are copied; where vLLM isn't told of it, it preempts."""
     wanted: Answer = {"way": "kept", "tiers": ROOMY, "extra": COMPUTED, "num_tokens": 40}
-    answer = vllm.run("vllm_steps.py", runs.arguments(**wanted, engine={"num_gpu_blocks_override": 21}))
+    answer = vllm.run(
+        "vllm_steps.py", runs.arguments(**wanted, engine={"num_gpu_blocks_override": 21, "max_model_len": 512})
+    )
     assert answer["preemptions"] == [0, 1]
     assert answer["tokens"][0] == answer["tokens"][1]
     assert answer["tokens"][0][:16] == alone[1]
