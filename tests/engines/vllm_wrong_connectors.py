@@ -1,5 +1,6 @@
 """Connectors that are wrong on purpose, by what is wrong: each is to be seen by `vllm_without_model`."""
 
+import itertools
 from collections.abc import Callable, Container
 from typing import TYPE_CHECKING, Any, Final
 
@@ -118,16 +119,28 @@ def _load_anothers(engine: "Engine") -> None:
 
 
 def _keep_nothing(engine: "Engine") -> None:
-    """Let go of the blocks of requests that have ended, whatever is due of them."""
-    end, give_up = engine.scheduling.end, engine.scheduling._storing  # noqa: SLF001 - ours
+    """Let go of the blocks of requests that have ended, whatever is due of them, and copy them some steps later."""
+    end, storing = engine.scheduling.end, engine.scheduling._storing  # noqa: SLF001 - ours
+    start, ended, waiting = engine.worker.start_stores, set[str](), list[tuple[int, Any]]()
+    steps = itertools.count()
 
     def end_at_once(request: Any) -> bool:
         end(request)
-        give_up._leaving.pop(request.request_id, None)  # noqa: SLF001 - ours
-        give_up._kept.discard(request.request_id)  # noqa: SLF001 - ours
+        storing._leaving.pop(request.request_id, None)  # noqa: SLF001 - ours
+        storing._kept.discard(request.request_id)  # noqa: SLF001 - ours
+        ended.add(request.request_id)
         return False
 
+    def start_late(step: Any) -> None:
+        now = next(steps)
+        late = [order for order in step.stores if order.request_ids and order.request_ids <= ended]
+        waiting.extend((now + 4, order) for order in late)
+        step.stores = [order for order in step.stores if order not in late]
+        step.stores += [order for at, order in waiting if at == now]
+        start(step)
+
     engine.scheduling.end = end_at_once
+    engine.worker.start_stores = start_late  # type: ignore[method-assign]
 
 
 def _flush_too_late(engine: "Engine") -> None:
