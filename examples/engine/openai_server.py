@@ -5,6 +5,9 @@
 Started again with the same path it has not forgotten: ``usage.prompt_tokens_details.cached_tokens`` says so. Tokens are
 bytes, and the model's weights are random, so what it says is nonsense, but the same each time. A client that goes away
 ends its request. ``cache_salt`` in a request keeps its blocks apart from those of other salts.
+
+An agent says by ``then`` that an answer is a call of a tool, or the last one, and by ``/v1/prefetch`` that a tool is
+about to answer.
 """
 
 import argparse
@@ -22,9 +25,11 @@ from pydantic import BaseModel, Field
 
 from paged_llama import BLOCK_SIZE, PagedLlama
 from scheduler import Engine, Generation
-from tiered_kv import KVLayout, ModelIdentity, TieredKV, TieredKVSettings
+from tiered_kv import KVLayout, ModelIdentity, ReuseHint, TieredKV, TieredKVSettings
 
 MODEL = "tiny-random-llama"
+HINTS = {"tool": ReuseHint(0.9, within_s=30.0, category="tool call"), "over": ReuseHint(0.0)}
+"""What comes after an answer, for the cache: the next turn, most likely and soon, or nothing."""
 
 
 class StreamOptions(BaseModel):
@@ -41,6 +46,7 @@ class Wanted(BaseModel):
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     cache_salt: str = ""
+    then: Literal["", "tool", "over"] = ""
 
 
 class Completion(Wanted):
@@ -96,8 +102,12 @@ def make_app(
     @app.post("/v1/chat/completions")
     async def chat(wanted: Chat, http: Request) -> Response:
         """Answer the last message of a conversation."""
-        turns = [f"<{message.role}>{message.content}\n" for message in wanted.messages]
-        return await _answer(http, wanted, "".join(turns) + "<assistant>", "chat.completion")
+        return await _answer(http, wanted, _turns(wanted) + "<assistant>", "chat.completion")
+
+    @app.post("/v1/prefetch", status_code=204)
+    async def prefetch(wanted: Chat, http: Request) -> None:
+        """Have a conversation's blocks in memory when its next message comes."""
+        await http.app.state.engine.prefetch(list(_turns(wanted).encode()), wanted.cache_salt)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -114,9 +124,14 @@ def make_app(
     return app
 
 
+def _turns(wanted: Chat) -> str:
+    return "".join(f"<{message.role}>{message.content}\n" for message in wanted.messages)
+
+
 async def _answer(http: Request, wanted: Wanted, text: str, kind: str) -> Response:
     engine: Engine = http.app.state.engine
-    generation = Generation(list(text.encode()), wanted.cache_salt)
+    num_shared = text.find("<user>") if isinstance(wanted, Chat) else 0  # the system's message is everybody's
+    generation = Generation(list(text.encode()), wanted.cache_salt, HINTS.get(wanted.then), max(0, num_shared))
     try:
         tokens = engine.generate(generation, wanted.max_tokens)
     except ValueError as error:

@@ -15,7 +15,16 @@ from itertools import count
 from typing import Literal
 
 from paged_llama import BLOCK_SIZE, PagedLlama, Work, blocks_for
-from tiered_kv import BlockKeys, ClosedError, GPULoadStoreSpec, StoreHandle, TieredKV, hash_blocks, hash_tail
+from tiered_kv import (
+    BlockKeys,
+    ClosedError,
+    GPULoadStoreSpec,
+    ReuseHint,
+    StoreHandle,
+    TieredKV,
+    hash_blocks,
+    hash_tail,
+)
 
 CHUNK = 128
 """Tokens of a prompt that one step computes: longer ones would keep everyone else waiting."""
@@ -28,6 +37,8 @@ class Generation:
     Attributes:
         prompt: Its tokens, one at least.
         salt: Equal prompts of other salts share nothing with it.
+        hint: What is known of its future when it has ended: that a tool is called, or that nothing comes behind it.
+        num_shared: Of its first tokens, how many other prompts begin with: no hint is about these.
         age: Numbers requests as they come: older ones go first.
         num_cached: Tokens of the prompt whose KV was loaded when it entered.
         tokens: The prompt, and what was generated.
@@ -41,6 +52,8 @@ class Generation:
 
     prompt: Sequence[int]
     salt: str = ""
+    hint: ReuseHint | None = None
+    num_shared: int = 0
     age: int = field(default_factory=count().__next__)
     num_cached: int = 0
     tokens: list[int] = field(init=False)
@@ -227,7 +240,7 @@ class Engine:
                 token = await self._next(request)
                 request.tokens.append(token)
                 said.put_nowait(token)
-            self._keep(request)
+            self._keep(request, request.hint)
         finally:
             self.pages.release(request)
             self._let_go(request)
@@ -265,14 +278,23 @@ class Engine:
                     self._keep(request)  # the prompt: others may begin with it while this one is being continued
                 return token
 
-    def _keep(self, request: Generation) -> None:
-        """Start to store the blocks that are full and were not stored. They do not change until they are released."""
+    async def prefetch(self, prompt: Sequence[int], salt: str) -> None:
+        """Bring what is known of a prompt that is about to come to memory, such as when its tool has answered."""
+        await self.kv.prefetch(hash_blocks(prompt, block_size=BLOCK_SIZE, salt=salt), to="cpu")
+
+    def _keep(self, request: Generation, hint: ReuseHint | None = None) -> None:
+        """Start to store the blocks that are full and were not stored. They do not change until they are released.
+
+        Of those that were, say what is known of their future.
+        """
         keys = hash_blocks(request.tokens[: request.num_computed], block_size=BLOCK_SIZE, salt=request.salt)
         done = request.num_kept
         if done < len(keys):
-            storing = self.kv.start_store(keys[done:], GPULoadStoreSpec(request.block_ids[done : len(keys)]))
+            storing = self.kv.start_store(keys[done:], GPULoadStoreSpec(request.block_ids[done : len(keys)]), hint=hint)
             request.storing.append(storing)
             request.num_kept = len(keys)
+        if hint is not None:
+            self.kv.touch(keys[blocks_for(request.num_shared) : done], hint=hint)
 
     async def _leave(self, request: Generation) -> None:
         """Give all blocks back to an older request."""

@@ -66,6 +66,7 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert hits_of(answer) == sum(answer["rounds"][0]["cached"]) == HITS
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
+    assert answer["counters"]["vllm:tiered_kv_loaded_tokens"] == HITS, "counted when they are in place"
     assert answer["lookups"] == {"asked": HITS // 32}, "our metrics count each request once"
     by_source = {name: answer["labelled"][f"vllm:prompt_tokens_cached_by_source {name}"] for name in ("host", "disk")}
     assert by_source == {"host": 0, "disk": HITS}, "vLLM was told where they were"
@@ -276,17 +277,21 @@ def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_ll
     assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
     assert answer["preemptions"] > 0
     assert hits_of(answer) == 8 * 2 * 32, "of the second round; vLLM counts requests that come back apart"
+    assert answer["counters"]["vllm:tiered_kv_errors"] == 0, "what is cancelled is no error"
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 8 * 2, "requests that were preempted came back from us"
 
 
 ROOMY: Final = ["cpu://?capacity=16MiB"]
+COMPUTED: Final = {"store_when": "computed"}
+"""Over memory alone, of less than four times vLLM's blocks, blocks are else stored when vLLM is about to drop them."""
 
 
+@pytest.mark.parametrize("store_when", ["computed", "evicted"])
 def test_requests_that_end_at_any_step_leave_nothing_behind(
-    runs: Runs, vllm: Environment, alone: list[list[int]]
+    runs: Runs, vllm: Environment, alone: list[list[int]], store_when: str
 ) -> None:
     """Before their look-up, while they load, compute and store: all blocks come back, and others are answered right."""
-    wanted: Answer = {"way": "aborted", "tiers": ROOMY, "rounds": 8}
+    wanted: Answer = {"way": "aborted", "tiers": ROOMY, "extra": {"store_when": store_when}, "rounds": 8}
     assert vllm.run("vllm_steps.py", runs.arguments(**wanted)) == {"tokens": alone[:2], "left": {}}
 
 
@@ -294,7 +299,7 @@ def test_a_preempted_request_is_stored_before_its_blocks_are_anothers(
     runs: Runs, vllm: Environment, alone: list[list[int]]
 ) -> None:
     """After each number of steps: what was computed is read first, and after the device has computed it."""
-    answer = vllm.run("vllm_steps.py", runs.arguments(way="preempted", tiers=ROOMY, rounds=8))
+    answer = vllm.run("vllm_steps.py", runs.arguments(way="preempted", tiers=ROOMY, extra=COMPUTED, rounds=8))
     assert answer["tokens"] == [alone[:2]] * 16
     assert answer["flushed"] > 0
     assert answer["waited"], "a copy began without waiting for what the device was given before"
@@ -302,12 +307,39 @@ def test_a_preempted_request_is_stored_before_its_blocks_are_anothers(
     assert answer["left"] == {}
 
 
+def test_nobody_is_preempted_for_blocks_that_are_free_soon(
+    runs: Runs, vllm: Environment, alone: list[list[int]]
+) -> None:
+    """A request that has ended leaves them when they are copied; where vLLM isn't told of it, it preempts."""
+    wanted: Answer = {"way": "kept", "tiers": ROOMY, "extra": COMPUTED, "num_tokens": 40}
+    answer = vllm.run(
+        "vllm_steps.py", runs.arguments(**wanted, engine={"num_gpu_blocks_override": 21, "max_model_len": 512})
+    )
+    assert answer["preemptions"] == [0, 1]
+    assert answer["tokens"][0] == answer["tokens"][1]
+    assert answer["tokens"][0][:16] == alone[1]
+    assert answer["left"] == {}
+
+
+@pytest.mark.parametrize("store_when", ["computed", "evicted"])
+def test_a_reset_beneath_running_requests_never_fails(
+    runs: Runs, vllm: Environment, alone: list[list[int]], store_when: str
+) -> None:
+    """Of an engine that only stores, after each number of steps: whatever is being copied."""
+    wanted: Answer = {"way": "reset", "tiers": ROOMY, "extra": {"store_when": store_when}, "rounds": 14}
+    given = json.loads(runs.arguments(**wanted))
+    given["transfer"]["kv_role"] = "kv_producer"
+    answer = vllm.run("vllm_steps.py", json.dumps(given))
+    assert answer == {"tokens": [alone[:2]] * 14, "left": {}}
+
+
 def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: Environment) -> None:
     """A prompt that vLLM never has to load stays in a tier that is too small for all that comes beside it.
 
     To say so waits for nothing: a step takes as long while the cache's event loop is busy.
     """
-    answer = vllm.run("vllm_steps.py", runs.arguments(way="hot", tiers=["cpu://?capacity=1MiB"], rounds=6))
+    wanted: Answer = {"way": "hot", "tiers": ["cpu://?capacity=1MiB"], "extra": COMPUTED, "rounds": 6}
+    answer = vllm.run("vllm_steps.py", runs.arguments(**wanted))
     assert answer == {"has_waited": False, "is_there": True, "left": {}}
 
 
@@ -333,6 +365,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "subclass": "this model has RSWASpec",
         "one of them": "this model has RSWASpec",
         "stages": "pipeline_parallel_size is 2",
+        "sleep": "enable_sleep_mode: vLLM 0.32",
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",
         "weights": '"weights"',

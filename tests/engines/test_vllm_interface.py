@@ -18,7 +18,7 @@ BASES = {
         "vllm/distributed/kv_transfer/kv_connector/v1/base.py",
         ["KVConnectorBase_V1", "SupportsHMA"],
     ),
-    "TieredKVStats": ("metrics.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", ["KVConnectorStats"]),
+    "TieredKVStats": ("counts.py", "vllm/distributed/kv_transfer/kv_connector/v1/metrics.py", ["KVConnectorStats"]),
     "TieredKVTier": ("offload_tier.py", "vllm/v1/kv_offload/tiering/base.py", ["SecondaryTierManager"]),
 }
 """Our classes, where they are, and what of vLLM's they derive from."""
@@ -66,6 +66,24 @@ def imports_of_vllm() -> Iterator[tuple[str, str]]:
         for each in ast.walk(ast.parse(path.read_text())):
             if isinstance(each, ast.ImportFrom) and (each.module or "").partition(".")[0] == "vllm":
                 yield from ((str(each.module), alias.name) for alias in each.names)
+
+
+def test_who_is_told_of_sleep_lets_go_and_binds_again(vllm_sources: pathlib.Path) -> None:
+    """Where vLLM's worker tells connectors before its memory goes and once it is back; where it doesn't, we refuse."""
+    worker = methods_of(class_of(vllm_sources / "vllm/v1/worker/gpu_worker.py", "Worker"))
+
+    def calls(method: str) -> list[str]:
+        found = [each for each in ast.walk(worker[method]) if isinstance(each, ast.Call)]
+        found.sort(key=lambda each: (each.lineno, each.col_offset))
+        named = [each.func.attr for each in found if isinstance(each.func, ast.Attribute)]
+        return [name for name in named if name in {"unregister_kv_caches", "suspend", "restore_kv_caches", "resume"}]
+
+    ours = methods_of(class_of(OURS / "connector.py", "TieredKVConnector"))
+    told = ["unregister_kv_caches", "suspend"], ["resume", "restore_kv_caches"]
+    is_told = (calls("sleep"), calls("wake_up")) == told
+    version = (vllm_sources / "vllm/_version.py").read_text()
+    assert is_told == ("0.32" not in version)
+    assert {"unregister_kv_caches", "restore_kv_caches"} <= ours.keys()
 
 
 def test_all_that_is_imported_is_there(vllm_sources: pathlib.Path) -> None:

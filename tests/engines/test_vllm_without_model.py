@@ -8,7 +8,7 @@ import pytest
 
 from environments import Environment
 
-SHAPES: Final = ("full", "windows", "gemma", "one window", "two windows", "small blocks", "states", "pages")
+SHAPES: Final = ("full", "windows", "gemma", "one window", "two windows", "small blocks", "states", "pages", "draft")
 FAULTS: Final = {
     "one window block short": "windows",
     "full attention as a window": "windows",
@@ -25,6 +25,7 @@ FAULTS: Final = {
     "another's blocks": "full",
     "nothing kept": "full",
     "flushed too late": "full",
+    "a draft forgotten": "draft",
     "loads claimed": "windows",
 }
 """What is wrong with the connector, and a model that shows it."""
@@ -32,23 +33,24 @@ CROWDED: Final = {"nothing kept", "flushed too late"}
 """Of these, what shows only where blocks are another's at once."""
 
 
-def run(vllm: Environment, model: pathlib.Path, **wanted: Any) -> Any:
+def run(vllm: Environment, model: pathlib.Path, *, store_when: str = "auto", **wanted: Any) -> Any:
     """Run prompts of one shape."""
+    extra = {"tiers": ["cpu://?capacity=1MiB"], "weights": "digests", "store_when": store_when}
     transfer = {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": "tiered_kv.integrations.vllm",
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": ["cpu://?capacity=1MiB"], "weights": "digests"},
+        "kv_connector_extra_config": extra,
     }
     asked = json.dumps({"model": str(model), "transfer": transfer, **wanted})
     return vllm.run("vllm_without_model.py", asked, timeout_s=1200)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_no_step_reads_a_wrong_byte(vllm: Environment, tiny_llama: pathlib.Path, shape: str) -> None:
+@pytest.mark.parametrize(("shape", "store_when"), [*((shape, "computed") for shape in SHAPES), ("full", "evicted")])
+def test_no_step_reads_a_wrong_byte(vllm: Environment, tiny_llama: pathlib.Path, shape: str, store_when: str) -> None:
     """Prompts come, end, are preempted and aborted, and bring hints; caches are reset and small; nothing is left."""
-    answer = run(vllm, tiny_llama, shape=shape, prompts=400)
+    answer = run(vllm, tiny_llama, shape=shape, prompts=400, store_when=store_when)
     assert (answer["wrong"], answer["held"]) == ([], 0)
     assert answer["loaded"] > 4_000
     assert answer["hints"] > 100

@@ -90,6 +90,8 @@ def main(model: str) -> None:
     elsewhere.model_config.model = "nobody/has-this"
     in_stages = config()
     in_stages.parallel_config.pipeline_parallel_size = 2
+    asleep = config()
+    asleep.model_config.enable_sleep_mode = True  # which no CPU has
     os.environ.pop("PYTHONHASHSEED", None)
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
@@ -106,6 +108,7 @@ def main(model: str) -> None:
         "states": lambda: Configuration.of(right, kv_cache(STATES)),
         "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
         "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),
+        "sleep": lambda: Configuration.of(asleep, kv_cache(FULL)),
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
         "in one piece": lambda: Configuration.of(in_one_piece, kv_cache(MLA)),
         "in chunks": lambda: Configuration.of(in_chunks, kv_cache(FULL)),

@@ -132,6 +132,40 @@ def preempted(engine: Stepped, wanted: Wanted) -> Any:
     }  # fmt: skip
 
 
+def kept(engine: Stepped, wanted: Wanted) -> Any:
+    """A request needs a block as another ends, whose blocks are to be copied yet; then again, with vLLM not told so."""
+    preempt, names = engine.scheduler._preempt_request, list[str]()  # noqa: SLF001 - there is no other way
+
+    def preempt_noted(request: Any, *args: Any, **more: Any) -> Any:
+        names.append(request.request_id)
+        return preempt(request, *args, **more)
+
+    engine.scheduler._preempt_request = preempt_noted  # noqa: SLF001 - as above
+    tokens, preemptions = [], []
+    for _ in range(2):
+        engine.scheduling.kv.clear()
+        asked = engine.ask(0, 320 - wanted.length + 1), engine.ask(1)
+        engine.settle()
+        tokens.append(engine.tokens[asked[1]])
+        preemptions.append(len(names))
+        engine.scheduler.reset_prefix_cache()
+        engine.scheduler.connector.has_pending_block_frees = lambda: False
+    return {"tokens": tokens, "preemptions": preemptions, "left": engine.left()}
+
+
+def reset(engine: Stepped, wanted: Wanted) -> Any:
+    """The cache is reset beneath running requests, and between them, after each number of steps: it never fails."""
+    tokens = []
+    for count in range(wanted.rounds):
+        names = [engine.ask(number) for number in wanted.prompts]
+        engine.step(count)
+        engine.scheduler.reset_prefix_cache(reset_running_requests=True)
+        engine.settle()
+        tokens.append([engine.tokens[name] for name in names])
+        assert engine.scheduler.reset_prefix_cache(), "blocks are held when nothing is left to do"
+    return {"tokens": tokens, "left": engine.left()}
+
+
 def hot(engine: Stepped, wanted: Wanted) -> Any:
     """One prompt comes again and again, always found in vLLM's own cache, between others that come once."""
     for count in range(wanted.rounds):
@@ -163,7 +197,9 @@ def waited_for(loop: asyncio.AbstractEventLoop, call: Callable[[], object]) -> b
     return not in_time[0]
 
 
-WAYS: dict[str, Callable[[Stepped, Wanted], Any]] = {each.__name__: each for each in (aborted, preempted, hot)}
+WAYS: dict[str, Callable[[Stepped, Wanted], Any]] = {
+    each.__name__: each for each in (aborted, preempted, kept, reset, hot)
+}
 
 
 def main(way: str, **wanted: Any) -> None:

@@ -9,16 +9,17 @@ import json
 import os
 import random
 import sys
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from hashlib import blake2b
 from typing import Any, Final
 
 import torch
 
 from vllm_generate import ONE_PROCESS, QUIET
+from vllm_wrong_connectors import FAULTS
 
 ROW: Final = 16
 """Bytes of a token, of a layer with pages of the least size."""
@@ -76,6 +77,7 @@ def specs(shape: str) -> list[Any]:
         "small blocks": [FullAttentionSpec(**heads(32)), window(40, 16, 2)],
         "states": [FullAttentionSpec(**heads(64)), state, state],
         "pages": [unequal, window(40, 16, 3)],
+        "draft": [full, window(40), full],
     }[shape]
 
 
@@ -90,8 +92,9 @@ class Prefixes:
     def __init__(self, salt: str | None) -> None:
         self._digests = [blake2b((salt or "").encode(), digest_size=ROW).digest()]
 
-    def of(self, tokens: Any, first: int, stop: int) -> torch.Tensor:
-        """Return ``(stop - first, ROW)``."""
+    def of(self, tokens: Any, first: int, stop: int, *, by: int = 0) -> torch.Tensor:
+        """Return ``(stop - first, ROW)``, of so many tokens behind each."""
+        first, stop = first + by, stop + by
         for at in range(len(self._digests) - 1, stop):
             self._digests.append(_next(self._digests[-1], tokens[at]))
         joined = bytearray(b"".join(self._digests[first + 1 : stop + 1]))
@@ -133,6 +136,8 @@ class Engine:
             config.cache_config.mamba_cache_mode = "align"
             config.cache_config.block_size = self.specs[0].block_size  # by which the scheduler cuts prompts
         groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(self.names, self.specs, strict=True)]
+        groups[-1].is_eagle_group = wanted.shape == "draft"
+        self._drafts = set(self.names[-1] if groups[-1].is_eagle_group else ())
         tensors = [KVCacheTensor(size=0, layers=self.names[0], layer_stride=0, block_stride=0)]
         cache = KVCacheConfig(num_blocks=wanted.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
         block_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
@@ -251,18 +256,27 @@ class Engine:
         stop = request.num_computed_tokens  # vLLM has counted this step's already
         first, tokens, prefixes = stop - num_new, request.all_token_ids, self._prefixes[name]
         self.num_tokens += num_new
+        sampled = int(prefixes.of(tokens, stop - 1, stop)[0, 0]) % VOCABULARY
+        following = [*tokens, sampled]  # what a draft computes of a token depends on the one behind it
         tables = self.scheduler.kv_cache_manager.get_block_ids(name)
         for spec, layers, table in zip(self.specs, self.names, tables, strict=True):
             for layer in layers:
                 each = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
-                is_right = self._compute_layer(
-                    each, layer, table, (first, stop), lambda a, b: prefixes.of(tokens, a, b)
-                )
+                digests = partial(prefixes.of, following, by=int(layer in self._drafts))
+                is_right = self._compute_layer(each, layer, table, (first, stop), digests)
                 if not is_right:
                     self.wrong.append(f"{name} of {len(tokens)} tokens, from {first} to {stop}, {layer}")
         if stop < request.num_tokens:
             return []
-        return [int(prefixes.of(tokens, stop - 1, stop)[0, 0]) % VOCABULARY]
+        return [sampled]
+
+    def _counts(self, layer: str, begin: int, end: int, size: int) -> torch.Tensor:
+        """Say which tokens are to be right: of a draft not a block's last, as the block of another may come behind it.
+
+        That costs a draft, which is then not accepted, and no token.
+        """
+        at = torch.arange(begin, end)
+        return at % size != size - 1 if layer in self._drafts else torch.ones(end - begin, dtype=torch.bool)
 
     def _compute_layer(
         self,
@@ -288,183 +302,12 @@ class Engine:
             return torch.tensor(table)[at // size], at % size
 
         salt = ord(layer[-1]) + int(layer[0])  # other bytes in each layer
-        is_right = begin == first or bool((rows[places(begin, first)] == digests(begin, first)[:, None] ^ salt).all())
+        is_right = begin == first or bool(
+            (rows[places(begin, first)] == digests(begin, first)[:, None] ^ salt)
+            .flatten(1).all(1)[self._counts(layer, begin, first, size)].all()
+        )  # fmt: skip
         rows[places(first, stop)] = (digests(first, stop)[:, None] ^ salt).expand(-1, rows.shape[2], -1)
         return is_right
-
-
-def _wider(engine: Engine, **changes: Any) -> None:
-    """Have the connector's scheduler believe something else of its groups."""
-    from dataclasses import replace  # noqa: PLC0415 - of faults only
-
-    side = engine.scheduling
-    groups = tuple(replace(group, **{k: v(group) for k, v in changes.items()}) for group in side._configuration.groups)  # noqa: SLF001 - ours
-    side._configuration = side._storing._configuration = replace(side._configuration, groups=groups)  # noqa: SLF001
-
-
-def _shift_load(engine: Engine, by: int) -> None:
-    """Load into the blocks before or behind those that are meant."""
-    begin = engine.scheduling.begin
-    engine.scheduling.begin = lambda request, tables, n: begin(
-        request, [table[by:] + table[:by] for table in tables], n
-    )
-
-
-def _find_more(engine: Engine, by: int) -> None:
-    """Say that more was found."""
-    find, step = engine.scheduling.find, engine.scheduling._configuration.step  # noqa: SLF001 - ours
-
-    def more(request: Any, num_computed: int) -> Any:
-        found = find(request, num_computed)
-        if found and num_computed + found + by * step < request.num_tokens:
-            found += by * step
-        return found
-
-    engine.scheduling.find = more
-
-
-def _no_hold(engine: Engine) -> None:
-    """Hold no block that a request leaves behind."""
-
-    class Pool:
-        blocks = engine._pool.blocks  # noqa: SLF001 - ours
-
-        def touch(self, blocks: Any) -> None:
-            pass
-
-        free_blocks = touch
-
-    engine.scheduling.use_pool(Pool())
-
-
-def _never_fail(engine: Engine) -> None:
-    """Tell nobody of loads that have failed, of which each third does."""
-    start, count = engine.worker._start, [0]  # noqa: SLF001 - ours
-
-    def start_some(plan: Any, after: object) -> Any:
-        if plan is not None and plan.direction == "load":
-            count[0] += 1
-            return start(None if count[0] % 3 == 0 else plan, after)
-        return start(plan, after)
-
-    engine.worker._start = start_some  # type: ignore[method-assign]  # noqa: SLF001
-    engine.worker.take_failed = set  # type: ignore[method-assign]
-    engine.worker.take_lost = set  # type: ignore[method-assign]
-
-
-def _swap_groups(engine: Engine) -> None:
-    """Store the blocks of one group as another's."""
-    storing = engine.scheduling._storing  # noqa: SLF001 - ours
-    gather, groups = storing.gather, engine.scheduling._configuration.groups  # noqa: SLF001
-    storing.gather = lambda tracked, group, first, ids: gather(tracked, groups[group.number - 1], first, ids)
-
-
-def _shift_keys(engine: Engine) -> None:
-    """Name blocks by what comes behind them."""
-    storing = engine.scheduling._storing  # noqa: SLF001 - ours
-    gather = storing.gather
-    storing.gather = lambda tracked, group, first, ids: gather(tracked, group, first + 1, ids[:-1])
-
-
-def _state_before(engine: Engine) -> None:
-    """Store each state as that of the endpoint before."""
-    storing = engine.scheduling._storing  # noqa: SLF001 - ours
-    gather = storing.gather
-    storing.gather = lambda tracked, group, first, ids: gather(
-        tracked, group, max(0, first - 1) if group.is_handed_over else first, ids
-    )
-
-
-def _forget_group(engine: Engine) -> None:
-    """Load nothing of the last group, as of a draft's that nobody thinks of."""
-    planner, last = engine.scheduling._planner, len(engine.specs) - 1  # noqa: SLF001 - ours
-    plan_load = planner.plan_load
-
-    def plan_others(keys: Any, into: Any, **more: Any) -> Any:
-        job = plan_load(keys, into, **more)
-        if keys.group == last:
-            forgotten.add(job.number)
-        return job
-
-    forgotten: set[int] = set()
-    planner.plan_load = plan_others
-    _claim_loads(engine, forgotten)
-
-
-def _load_anothers(engine: Engine) -> None:
-    """Load the blocks of the request before."""
-    planner, before = engine.scheduling._planner, dict[int, Any]()  # noqa: SLF001 - ours
-    plan_load = planner.plan_load
-
-    def plan_anothers(keys: Any, into: Any, **more: Any) -> Any:
-        anothers, before[keys.group] = before.get(keys.group, keys), keys
-        return plan_load(anothers[: len(keys)] if len(anothers) >= len(keys) else keys, into, **more)
-
-    planner.plan_load = plan_anothers
-
-
-def _keep_nothing(engine: Engine) -> None:
-    """Let go of the blocks of requests that have ended, whatever is due of them."""
-    end, give_up = engine.scheduling.end, engine.scheduling._storing  # noqa: SLF001 - ours
-
-    def end_at_once(request: Any) -> bool:
-        end(request)
-        give_up._leaving.pop(request.request_id, None)  # noqa: SLF001 - ours
-        give_up._kept.discard(request.request_id)  # noqa: SLF001 - ours
-        return False
-
-    engine.scheduling.end = end_at_once
-
-
-def _flush_too_late(engine: Engine) -> None:
-    """Copy blocks of preempted requests behind the step that computes what others have there."""
-    before = engine.worker.before_computing
-
-    def begin(step: Any) -> None:
-        step.stores, step.flushes = step.flushes + step.stores, []
-        before(step)
-
-    engine.worker.before_computing = begin  # type: ignore[method-assign]
-
-
-def _claim_loads(engine: Engine, jobs: Container[int] = range(1 << 62)) -> None:
-    """Say that loads have brought all, and copy nothing of them."""
-    from concurrent.futures import Future  # noqa: PLC0415 - of faults only
-
-    from tiered_kv import Outcomes  # noqa: PLC0415 - takes seconds, and the environment is set first
-
-    start = engine.worker._start  # noqa: SLF001 - ours
-
-    def claim(plan: Any, after: object) -> Any:
-        if plan is None or plan.direction != "load" or plan.job not in jobs:
-            return start(plan, after)
-        claimed: Future[Outcomes] = Future()
-        claimed.set_result(Outcomes(plan.job, 0, plan.num_blocks))
-        return claimed
-
-    engine.worker._start = claim  # type: ignore[method-assign]  # noqa: SLF001
-
-
-FAULTS: Final[dict[str, Callable[[Engine], None]]] = {
-    "one window block short": lambda engine: _wider(
-        engine, num_blocks=lambda g: (g.num_blocks and g.num_blocks - 1) or g.num_blocks
-    ),
-    "full attention as a window": lambda engine: _wider(engine, num_blocks=lambda g: g.num_blocks or 2),
-    "one end too far": lambda engine: _find_more(engine, 1),
-    "the block before": lambda engine: _shift_load(engine, -1),
-    "the block behind": lambda engine: _shift_load(engine, 1),
-    "nothing held": _no_hold,
-    "failures untold": _never_fail,
-    "groups swapped": _swap_groups,
-    "keys shifted": _shift_keys,
-    "tables swapped": lambda engine: _wider(engine, table=lambda _: 0),
-    "the state before": _state_before,
-    "a group forgotten": _forget_group,
-    "another's blocks": _load_anothers,
-    "nothing kept": _keep_nothing,
-    "flushed too late": _flush_too_late,
-    "loads claimed": _claim_loads,
-}
 
 
 HINTS: Final = ("", "", "", "kv.retain", "kv.demote", "kv.prefetch", "kv.fetch", "kv.pin", "kv.evict", "kv.unknown")

@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import NoneType
 from typing import Any, Literal
 
 import pytest
@@ -15,7 +16,9 @@ from anyio.lowlevel import checkpoint
 from openai import AsyncOpenAI, BadRequestError
 
 from openai_server import MODEL, make_app
+from paged_llama import BLOCK_SIZE
 from scheduler import Engine, Generation
+from tiered_kv import BlockState, hash_blocks
 
 SYSTEM = "You are a paged engine. " * 20  # 30 full blocks, shared by all
 QUESTIONS = [f"Question {number}: {'why ' * (number + 1)}?" for number in range(6)]
@@ -28,12 +31,12 @@ class Served:
         self.client = client
         self.engine = engine
 
-    async def ask(self, question: str, max_tokens: int = 24, salt: str = "") -> tuple[str, int]:
+    async def ask(self, question: str, max_tokens: int = 24, salt: str = "", then: str = "") -> tuple[str, int]:
         """Stream an answer; return it, and how many tokens of the prompt were cached."""
         messages: Any = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
         stream = await self.client.chat.completions.create(
             model=MODEL, messages=messages, max_tokens=max_tokens, stream=True,
-            stream_options={"include_usage": True}, extra_body={"cache_salt": salt},
+            stream_options={"include_usage": True}, extra_body={"cache_salt": salt, "then": then},
         )  # fmt: skip
         said, cached = [], -1
         async for chunk in stream:
@@ -175,3 +178,37 @@ async def test_64_streams_at_once() -> None:
         assert [said for said, _ in second] == [said for said, _ in first]
         assert all(len(said) == 8 for said, _ in first)
         assert all(cached >= 512 for _, cached in second)
+
+
+def found(server: Served, question: str) -> int:
+    """Count the blocks of a question's own that are in memory, behind those of the system's message."""
+    text = f"<system>{SYSTEM}\n<user>{question}\n<assistant>".encode()
+    keys = hash_blocks(list(text), block_size=BLOCK_SIZE)[31:]
+    return int((server.engine.kv.membership(keys, tier="cpu") == BlockState.HIT).sum())
+
+
+async def test_an_agent_says_what_comes_behind_an_answer(tmp_path: Path) -> None:
+    """A conversation that is over goes first, what all share stays, and what a tool has answered for is in memory."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": "64MiB"}
+    async with served({"medium": "cpu", "capacity": "1MiB", "policy": "lru"}, disk) as server:
+        num_slots = server.engine.kv.stats()["cpu"].num_slots
+        called, over = "called " * 20, "over " * 28
+        await server.ask(called, then="tool")
+        await server.ask(over, then="over")
+        await server.engine.kv.flush()
+        assert (found(server, called), found(server, over)) == (9, 9)
+        number = 0
+        while found(server, over) == 9:
+            number += 1
+            assert number < num_slots
+            await server.ask(f"{number} others " * 12)
+            await server.engine.kv.flush()
+        assert found(server, called) == 9
+        while found(server, called):
+            number += 1
+            await server.ask(f"{number} others " * 12)
+            await server.engine.kv.flush()
+        messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": called}]
+        await server.client.post("/prefetch", body={"messages": messages}, cast_to=NoneType)
+        assert found(server, called) == 8, "the ninth block ends in what the engine writes before an answer"
+        assert (await server.ask(over))[1] >= len(SYSTEM) // BLOCK_SIZE * BLOCK_SIZE

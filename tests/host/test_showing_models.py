@@ -7,9 +7,12 @@ from typing import Any
 
 import httpx
 import pytest
+from anyio import fail_after
+from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.command_line import answer, run
+from tests.support.hints import hints
 from tests.support.serving import attached, serving
 from tiered_kv import BlockState, ConfigurationError, ModelIdentity
 from tiered_kv.cli import hosting
@@ -62,6 +65,28 @@ async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[st
     assert not socket.exists()
     with serving(tmp_path, cpu(32), settings=shown) as server:
         assert 'model="two"' not in (await get(socket, "/metrics")).text  # others in this process may have theirs
+
+
+async def test_hints_of_a_models_blocks_come_by_http(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """Where the server has a token for them, at its page of the model, for blocks that its clients have stored."""
+    token, engine, socket = "0123456789abcdef", AnyEngine(), tmp_path / "page.sock"
+    with serving(tmp_path, cpu(32), settings=shown | {"page_hints_token": token}) as server:
+        async with attached(server, engine, model=ONE) as kv:
+            mine = prompt(12, salt="mine")
+            await kv.store(mine, engine.fill(mine, range(12)))
+            (directory,) = [each["directory"] for each in server.health()["shares"]]
+            named = [bytes(each).hex() for each in mine[8:]]
+            asked = {"hashes": named, "salt": "mine", "kv_hints": hints(("kv.evict", {}))}
+
+            def send() -> httpx.Response:
+                with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket))) as client:
+                    where = f"http://localhost/{directory}/hints.json"
+                    return client.post(where, json=asked, headers={"Authorization": f"Bearer {token}"})
+
+            assert (await asyncio.to_thread(send)).json() == {"actions": 1, "ignored": 0}
+            with fail_after(10):
+                while (await kv.lookup(mine)).num_blocks > 8:
+                    await checkpoint()
 
 
 async def test_what_clients_count_as_lookups_is_in_the_metrics(tmp_path: Path, shown: dict[str, Any]) -> None:

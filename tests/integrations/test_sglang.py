@@ -6,7 +6,7 @@ import subprocess
 import sys
 from abc import ABC
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec
+from tiered_kv.values.results import LoadCost
 
 LAYERS, HEADS, DIM, SIZE, NUM_PAGES = 3, 2, 8, 16, 24
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
@@ -134,9 +135,11 @@ def opened() -> Iterator[Open]:
         weights: str = "w",
         limits: object = None,
         connect: str = "",
+        prefill_tokens_per_s: float = 0.0,
         **config: Any,  # noqa: ANN401 - fields of Config
     ) -> Any:  # noqa: ANN401 - as `adapter` has it
         settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
+        settings["prefill_tokens_per_s"] = prefill_tokens_per_s
         settings = {"connect": connect} if connect else settings
         extra = {"interface_v1": 1, "tiered_kv": {"weights": weights, **settings}}
         storage = adapter()(Config(extra, is_mla_model=pool.is_mla, **config), {})
@@ -184,6 +187,19 @@ def test_what_one_layout_has_stored_another_loads(opened: Open, source: str, tar
     assert storage.batch_get_v1(KEYS, at(*pages)) == [True] * 10
     assert all(torch.equal(into.page(page), block) for page, block in zip(pages, truth, strict=True))
     assert all(bool((into.page(page) == -1).all()) for page in set(range(NUM_PAGES)) - set(pages))
+
+
+@pytest.mark.parametrize(("block_s", "prefill", "num_worth"), [(0.001, 0.0, 10), (0.001, 1000.0, 10), (1.0, 1000.0, 0)])
+def test_only_what_pays_is_loaded(opened: Open, block_s: float, prefill: float, num_worth: int) -> None:
+    """Where it is said how fast SGLang computes: of a tier that is slower than that it is told of no page."""
+    pool = HostPool("page_first_direct")
+    filled(pool, range(10))
+    storage = opened(pool, SHELF, prefill_tokens_per_s=prefill)
+    assert storage.batch_set_v1(KEYS, at(*range(10))) == [True] * 10
+    storage.kv.flush()
+    lookup = storage.kv.lookup
+    storage.kv.lookup = lambda keys: replace(lookup(keys), costs={"shelf": LoadCost(0.001, block_s)})
+    assert storage.batch_exists(KEYS) == num_worth
 
 
 def test_engines_share_pages_by_a_server(opened: Open, tmp_path: Path) -> None:

@@ -73,6 +73,87 @@ def test_many_blocks_do_not_wait() -> None:
         assert engine.orders[-1] == 1
 
 
+class Copies:
+    """Has a worker's copies out of the engine end when the test says so."""
+
+    def __init__(self, engine: SmallVLLM) -> None:
+        self._held: list[tuple[Future[Outcomes], Future[Outcomes]]] = []
+        self._is_held = True
+        worker = engine.workers[0]
+        start = worker._start  # noqa: SLF001 - ours
+
+        def started(plan: Any, after: object) -> "Future[Outcomes]":  # noqa: ANN401 - likewise
+            copying: Future[Outcomes] = start(plan, after)
+            if not self._is_held or plan is None or plan.direction != "store":
+                return copying
+            told: Future[Outcomes] = Future()
+            self._held.append((copying, told))
+            return told
+
+        worker._start = started  # noqa: SLF001 - likewise
+
+    def end(self) -> None:
+        """Have those that were held end, and all others from now on."""
+        self._is_held = False
+        for copying, told in self._held:
+            told.set_result(copying.result())
+
+
+def step_settled(engine: SmallVLLM, count: int) -> None:
+    """Do so many steps, with plans there as soon as they can be."""
+    for _ in range(count):
+        engine.step()
+        engine.settle_loop()
+
+
+def test_copies_that_are_slow_become_fewer() -> None:
+    """While one is under way others gather for 32 steps, and so give way to decoding; nothing is lost by it."""
+    with opened(ROOMY, num_blocks=2048) as engine:
+        copies = Copies(engine)
+        for number in range(8):  # of which two fill a block in each step
+            engine.ask(f"r{number}", 1 + number, 100)
+        step_settled(engine, 72)
+        steps = [step for step, num_jobs in enumerate(engine.orders) if num_jobs]
+        assert np.diff(steps).tolist() == [32, 32]
+        copies.end()
+        engine.settle()
+        engine.settle_loop()
+        assert stored(engine) == sum((1 + number + 99) // BLOCK_SIZE for number in range(8))
+
+
+def test_what_is_due_of_a_request_that_ends_does_not_wait_for_slow_copies() -> None:
+    """Its blocks are kept meanwhile, and others may want them."""
+    with opened(ROOMY) as engine:
+        copies = Copies(engine)
+        engine.ask("one", BLOCK_SIZE, 100)
+        engine.ask("two", BLOCK_SIZE, 20)
+        step_settled(engine, 11)
+        assert sum(engine.orders) == 1
+        step_settled(engine, 12)
+        assert sum(engine.orders) == 2
+        copies.end()
+        engine.settle()
+
+
+def test_stores_that_do_not_get_on_leave_vllm_its_blocks() -> None:
+    """A quarter of them at most, and what some steps fill; what is passed over is counted, and computed again."""
+    with opened(ROOMY, num_blocks=400) as engine:
+        copies = Copies(engine)
+        for number in range(40):
+            engine.ask(f"r{number}", 16 * BLOCK_SIZE, 1)
+            step_settled(engine, 2)
+        assert engine.num_free >= 400 - 100 - 4 * 16
+        assert engine.num_preemptions == 0
+        copies.end()
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        said = engine.scheduling.counts.take().data
+        assert said["store_blocks"] + said["store_blocks_skipped"] == 40 * 16
+        assert 100 <= said["store_blocks"] < 200
+        assert engine.num_free == 400
+
+
 @pytest.mark.parametrize("storage", [False, True], ids=["memory", "storage too"])
 def test_a_step_costs_the_event_loop_two_turns_at_most(tmp_path: Path, *, storage: bool) -> None:
     """In the middle of many steps of many requests, of which some fill a block in each."""
@@ -173,6 +254,45 @@ def test_what_other_weights_have_computed_is_not_stored_under_the_new_ones() -> 
         engine.settle()
         engine.settle_loop()
         assert found(engine, two) == (3 * BLOCK_SIZE + 29) // BLOCK_SIZE
+
+
+def test_what_no_worker_was_told_of_is_not_copied_after_a_reset() -> None:
+    """Planned or only due: vLLM may have slept since, and its memory has other bytes then."""
+    with opened(ROOMY) as engine:
+        engine.ask("one", 3 * BLOCK_SIZE, 40)
+        engine.step()
+        engine.settle_loop()  # the first job has its plan, which goes with the next step
+        engine.step(0)
+        engine.scheduling.forget()
+        step_settled(engine, 12)
+        assert sum(engine.orders) == 0
+        engine.settle()
+        engine.settle_loop()
+        assert (stored(engine), engine.num_free) == (0, 256)
+
+
+def test_vllm_may_sleep() -> None:
+    """Copies end first; what was stored before is loaded into the tensors after, and the cache stays open."""
+    with opened(ROOMY) as engine:
+        engine.ask("one", 6 * BLOCK_SIZE, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        kv, (worker,) = engine.scheduling.kv, engine.workers
+        for _ in range(2):
+            worker.unregister_kv_caches()
+        assert all(copy.done() for copy in worker._stores)  # noqa: SLF001 - ours
+        for layer in engine.memory[0].values():
+            layer.zero_()
+        for _ in range(2):
+            worker.restore_kv_caches()
+        engine.scheduling.open([worker.hello()])  # as vLLM says anew
+        assert engine.scheduling.kv is kv
+        two = engine.ask("two", 6 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert two.num_tokens == 6 * BLOCK_SIZE + 2
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
 
 
 def test_storage_is_written_by_windows_unless_somebody_says_when() -> None:
@@ -359,6 +479,21 @@ def serve(engine: SmallVLLM, prompt: str, num_blocks: int) -> None:
         engine.settle_copies()
         num_rounds += 1
         assert num_rounds < 1000, "blocks are held for good"
+
+
+def test_vllm_steps_until_nothing_is_held() -> None:
+    """Though it has no requests any more: else it can't reset its cache, or sleep, before others come."""
+    with evicting(16, 64) as engine:
+        copies = Copies(engine)
+        for prompt in "abcd":
+            engine.ask(prompt, 6 * BLOCK_SIZE + 1, 1)
+            step_settled(engine, 3)
+        assert not engine.running
+        assert engine.scheduling.holds_blocks
+        copies.end()
+        step_settled(engine, 3)
+        assert not engine.scheduling.holds_blocks
+        assert engine.num_free == 16
 
 
 def said(engine: SmallVLLM) -> dict[str, float]:

@@ -259,6 +259,15 @@ def check_page(page: bool | int | str | Page) -> list[Page]:  # noqa: FBT001 - l
     return [Page(address)] if (address := page_address(page)) else []
 
 
+def page_of(settings: TieredKVSettings, *, given: bool | int | str | Page | None) -> bool | int | str | Page:
+    """Return what a cache of these settings is given as ``page``; ``given`` goes before the setting of this name."""
+    wanted = settings.page if given is None else given
+    token = settings.page_hints_token.get_secret_value()
+    if isinstance(wanted, Page) or not token or not (address := page_address(wanted)):
+        return wanted
+    return Page(address, hints_token=token)
+
+
 def check_recorder(given: str | os.PathLike[str] | TraceRecorder) -> TraceRecorder | None:
     """Return what records requests, if that is wanted."""
     if isinstance(given, TraceRecorder):

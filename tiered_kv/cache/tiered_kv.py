@@ -49,8 +49,10 @@ from tiered_kv.cache.checks import (
     check_shards,
     check_ttl,
     metrics_of,
+    page_of,
 )
 from tiered_kv.cache.closing import Draining, begin_to_close, drain, draining_on
+from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.opening import open_cache
 from tiered_kv.cache.parts import CacheParts, chain_parts
 from tiered_kv.cache.planner import OwnPlanner, Planner
@@ -405,7 +407,7 @@ class TieredKV(TierCalls):
         """
         check_identity(tiers, model, layout)
         watchers: list[Watcher] = [*check_metrics(metrics), *check_page(page)]
-        watch = Watch(watchers, self._explain) if watchers else None
+        watch = Watch(watchers, self._explain, self._make_hints) if watchers else None
         self._parts = CacheParts(
             tiers=chain_parts(tiers, check_shards(shard)),
             model=model,
@@ -454,7 +456,7 @@ class TieredKV(TierCalls):
             codec=codec,
             emit=emit,
             metrics=metrics_of(settings, given=metrics),
-            page=settings.page if page is None else page,
+            page=page_of(settings, given=page),
             record_trace=settings.record_trace if record_trace is None else record_trace,
         )
 
@@ -553,6 +555,9 @@ class TieredKV(TierCalls):
 
     async def _explain(self, keys: BlockKeys) -> list[Explanation]:
         return await self.explain(keys, ask=True)
+
+    def _make_hints(self, favoured: Callable[[int, int], object]) -> Hints | None:
+        return Hints.of(self, each=1 / 8, together=1 / 4, favoured=favoured)
 
 
 class SeatCalls(TierCalls):

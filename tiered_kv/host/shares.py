@@ -377,7 +377,8 @@ class Shares:
         if before is None and len(self._shares) >= host.models:
             raise ConfigurationError(f"the server has {len(self._shares)} models, which is what it may have")
         share = Share(directory, model.name, host.weights.get(model.name, 1.0))
-        share.page = Page() if self._settings.page else None
+        token = self._settings.page_hints_token.get_secret_value()
+        share.page = Page(hints_token=token) if self._settings.page else None
         share.right = self._rights([share, *(each for each in self if each is not before)])[share]
         share.given = dict(share.right)
         cache = self._made(share, model, layout, shards)

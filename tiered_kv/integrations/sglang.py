@@ -125,13 +125,20 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             )
 
     def batch_exists(self, keys: Sequence[str], extra_info: object = None) -> int:
-        """Count the leading pages that can be loaded."""
+        """Count the leading pages that can be loaded, or that pay, where it is said how fast SGLang computes.
+
+        It loads what is counted here, and computes the others.
+        """
         if (kv := self.kv) is None:
             return 0
         try:
-            return kv.lookup(self._keys(keys, extra_info)).num_blocks
+            found = kv.lookup(self._keys(keys, extra_info))
         except ClosedError:
             return 0
+        own = self._below.settings
+        if own is None or not own.prefill_tokens_per_s or not found.num_blocks:
+            return found.num_blocks
+        return found.split(prefill_tokens_per_s=own.prefill_tokens_per_s).num_blocks
 
     def batch_get_v1(self, keys: Sequence[str], host_indices: Any, extra_info: object = None) -> list[bool]:  # noqa: ANN401 - a tensor
         """Load pages into SGLang's host pool; say which are in place: a prefix.

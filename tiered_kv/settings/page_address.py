@@ -1,4 +1,4 @@
-"""Where a page is served: said in settings, and read by the command line."""
+"""Where a page is served, and whose hints it takes: said in settings, and read by the command line."""
 
 import ipaddress
 import re
@@ -7,6 +7,8 @@ from typing import Final
 from tiered_kv.values.errors import ConfigurationError
 
 DEFAULT: Final = "127.0.0.1:8420"
+LEAST_TOKEN: Final = 16
+"""Characters: a shorter one is guessed."""
 _UNIX: Final = "unix:"
 _HOST_PORT: Final = re.compile(r"(?P<host>[\w.-]+|\[[0-9a-fA-F:.%]+\]|):(?P<port>\d{1,5})")
 
@@ -34,6 +36,20 @@ def page_address(given: object) -> str:
             f"got {given!r:.80}"
         )
     return f"{match['host'] or '127.0.0.1'}:{match['port']}"
+
+
+def checked_token(token: str) -> str:
+    """Return it, if it is none or hard to guess.
+
+    Raises:
+        ConfigurationError: It is too short, or no header can have it.
+    """
+    if token and (len(token) < LEAST_TOKEN or not token.isascii() or not token.isprintable() or " " in token):
+        raise ConfigurationError(
+            f"a token for hints has {LEAST_TOKEN} characters or more, all of them ASCII and no spaces: "
+            "openssl rand -hex 32 makes one"
+        )
+    return token
 
 
 def parts_of(address: str) -> tuple[str, int] | str:

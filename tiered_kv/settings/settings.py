@@ -21,6 +21,7 @@ from typing import Annotated, Any, Self, TypedDict, Unpack
 from pydantic import (
     BeforeValidator,
     Field,
+    SecretStr,
     ValidationError,
     model_validator,
 )
@@ -34,7 +35,7 @@ from pydantic_settings import (
 
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.settings.chain_settings import Bytes, CPUTier, Tier, check_chain, check_policies, tier_name
-from tiered_kv.settings.page_address import page_address
+from tiered_kv.settings.page_address import checked_token, page_address
 from tiered_kv.settings.setting_errors import Checked, line, problems
 from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
@@ -105,6 +106,7 @@ class _Arguments(TypedDict, total=False):
     metrics_salts: Sequence[str]
     prefill_tokens_per_s: float
     page: bool | int | str
+    page_hints_token: str | SecretStr
     record_trace: str
     host: HostSettings | Mapping[str, Any]
 
@@ -140,11 +142,20 @@ class TieredKVSettings(BaseSettings):
     page: Annotated[str, BeforeValidator(page_address)] = ""
     """Where to serve [a page to look at](../how-to/observe.md#a-page-to-look-at) (extra ``page``): an address,
     ``"127.0.0.1:8420"``, a port of this host, ``"unix:/path/of.sock"``, or true for port 8420. Empty: nowhere."""
+    page_hints_token: SecretStr = SecretStr("")
+    """Who sends this to the page may send [hints](../how-to/control.md#hints-by-http) of what comes back, and of what
+    does not. Empty: hints are not taken."""
     record_trace: str = ""
     """A file to record to which blocks are asked for, as salted hashes, for
     [plans of capacity](../how-to/plan-capacity.md); gzip if it ends in ``.gz``. Empty: none."""
     host: HostSettings = HostSettings()
     """How a server of one cache for a host listens: see [One cache for a host](../how-to/host.md)."""
+
+    @model_validator(mode="after")
+    def _check_hints(self) -> Self:
+        if checked_token(self.page_hints_token.get_secret_value()) and not self.page:
+            raise ValueError("page_hints_token is for a page: set page too")
+        return self
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
         path = _config_file.get() or os.environ.get(_CONFIG)

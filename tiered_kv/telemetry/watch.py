@@ -18,6 +18,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
@@ -28,6 +29,7 @@ from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
+from tiered_kv.values.kv_hints import HintAction
 from tiered_kv.values.results import CacheStatistics, Reason
 
 if TYPE_CHECKING:
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
 
     from tiered_kv.tiers.tier import Batch
 
+T = TypeVar("T")
 W = TypeVar("W", bound=str)
 
 
@@ -266,6 +269,21 @@ class Watched(Protocol):
         """Have the event loop call a function, from any thread."""
 
 
+class Hinted(Protocol):
+    """Who does what KV hints ask for; on the event loop."""
+
+    def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str) -> bool:
+        """Begin to do what is meant of a tenant's blocks; say no if too many wait."""
+
+    async def aclose(self) -> None:
+        """End what waits."""
+
+
+MakeHinted = Callable[[Callable[[int, int], object]], Hinted | None]
+"""Makes one of an open cache, None where there is nothing to bound hints by; calls what it is given with how many
+blocks hints keep or bring, and how many they would."""
+
+
 class Watcher(Protocol):
     """Who shows what is seen of one cache."""
 
@@ -320,10 +338,11 @@ class Watch:
         history: Of the last hour.
         prompts: That were asked for.
         started_at: When the cache was opened, in seconds since 1970.
+        make_hinted: For who takes hints.
     """
 
-    def __init__(self, watchers: Sequence[Watcher], explain: Explain) -> None:
-        """Make one of a cache that is not open yet; ``explain`` is its own."""
+    def __init__(self, watchers: Sequence[Watcher], explain: Explain, make_hinted: MakeHinted) -> None:
+        """Make one of a cache that is not open yet; ``explain`` and ``make_hinted`` are its own."""
         self.number = 0
         self.registry: CollectorRegistry | None = None
         self.prefill_tokens_per_s = 0.0
@@ -332,6 +351,7 @@ class Watch:
         self.started_at = 0.0
         self._watchers = watchers
         self._explain = explain
+        self.make_hinted = make_hinted
         self._tallies = Tallies()
         self._lives: Lives | None = None
         self._watched: Watched | None = None
@@ -406,19 +426,24 @@ class Watch:
         Raises:
             ClosedError: The cache is closed.
         """
+        return await self.ask(partial(self._explain, keys))
+
+    async def ask(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """Have something awaited on the cache's event loop, from any other.
+
+        Raises:
+            ClosedError: The cache is closed.
+        """
         assert self._loop is not None  # noqa: S101 - begun by the cache
         if asyncio.get_running_loop() is self._loop:
-            return await self._explain(keys)
-        asking = self._asking(keys)
+            return await ask()
+        asking = _awaiting(ask)
         try:
             asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         except RuntimeError as error:
             asking.close()
             raise ClosedError("the event loop that opened this TieredKV is closed") from error
         return await asyncio.wrap_future(asked)
-
-    async def _asking(self, keys: BlockKeys) -> Sequence[object]:
-        return await self._explain(keys)
 
     def _loaded(self, batch: "Batch", num_blocks: int, because: str) -> None:
         self._tallies.loaded(batch.namespace.salt, len(batch), num_blocks)
@@ -455,3 +480,7 @@ class Watch:
             prefill_saved_s=saved_s,
         )
         return self._last
+
+
+async def _awaiting(ask: Callable[[], Awaitable[T]]) -> T:
+    return await ask()

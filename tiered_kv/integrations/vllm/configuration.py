@@ -21,6 +21,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
+from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
 from tiered_kv.settings.tier_settings import StorageTierSettings
@@ -183,6 +184,7 @@ class Configuration:
         _check_parallel(vllm_config.parallel_config)
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
+        _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
         extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
@@ -261,6 +263,12 @@ def _check_prefixes(vllm_config: Any) -> None:
             "piece only (MLA on a CPU, layers that are not causal), and would answer wrongly after a prefix that was "
             "loaded. If it was you, turn one of them on; else serve this model without this connector"
         )
+
+
+def _check_sleep(model: Any) -> None:
+    """Refuse to sleep where vLLM tells its connectors nothing of it: a copy would read memory that is gone."""
+    if VERSION == "0.32" and getattr(model, "enable_sleep_mode", False):
+        raise ConfigurationError("enable_sleep_mode: vLLM 0.32 sleeps beside copies under way; 0.33 waits for them")
 
 
 def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:

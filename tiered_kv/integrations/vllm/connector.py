@@ -52,8 +52,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Say no: the tensors that are bound at start must stay where they are."""
-        return False
+        """Say yes: nothing is copied while vLLM sleeps, and its tensors are where they were when it wakes up."""
+        return True
 
     def shutdown(self) -> None:
         """See the base class. Idempotent."""
@@ -67,6 +67,14 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """See the base class."""
         self._in_worker().register_kv_caches(kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """See the base class. Comes before vLLM sleeps."""
+        self._in_worker().unregister_kv_caches()
+
+    def restore_kv_caches(self) -> None:
+        """See the base class. Comes when it wakes up."""
+        self._in_worker().restore_kv_caches()
 
     def get_handshake_metadata(self) -> Hello | None:
         """See the base class."""
@@ -107,7 +115,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     # In the scheduler.
 
     def set_xfer_handshake_metadata(self, metadata: Mapping[int, Hello]) -> None:
-        """Open the cache."""
+        """Open the cache, the first time."""
         self._in_scheduler().open(metadata.values())
 
     def on_new_request(self, request: Any) -> None:
@@ -140,6 +148,10 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Have vLLM wait, and preempt nobody, while blocks of requests that have ended are copied."""
         return self._in_scheduler().frees_soon
+
+    def has_pending_push_work(self) -> bool:
+        """Have vLLM do steps, though it has no requests, until blocks that are held here are its own again."""
+        return self._in_scheduler().holds_blocks
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]

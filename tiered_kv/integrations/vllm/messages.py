@@ -191,6 +191,7 @@ class Store:
         num_blocks: How many.
         num_unanswered: Ranks that may read the blocks yet, or have not begun.
         is_told: Whether the workers have it.
+        num_steps: For how many they have had it.
         nobodys: vLLM's blocks that no request has, which are held in its pool, the next that it takes first.
     """
 
@@ -200,6 +201,7 @@ class Store:
     num_unanswered: int
     dues: list[Due] = field(default_factory=list)
     is_told: bool = False
+    num_steps: int = 0
     nobodys: list[int] = field(default_factory=list)
 
     @cached_property

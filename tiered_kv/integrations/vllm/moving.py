@@ -65,6 +65,23 @@ class MovingSide:
             )
         )
 
+    def unregister_kv_caches(self) -> None:
+        """Let go of vLLM's tensors, once nothing reads or writes them any more. Idempotent."""
+        loads = [future for parts in self._loads.values() for _, _, future in parts]
+        wait([*self._stores, *loads])
+        if self._worker is not None:
+            for number in range(len(self._pages)):
+                self._worker.unregister_kv_caches(group=number)
+
+    def restore_kv_caches(self) -> None:
+        """Bind them again, where they were. Idempotent."""
+        if self._worker is not None:
+            self._bind(self._worker)
+
+    def _bind(self, worker: Worker) -> None:
+        for number, pages in enumerate(self._pages):
+            worker.register_kv_caches(pages, group=number)
+
     def hello(self) -> Hello | None:
         """Return what the scheduler opens its cache by."""
         groups = self._configuration.groups
@@ -146,8 +163,7 @@ class MovingSide:
                 self._worker.attach(self._slabs)
             elif self._slabs:
                 worker = Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._device)
-                for number, pages in enumerate(self._pages):
-                    worker.register_kv_caches(pages, group=number)
+                self._bind(worker)
                 self._worker = worker
             self._slabs = None
         except BackendUnavailableError as error:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -20,6 +21,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.groups import GroupNeed, find_longest
+from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.planner import Planner
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts, hit_sources
@@ -78,11 +80,13 @@ class SchedulingSide:
         return self._kv
 
     def open(self, hellos: Collection[Hello]) -> None:
-        """Open the cache, now that the workers have their tensors.
+        """Open the cache, now that the workers have their tensors; done again when they wake up it changes nothing.
 
         Raises:
             ConfigurationError, BackendUnavailableError: As opening a `TieredKV` does; or the ranks do not agree.
         """
+        if self._kv is not None:
+            return
         wanted = self._configuration
         layouts = {hello.layout for hello in hellos}
         if len(layouts) != 1 or sorted(hello.rank for hello in hellos) != list(range(wanted.num_ranks)):
@@ -138,21 +142,13 @@ class SchedulingSide:
 
     def _hear_hints(self) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
-        cache, share = self.kv.cache, self._configuration.connector.hint_share
-        host = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
-        if not share or host is None:
+        share = self._configuration.connector.hint_share
+        make = partial(Hints.of, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
+        if not share or (hints := self.kv.call(make)) is None:
             return
-        num_slots = next(each.num_slots for each in self.kv.stats().tiers if each.tier == host)
-        self._hinting = Hinting(
-            cache,
-            self._configuration,
-            self.counts,
-            self.naming,
-            call=self._loop_calls.call,
-            memory=host,
-            num_slots=num_slots,
-        )
-        self._stack.callback(self.kv.call, self._hinting.aclose)
+        groups, call = self._configuration.groups, self._loop_calls.call
+        self._hinting = Hinting(hints, groups, self.counts, self.naming, call=call)
+        self._stack.callback(self.kv.call, hints.aclose)
 
     def come(self, request: Any) -> None:
         """Take note of a request that will have its turn later."""
@@ -305,6 +301,11 @@ class SchedulingSide:
     def frees_soon(self) -> bool:
         """Whether blocks of requests that have ended will be vLLM's again in a few steps."""
         return self._planner is not None and self._storing.frees_soon
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks of vLLM's are held that no request may have any more, until a step to come."""
+        return self._planner is not None and self._storing.holds_blocks
 
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""

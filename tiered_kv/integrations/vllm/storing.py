@@ -26,6 +26,13 @@ MOST_DUE: Final = 32
 """Blocks that are due at once, and no more: they go with the next job."""
 MOST_STEPS: Final = 8
 """From one job to the next: what a kill can lose, where less is due."""
+PATIENCE: Final = 4
+"""So many times more of both while a copy takes long: those that are slow beside steps become fewer."""
+_STEPS_OF_A_COPY: Final = 2
+"""In so many it has ended, and the scheduler heard of it, unless it is slow."""
+MOST_HELD: Final = 1 / 4
+"""Of vLLM's blocks, due or being copied; while they are more, and more than some steps fill, stores are passed over."""
+_STEPS_HELD: Final = 4
 _NULL_BLOCK: Final = 0
 """vLLM's, in the place of a block that a request does not have any more."""
 _PLAN_TIMEOUT_S: Final = 0.1
@@ -66,6 +73,10 @@ class Storing:
         self._num_steps = MOST_STEPS
         self._is_urgent = False
         self._stores: dict[int, Store] = {}
+        self._num_copying = 0  # blocks of jobs, as of the last step
+        num_step_blocks = configuration.num_step_blocks * len(configuration.groups)
+        most_held = int(MOST_HELD * configuration.num_engine_blocks)
+        self._most_held = max(2 * MOST_DUE, _STEPS_HELD * num_step_blocks, most_held)
         self._leaving: dict[str, Tracked] = {}
         self._kept: set[str] = set()
         self._pool: Any = None
@@ -83,6 +94,11 @@ class Storing:
     def frees_soon(self) -> bool:
         """Whether blocks that no running request has any more will be free as soon as they are copied."""
         return bool(self._kept) or any(self._pool.blocks[block].ref_cnt == 1 for block in self._held())
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks are held here, by a reference of ours, that are to be given back in a step to come."""
+        return next(self._held(), None) is not None
 
     def use_pool(self, pool: Any) -> None:
         """Hold blocks in vLLM's pool."""
@@ -104,6 +120,9 @@ class Storing:
             if not runs or runs[-1].stop != at:
                 runs.append(Due(tracked, group, at, []))
             runs[-1].block_ids.append(block)
+        if self._num_due + self._num_copying > self._most_held:
+            self._counts.store(sum(len(due.block_ids) for due in runs), 0)  # vLLM's requests need its blocks more
+            return
         for due in runs:
             if group.num_blocks is not None:
                 tracked.leaving.append(due)
@@ -144,9 +163,16 @@ class Storing:
             is_idle: Whether nothing is computed meanwhile: then there is nothing to spare.
         """
         self._num_steps += 1
+        copying = [store for store in self._stores.values() if store.num_unanswered and store.job.result is None]
+        self._num_copying = sum(store.num_blocks for store in copying)
+        for store in copying:
+            store.num_steps += store.is_told
         if not self._num_due:
             return
-        if self._num_due >= MOST_DUE or self._num_steps >= MOST_STEPS or self._is_urgent or is_idle:
+        is_slow = any(store.num_steps > _STEPS_OF_A_COPY for store in copying)
+        patience = PATIENCE if is_slow and not self.frees_soon else 1
+        is_enough = self._num_due >= patience * MOST_DUE or self._num_steps >= patience * MOST_STEPS
+        if is_enough or self._is_urgent or is_idle:
             self._plan()
 
     def deliver(self, step: Step, preempted: AbstractSet[str]) -> None:
@@ -207,11 +233,19 @@ class Storing:
             self._counts.store(store.num_blocks, job.result.num_blocks)
 
     def forget(self) -> None:
-        """Drop what is due: other weights have computed it than those that are named from now on."""
+        """Drop what no worker has been told of: other weights have computed it than those that are named from now on.
+
+        Nor would its bytes be there: vLLM forgets all before it sleeps, and its memory has nothing in it after that.
+        """
         for due in self._due:
             due.tracked.num_due = 0
         self._let_go_of(self._due)
         self._due, self._num_due = [], 0
+        for number, store in list(self._stores.items()):
+            if not store.is_told:
+                store.job.cancel(undelivered=True)
+                self._let_go(store)
+                del self._stores[number]
 
     def _plan(self) -> None:
         """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""

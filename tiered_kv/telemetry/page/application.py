@@ -1,5 +1,7 @@
 """The ASGI application: a page, what it shows as JSON, and answers to why a prompt is not there. It changes nothing.
 
+But where it has a token for them it takes KV hints, see `HintsDoor`.
+
 It may run on the cache's event loop or on any other: what it asks of the cache it asks in a thread, and a cache whose
 loop is busy is shown as it was last.
 
@@ -9,11 +11,13 @@ What the page shows, as plain values for JSON. Rates are parts of 1, times are s
 import asyncio
 import json
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
 from importlib.metadata import version
 from importlib.resources import files
 from typing import Any, Final
 
+from tiered_kv.telemetry.page.hints_door import HintsDoor
 from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.telemetry.watch import Moment, Reading, Span, Watch
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
@@ -135,6 +139,7 @@ Answer = tuple[int, str, bytes]
 
 _MOST_ASKED_BYTES: Final = 8 << 20
 _MOST_AT_ONCE: Final = 8
+_OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),
@@ -152,19 +157,21 @@ class Page:
     """A page that shows one cache, for `TieredKV`'s argument ``page``. An ASGI application: mount it where you like.
 
     ``app.mount("/cache", page)``. It shows the cache while that is open, answers ``/stats.json`` and ``/explain.json``
-    for `tiered-kv`, and ``/metrics`` if the cache has metrics. It reads only, and asks nobody who they are: show it to
-    operators.
+    for `tiered-kv`, and ``/metrics`` if the cache has metrics. All that only reads, and asks nobody who they are: show
+    it to operators. ``/hints.json`` takes KV hints, of whoever has the token for it.
     """
 
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", *, hints_token: str = "") -> None:
         """Make the page of a cache that is not open yet.
 
         Args:
             address: Where the cache is to serve it by itself, see `TieredKVSettings`; nowhere by default.
+            hints_token: Who sends it may send hints, see `TieredKVSettings`; by default nobody.
 
         Raises:
-            ConfigurationError: It is no address, or the extra ``page`` is not installed.
+            ConfigurationError: It is no address, the extra ``page`` is not installed, or the token is short.
         """
+        self._door = HintsDoor(hints_token) if hints_token else None
         self._server = PageServer(self, address) if address else None
         self._is_claimed = False
         self._watch: Watch | None = None
@@ -189,6 +196,8 @@ class Page:
     async def end(self) -> None:
         """Show it no more."""
         self._watch = None
+        if self._door is not None:
+            await self._door.end()
         if self._server is not None:
             await self._server.stop()
 
@@ -204,8 +213,9 @@ class Page:
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer:
         path, watch = scope["path"].removeprefix(scope.get("root_path", "")) or "/", self._watch
-        wanted = {"POST"} if path == "/explain.json" else {"GET", "HEAD"}
-        if path not in {*_ASSETS, "/stats.json", "/metrics", "/explain.json"}:
+        asked = {"/explain.json"} | ({"/hints.json"} if self._door is not None else set())
+        wanted = {"POST"} if path in asked else {"GET", "HEAD"}
+        if path not in {*_ASSETS, "/stats.json", "/metrics", *asked}:
             return _problem(404, "there is no such page: go to /")
         if scope["method"] not in wanted:
             return _problem(405, f"{path} takes {' and '.join(sorted(wanted))}")
@@ -214,14 +224,17 @@ class Page:
             return 200, kind, files(__package__).joinpath(name).read_bytes()
         if watch is None:
             return _problem(503, "no cache is open")
-        if path == "/explain.json":
-            return await self._explained(watch, scope, receive)
-        return await asyncio.to_thread(_metrics_of if path == "/metrics" else _state_of, watch)
+        if path in asked:
+            return await self._asked(watch, scope, receive, self._door if path == "/hints.json" else None)
+        return await asyncio.to_thread(_metrics_of if path == "/metrics" else self._state, watch)
 
-    async def _explained(self, watch: Watch, scope: Scope, receive: Receive) -> Answer:
-        kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip()
-        if kind != b"application/json":  # which no other site's page may send without being asked
-            return _problem(415, "send JSON, with the content type application/json")
+    def _state(self, watch: Watch) -> Answer:
+        return _said(state_of(watch) | ({"hints": self._door.counts} if self._door is not None else {}))
+
+    async def _asked(self, watch: Watch, scope: Scope, receive: Receive, door: HintsDoor | None) -> Answer:
+        """Explain what is there of a prompt, or take hints of it at a door."""
+        if (refused := _refused(dict(scope["headers"]), door)) is not None:
+            return refused
         body = bytearray()
         while True:
             message = await receive()
@@ -236,25 +249,45 @@ class Page:
             return _problem(503, "too many ask at once: try again")
         self._num_asked += 1
         try:
-            keys = await asyncio.to_thread(_keys_of, watch, bytes(body))
-            blocks = await watch.explain(keys)
+            more = _OF_HINTS if door is not None else set()
+            keys, asked = await asyncio.to_thread(_keys_of, watch, bytes(body), more)
+            return await (_hinted(watch, keys, asked, door) if door is not None else _explained(watch, keys))
         except TieredKVError as error:
             return _problem(400 if isinstance(error, ConfigurationError) else 503, str(error))
         finally:
             self._num_asked -= 1
-        return _said(
-            {
-                "block_size": keys.block_size,
-                "named_by": digests_of(replace(watch.watched.namespaces()[keys.group], salt=keys.salt_id)),
-                "blocks": [vars(each) | {"says": str(each)} for each in blocks],
-            }
-        )
 
 
-def _keys_of(watch: Watch, body: bytes) -> BlockKeys:
+def _refused(headers: Mapping[bytes, bytes], door: HintsDoor | None) -> Answer | None:
+    if door is not None and not door.lets_in(headers):
+        return _problem(401, "send the token for hints: Authorization: Bearer ...")
+    kind = headers.get(b"content-type", b"").partition(b";")[0].strip()
+    if kind != b"application/json":  # which no other site's page may send without being asked
+        return _problem(415, "send JSON, with the content type application/json")
+    return None
+
+
+async def _explained(watch: Watch, keys: BlockKeys) -> Answer:
+    blocks = await watch.explain(keys)
+    return _said(
+        {
+            "block_size": keys.block_size,
+            "named_by": digests_of(replace(watch.watched.namespaces()[keys.group], salt=keys.salt_id)),
+            "blocks": [vars(each) | {"says": str(each)} for each in blocks],
+        }
+    )
+
+
+async def _hinted(watch: Watch, keys: BlockKeys, asked: Mapping[str, Any], door: HintsDoor) -> Answer:
+    said = await door.take(watch, keys, asked)
+    return _said(said) if said is not None else _problem(503, "too many hints wait: try again")
+
+
+def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKeys, dict[str, Any]]:
+    """Return the blocks that are asked about, and all that is asked; names of ``more`` may be in there too."""
     try:
         asked = json.loads(body)
-        if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "hashes", "salt", "group"}:
+        if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "hashes", "salt", "group", *more}:
             raise ConfigurationError('ask with {"tokens": [...]} or {"hashes": ["hex", ...]}, "salt" and "group"')
         group, salt = asked.get("group", 0), asked.get("salt", "")
         sizes = watch.watched.block_sizes
@@ -262,16 +295,12 @@ def _keys_of(watch: Watch, body: bytes) -> BlockKeys:
             raise ConfigurationError(f"group is a number below {len(sizes)}, and salt a string")
         if "hashes" in asked:
             hashes = [bytes.fromhex(each) for each in asked["hashes"]]
-            return BlockKeys.from_hashes(hashes, block_size=sizes[group], salt=salt, group=group)
-        return hash_blocks(asked.get("tokens", ()), block_size=sizes[group], salt=salt, group=group)
+            return BlockKeys.from_hashes(hashes, block_size=sizes[group], salt=salt, group=group), asked
+        return hash_blocks(asked.get("tokens", ()), block_size=sizes[group], salt=salt, group=group), asked
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"no such question: {error}") from error
-
-
-def _state_of(watch: Watch) -> Answer:
-    return _said(state_of(watch))
 
 
 def _metrics_of(watch: Watch) -> Answer:

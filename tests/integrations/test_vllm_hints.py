@@ -1,32 +1,19 @@
-"""What requests say of their KV: the envelope read, bounded, and acted on by the connector for vLLM, imitated."""
+"""What requests say of their KV, acted on by the connector for vLLM, imitated."""
 
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.support.hints import hints
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState
-from tiered_kv.integrations.kv_hints import MOST_ACTIONS, MOST_S, Favours, HintAction, read_hints
 
 SMALL = {"medium": "cpu", "capacity": 32 * STRIDE, "policy": "lru"}
 PROMPT = 8 * BLOCK_SIZE
 opened = contextmanager(small_vllm)
-
-
-def hints(*actions: tuple[str, dict[str, Any]], version: str = "1.0") -> dict[str, Any]:
-    """Return an envelope."""
-    return {
-        "protocol_version": "0.1",
-        "message_id": "m",
-        "actions": [
-            {"action_id": str(at), "action_type": kind, "action_version": version, "payload": payload}
-            for at, (kind, payload) in enumerate(actions)
-        ],
-    }
 
 
 def there(engine: SmallVLLM, request: Request, tier: str | None = None) -> int:
@@ -42,7 +29,7 @@ def serve(engine: SmallVLLM, name: str, *actions: tuple[str, dict[str, Any]], sa
     request = engine.ask(name, PROMPT, 1, salt, hints=hints(*actions) if actions else None)
     engine.settle()
     engine.settle_loop()
-    engine.scheduling.kv.call(engine.scheduling._hinting.settle)  # noqa: SLF001 - ours
+    engine.scheduling.kv.call(engine.scheduling._hinting._hints.settle)  # noqa: SLF001 - ours
     return request
 
 
@@ -50,81 +37,6 @@ def counted(engine: SmallVLLM, *names: str) -> list[float]:
     """Return what was counted of these since the last time."""
     stats = engine.scheduling.counts.take()
     return [stats.data.get(name, 0) if stats else 0 for name in names]
-
-
-@pytest.mark.parametrize(
-    "actions",
-    [
-        "none",
-        [None],
-        [{"action_type": "kv.pin"}],
-        hints(("kv.teleport", {}))["actions"],
-        hints(("kv.pin", {}), version="2.0")["actions"],
-        hints(("kv.pin", {"ttl_seconds": "long"}))["actions"],
-        hints(("kv.pin", {"ttl_seconds": float("nan")}))["actions"],
-        hints(("kv.pin", {"start": -1}))["actions"],
-        hints(("kv.pin", {"start": True}))["actions"],
-        hints(("kv.retain", {"priority": 101}))["actions"],
-        hints(("kv.retain", {"directives": [3]}))["actions"],
-        hints(("kv.fetch", {"block_hashes": ["1"]}))["actions"],
-        hints(("kv.fetch", {"delay_seconds": -1}))["actions"],
-        hints(("kv.evict", "all"))["actions"],  # type: ignore[arg-type]  # what is tested
-    ],
-)
-def test_what_is_not_understood_is_counted(actions: object) -> None:
-    """It is no error, and nothing is asked for."""
-    assert read_hints({"actions": actions}) == ([], 1)
-
-
-def test_each_action_is_read_by_itself() -> None:
-    """Objects as vLLM has them, beside one that nobody knows; what is too long is cut."""
-    sent = hints(
-        ("kv.unknown", {}),
-        ("kv.retain", {"directives": [{"end": 64, "priority": 50, "duration": 20}, {"start": 64, "priority": 0}]}),
-        ("kv.pin", {"ttl_seconds": 1e9}),
-        ("kv.fetch", {"source_control_endpoint": "tcp://elsewhere", "block_hashes": [-1, 5]}),
-    )
-    envelope = SimpleNamespace(actions=[SimpleNamespace(**each) for each in sent["actions"]])
-    assert read_hints(envelope) == (
-        [
-            HintAction("retain", 0.5, 20, end=64),
-            HintAction("demote", start=64),
-            HintAction("pin", for_s=MOST_S),
-            HintAction("prefetch", for_s=60, after_s=None, hashes=frozenset({2**64 - 1, 5})),
-        ],
-        1,
-    )
-
-
-def test_too_many_actions_are_passed_over() -> None:
-    """So that no request costs more than others by much."""
-    actions, num_ignored = read_hints(hints(*[("kv.demote", {})] * (MOST_ACTIONS + 3)))
-    assert (len(actions), num_ignored) == (MOST_ACTIONS, 3)
-
-
-def test_an_action_is_about_whole_blocks_of_its_request() -> None:
-    """By tokens, by names that KV events had, or of the answer alone."""
-    names = [bytes(24) + number.to_bytes(8, "big") for number in range(10)]
-
-    def of(**wanted: Any) -> list[range]:  # noqa: ANN401 - a HintAction's
-        return list(HintAction("pin", **wanted).ranges(names, 16, 100))
-
-    assert of() == [range(10)]
-    assert of(start=1, end=63) == [range(1, 3)]
-    assert of(start=None) == [range(7, 10)]
-    assert of(hashes=frozenset({2, 3, 7, 99})) == [range(2, 4), range(7, 8)]
-    assert of(start=500) == []
-
-
-def test_a_tenant_has_its_share_and_all_have_theirs() -> None:
-    """Of blocks, each counted once, until their time is up."""
-    favours, blocks = Favours(4, 6), [bytes([at]) for at in range(8)]
-    assert favours.take("a", blocks[:3], now_s=0, for_s=10) == 3
-    assert favours.take("a", blocks, now_s=1, for_s=5) == 4  # three of them are the same, and for longer
-    assert favours.take("b", blocks, now_s=2, for_s=10) == 2
-    assert favours.take("c", blocks, now_s=2, for_s=10) == 0
-    assert favours.take("c", blocks, now_s=7, for_s=10) == 1
-    assert favours.take("c", blocks, now_s=13, for_s=10) == 4
 
 
 def test_demoted_blocks_go_first() -> None:
@@ -179,7 +91,7 @@ def test_blocks_are_fetched_while_their_request_waits(tmp_path: Path) -> None:
         assert there(engine, before, "cpu") == 0
         request = engine.ask("again", PROMPT, 1, prompt="again", hints=hints(("kv.fetch", {})))
         engine.settle_loop()
-        engine.scheduling.kv.call(engine.scheduling._hinting.settle)  # noqa: SLF001 - ours
+        engine.scheduling.kv.call(engine.scheduling._hinting._hints.settle)  # noqa: SLF001 - ours
         assert there(engine, request, "cpu") == 8
         engine.settle()
 
@@ -191,7 +103,7 @@ def test_blocks_are_fetched_for_a_turn_that_is_to_come(tmp_path: Path) -> None:
         request = engine.ask("r", PROMPT, 1, hints=hints(("kv.evict", {}), ("kv.prefetch", {"delay_seconds": 0.01})))
         engine.settle()
         engine.scheduling.kv.flush()
-        engine.scheduling.kv.call(engine.scheduling._hinting.settle)  # noqa: SLF001 - ours
+        engine.scheduling.kv.call(engine.scheduling._hinting._hints.settle)  # noqa: SLF001 - ours
         assert there(engine, request, "cpu") == 8
         assert counted(engine, "hints", "hints_ignored", "hint_blocks") == [2, 0, 8]
 

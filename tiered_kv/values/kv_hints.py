@@ -1,6 +1,6 @@
-"""What orchestrators say of KV by requests: the envelope that vLLM, SGLang and Dynamo share, read and bounded.
+"""What orchestrators say of KV: the envelope that vLLM, SGLang and Dynamo share, read and bounded.
 
-An action is about blocks of the request that brings it, and of no other: so nobody reaches another tenant's.
+An action is about blocks of the prompt that it comes with, and of no other: so nobody reaches another tenant's.
 What is not understood is passed over and counted. A hint is never an order: what it asks for may not happen.
 """
 
@@ -32,7 +32,6 @@ USUAL_S: Final = 600.0
 """How long what is retained or pinned stays where nobody says."""
 PREFETCHED_S: Final = 60.0
 """For how long what was prefetched counts as favoured."""
-_SWEEP_S: Final = 1.0
 _MASK: Final = (1 << 64) - 1
 
 
@@ -170,43 +169,3 @@ def _hashes(payload: Mapping[str, Any]) -> frozenset[int] | None:
     if not all(type(each) is int for each in named):
         raise ValueError
     return frozenset(each & _MASK for each in named)  # some send them signed
-
-
-class Favours:
-    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all."""
-
-    def __init__(self, most_each: int, most_all: int) -> None:
-        """Allow so many blocks to each tenant, and to all together."""
-        self._most_each = most_each
-        self._most_all = most_all
-        self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
-        self._num_all = 0
-        self._swept_s = -inf
-
-    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
-        """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
-        if now_s - self._swept_s >= _SWEEP_S:
-            self._sweep(now_s)
-        favoured = self._until.setdefault(tenant, {})
-        num_taken = 0
-        for block in blocks:
-            if block not in favoured:
-                if len(favoured) >= self._most_each or self._num_all >= self._most_all:
-                    break
-                self._num_all += 1
-            favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
-            num_taken += 1
-        if not favoured:
-            del self._until[tenant]
-        return num_taken
-
-    def _sweep(self, now_s: float) -> None:
-        """Forget those whose time is up."""
-        self._swept_s = now_s
-        for tenant in list(self._until):
-            left = {block: until for block, until in self._until[tenant].items() if until > now_s}
-            self._num_all -= len(self._until[tenant]) - len(left)
-            if left:
-                self._until[tenant] = left
-            else:
-                del self._until[tenant]

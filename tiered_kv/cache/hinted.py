@@ -1,0 +1,161 @@
+"""What KV hints ask of a cache's blocks: done in its event loop, as far as each tenant's share goes.
+
+Whoever reads hints, an adapter or the page's server, names the blocks that they are about, and waits for nothing.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Final, Self
+
+from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.transfers.jobs import Job
+from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.kv_hints import HintAction
+from tiered_kv.values.log import log
+
+MOST_WAITING: Final = 1024
+"""Prompts whose hints are not done yet, delays included: of more they are passed over."""
+_STORED_S: Final = 10.0
+"""What was not stored by then is passed over."""
+_LOOK_S: Final = 0.02
+_SWEEP_S: Final = 1.0
+
+
+class Hints:
+    """Does what hints ask for, within bounds. For the cache's event loop."""
+
+    def __init__(
+        self,
+        cache: BlockCache,
+        *,
+        memory: str,
+        most_each: int,
+        most_all: int,
+        favoured: Callable[[int, int], object],
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            cache: That is told.
+            memory: The name of the tier that blocks are prefetched to.
+            most_each: Blocks that may be kept or brought at once for a tenant.
+            most_all: For all tenants together.
+            favoured: Called with how many blocks are kept or brought by an action, and how many are not, as they would
+                be too many.
+        """
+        self._cache = cache
+        self._memory = memory
+        self._favours = Favours(most_each, most_all)
+        self._favoured = favoured
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @classmethod
+    def of(
+        cls, cache: BlockCache, *, each: float, together: float, favoured: Callable[[int, int], object]
+    ) -> Self | None:
+        """Return one of an open cache, for these parts of its CPU tier; None if it has none to bound hints by."""
+        memory = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
+        if memory is None:
+            return None
+        num_slots = next(tier.num_slots for tier in cache.stats().tiers if tier.tier == memory)
+        most_each, most_all = int(num_slots * each), int(num_slots * together)
+        return cls(cache, memory=memory, most_each=most_each, most_all=most_all, favoured=favoured)
+
+    def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job] = ()) -> bool:
+        """Begin to do what is meant of a tenant's blocks, once ``jobs`` have stored them; say no if too many wait."""
+        if len(self._tasks) >= MOST_WAITING:
+            return False
+        task = asyncio.get_running_loop().create_task(self._run(meant, salt, jobs))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return True
+
+    async def settle(self) -> None:
+        """Wait until all that was begun is done, delays included."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def aclose(self) -> None:
+        """End what waits."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def _run(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job]) -> None:
+        """Wait until blocks are stored, then act. Whoever awaits a job takes its news from the scheduler."""
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        while any(job.result is None for job in jobs) and loop.time() < began_s + _STORED_S:  # noqa: ASYNC110 - see above
+            await asyncio.sleep(_LOOK_S)
+        for action, keys in sorted(meant, key=lambda each: each[0].after_s or 0.0):
+            await asyncio.sleep(max(0.0, began_s + (action.after_s or 0.0) - loop.time()))
+            try:
+                await self._act(action, keys, salt)
+            except ClosedError:
+                return
+            except Exception as error:  # noqa: BLE001 - what somebody has sent must not end the others
+                log("error", "background.failed", exc_info=error, task="KV hints")
+
+    async def _act(self, action: HintAction, keys: BlockKeys, salt: str) -> None:
+        if action.kind in {"demote", "evict"}:
+            if action.kind == "evict" and salt:  # what has no salt is everybody's
+                await self._cache.evict(keys)
+            else:
+                self._cache.touch(keys, hint=ReuseHint(0.0))
+            return
+        now_s = asyncio.get_running_loop().time()
+        named = [bytes([keys.group]) + each for each in keys]
+        num_blocks = self._favours.take(salt, named, now_s=now_s, for_s=action.for_s)
+        self._favoured(num_blocks, len(keys) - num_blocks)
+        if not num_blocks:
+            return
+        if action.kind == "retain":
+            hint = ReuseHint(action.probability, within_s=action.for_s, category="kv.retain")
+            self._cache.touch(keys[:num_blocks], hint=hint)
+        elif action.kind == "pin":
+            self._cache.pin(keys[:num_blocks], ttl_s=action.for_s)
+        else:
+            await self._cache.prefetch(keys[:num_blocks], to=self._memory)
+
+
+class Favours:
+    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all."""
+
+    def __init__(self, most_each: int, most_all: int) -> None:
+        """Allow so many blocks to each tenant, and to all together."""
+        self._most_each = most_each
+        self._most_all = most_all
+        self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
+        self._num_all = 0
+        self._swept_s = -inf
+
+    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
+        """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
+        if now_s - self._swept_s >= _SWEEP_S:
+            self._sweep(now_s)
+        favoured = self._until.setdefault(tenant, {})
+        num_taken = 0
+        for block in blocks:
+            if block not in favoured:
+                if len(favoured) >= self._most_each or self._num_all >= self._most_all:
+                    break
+                self._num_all += 1
+            favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
+            num_taken += 1
+        if not favoured:
+            del self._until[tenant]
+        return num_taken
+
+    def _sweep(self, now_s: float) -> None:
+        """Forget those whose time is up."""
+        self._swept_s = now_s
+        for tenant in list(self._until):
+            left = {block: until for block, until in self._until[tenant].items() if until > now_s}
+            self._num_all -= len(self._until[tenant]) - len(left)
+            if left:
+                self._until[tenant] = left
+            else:
+                del self._until[tenant]

@@ -1,0 +1,93 @@
+"""KV hints by HTTP: for orchestrators that are not in a request's way, off unless there is a token for them.
+
+Who has the token speaks for every tenant, and is bounded for each: nobody's hints take the room of the others.
+"""
+
+import hmac
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from tiered_kv.settings.page_address import checked_token
+from tiered_kv.telemetry.watch import Hinted, Watch
+from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.kv_hints import HintAction, read_hints
+
+_SCHEME: Final = b"bearer "
+_NAMES: Final = ("kv_hints", "kv_hint")
+
+
+class HintsDoor:
+    """Takes hints of blocks that are named in them, for one cache."""
+
+    def __init__(self, token: str) -> None:
+        """Take them from whoever has this.
+
+        Raises:
+            ConfigurationError: As `checked_token` does.
+        """
+        self._token = checked_token(token).encode()
+        self._hinted: Hinted | None = None  # made by the first hint
+        self._counts = dict.fromkeys(("actions", "ignored", "blocks", "blocks_refused"), 0)
+
+    @property
+    def counts(self) -> Mapping[str, int]:
+        """Actions that are acted on, those that are not understood or too many, and what became of blocks."""
+        return self._counts
+
+    def lets_in(self, headers: Mapping[bytes, bytes]) -> bool:
+        """Say whether a request has the token."""
+        said = headers.get(b"authorization", b"")
+        is_scheme = said[: len(_SCHEME)].lower() == _SCHEME
+        return hmac.compare_digest(said[len(_SCHEME) :].strip(), self._token) and is_scheme
+
+    async def take(self, watch: Watch, keys: BlockKeys, asked: Mapping[str, Any]) -> dict[str, int] | None:
+        """Begin with what is asked of blocks; return what was understood, or None if too many wait.
+
+        Args:
+            watch: Of the cache.
+            keys: The blocks.
+            asked: Has ``kv_hints``, the ``salt``, and, where an action is about answers alone, ``prompt_tokens``.
+
+        Raises:
+            ConfigurationError: There is no envelope, or the cache has no CPU tier.
+            ClosedError: It is closed.
+        """
+        envelope = next((asked[name] for name in _NAMES if name in asked), None)
+        num_tokens = len(keys) * keys.block_size
+        prompt_tokens = asked.get("prompt_tokens", num_tokens)
+        if not isinstance(envelope, Mapping) or type(prompt_tokens) is not int or prompt_tokens < 0:
+            raise ConfigurationError('ask with "kv_hints", an envelope with "actions"; "prompt_tokens" is a number')
+        actions, num_ignored = read_hints(envelope)
+        meant = [
+            (action, keys[blocks.start : blocks.stop])
+            for action in actions
+            for blocks in action.ranges(list(keys), keys.block_size, prompt_tokens)
+        ]
+        begin = partial(self._begin, watch, meant, asked.get("salt", ""), (len(actions), num_ignored))
+        if not await watch.ask(begin):
+            return None
+        return {"actions": len(actions), "ignored": num_ignored}
+
+    async def _begin(
+        self, watch: Watch, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, counts: tuple[int, int]
+    ) -> bool:
+        if self._hinted is None:
+            self._hinted = watch.make_hinted(self._favoured)
+        if self._hinted is None:
+            raise ConfigurationError("this cache has no CPU tier, and hints are bounded by a part of that")
+        has_begun = not meant or self._hinted.begin(meant, salt)
+        num_actions, num_ignored = counts
+        self._counts["actions"] += num_actions if has_begun else 0
+        self._counts["ignored"] += num_ignored + (0 if has_begun else num_actions)
+        return has_begun
+
+    def _favoured(self, num_blocks: int, num_refused: int) -> None:
+        self._counts["blocks"] += num_blocks
+        self._counts["blocks_refused"] += num_refused
+
+    async def end(self) -> None:
+        """End what waits; on the cache's event loop."""
+        if self._hinted is not None:
+            await self._hinted.aclose()
