@@ -4,7 +4,7 @@ And what scenes have in common: how a prompt is stored, evicted, taken out of me
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from tiered_kv.testing.simulation.engine import PROMPTS, N, fresh
@@ -27,12 +27,7 @@ PLAIN: Final = (1, 1, 10, 2)
 COMPUTED_LATER: Final = (1, 0, 10, 2)
 """The same behind an event that fires 0.2 s later."""
 _LONGEST_STALL_S: Final = 30.0
-_LEDGER_S: Final = 0.05
-_MOST_AGAIN: Final = 8
-_ANY_SPEED: Final = 1e18
-"""Bytes a second."""
 _LATE_DELETION_S: Final = (1.5, 3.0)
-NUM_ROT: Final = 24
 
 
 async def well(requests: "Requests") -> None:
@@ -91,16 +86,24 @@ class Quiet:
         return self._requests.num_removals, self._requests.num_epochs
 
 
-def _is_there(requests: "Requests", keys: BlockKeys) -> bool:
+def _are_in_use(requests: "Requests") -> bool:
+    """Say whether no tier is bypassed: a call that stalls may outlast the trouble of which it is by half a minute."""
+    return not any(tier.open_breakers for tier in requests.kv.stats().tiers)
+
+
+def is_there(requests: "Requests", keys: BlockKeys) -> bool:
+    """Say whether all of some blocks are found at once."""
     return requests.kv.lookup_nowait(keys).num_blocks == len(keys)
 
 
-async def _evict_all(requests: "Requests", keys: BlockKeys) -> None:
+async def evict_all(requests: "Requests", keys: BlockKeys) -> None:
+    """Evict blocks that scenes alone have named, or of which nothing more is expected."""
     requests.world.known.forget_kept(names_of(keys, requests.weights))
     await requests.kv.evict(keys)
 
 
-async def _evict_from_memory(requests: "Requests", keys: BlockKeys) -> None:
+async def evict_from_memory(requests: "Requests", keys: BlockKeys) -> None:
+    """Have the memory tiers lose blocks."""
     requests.world.known.taken_from_memory(names_of(keys, requests.weights))
     for tier in requests.shape.chain:
         if tier in {"gpu", "cpu"}:
@@ -117,14 +120,15 @@ async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
     quiet, is_resizing = Quiet(requests), requests.num_resizing > 0
     for keys in prompts:
         await requests.transfer(keys, PLAIN, is_load=False)
-    there = [keys for keys in prompts if _is_there(requests, keys)]
+    there = [keys for keys in prompts if is_there(requests, keys)]
     if requests.ending or not requests.keeps_all() or is_resizing:
         return
     await requests.do("resize", (0, 0, 0, 1))
-    if quiet.is_so(1) and requests.keeps_all() and (lost := sum(not _is_there(requests, keys) for keys in there)):
+    is_quiet = quiet.is_so(1) and _are_in_use(requests)
+    if is_quiet and requests.keeps_all() and (lost := sum(not is_there(requests, keys) for keys in there)):
         raise WrongAnswer("lost", f"{lost} of {len(there)} prompts that were in memory, as it was made smaller")
     for keys in prompts:
-        await _evict_all(requests, keys)
+        await evict_all(requests, keys)
 
 
 async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None:
@@ -197,136 +201,6 @@ async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
     await asyncio.gather(*planning)
 
 
-async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
-    """The process dies while a small disk takes new blocks in the place of others: each is what it is called."""
-    world = requests.world
-    for prompt in range(len(PROMPTS)):
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, numbers[1] % 2))
-    world.known.forget_kept()
-    world.has_flooded = True
-    with world.slow():
-        keys = [fresh(world.number()) for _ in range(1 + numbers[2] % 5)]
-        storing = [asyncio.ensure_future(requests.transfer(each, PLAIN, is_load=False)) for each in keys]
-        await asyncio.sleep(0.002 * (numbers[3] >> 6 & 31))
-        await requests.do("die", (0, 0, 0, numbers[3] % 8))
-        await asyncio.gather(*storing)
-
-
-async def note_down_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
-    """Disks note down what they hold while blocks come and go, in the place of others; then the process may die."""
-    world, is_over = requests.world, False
-    world.known.forget_kept()
-    world.has_flooded = True
-
-    async def again(what: Callable[[int], Awaitable[None]], wait: int) -> None:
-        for i in range(_MOST_AGAIN):
-            if is_over or requests.ending or world.is_over:
-                break
-            await what(i)
-            await asyncio.sleep(0.01 * (wait >> 2 * i & 3))
-
-    async def come_and_go(prompt: int) -> None:
-        await requests.do("store", (prompt, 2, 10, 2))
-        await evict(requests, (prompt, *numbers[1:]))
-
-    async def come_and_be_read(i: int) -> None:
-        await requests.do("store", (i, 2, 10, 2))
-        await leave_memory(requests, [i])
-        await load(requests, [i])
-
-    with world.slow():
-        for i, disk in enumerate(world.disks):
-            disk.faults.bytes_per_s = _ANY_SPEED  # so that calls end at the same moments
-            disk.faults.latency_s *= 1 + 4 * i * (numbers[0] >> 2 & 1)
-            disk.faults.extra_s = {"ledger": _LEDGER_S} if numbers[0] % 3 else {}
-        under_way = [
-            asyncio.ensure_future(again(what, wait))
-            for what, wait in (
-                (lambda i: requests.do("flush", (0, 0, 0, i)), numbers[1]),
-                (lambda i: come_and_go(5 + i % 2), numbers[2]),  # of another KV group
-                (lambda i: come_and_go(2 + i % 2), numbers[2] >> 4),
-                (lambda i: come_and_be_read((0, 1, 4)[i % 3]), numbers[3]),
-            )
-        ]
-        await asyncio.sleep(0.01 * (numbers[3] >> 6 & 63))
-        is_over = True
-        await asyncio.gather(*under_way)
-        if numbers[1] % 4:
-            await requests.do("die", (0, 0, 0, 0))
-            await asyncio.sleep(0.1)
-
-
-async def fail_to_overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
-    """A small disk fails to write blocks in the place of others, and these are evicted by name: they stay away."""
-    world = requests.world
-    for prompt in range(3):
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    world.known.forget_kept()
-    world.has_flooded = True
-    world.fail_all()
-    keys = [fresh(world.number()) for _ in range(1 + numbers[1] % 3)]
-    await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
-    await asyncio.sleep(0.001 * (numbers[2] % 8))
-    await well(requests)
-    for prompt in range(len(PROMPTS)):
-        await evict(requests, (prompt, *numbers[1:]))
-    if numbers[3] % 2:
-        await requests.do("flush", (0, 0, 0, 0))
-    await requests.do("die", (0, 0, 0, numbers[3] % 8))
-    await asyncio.sleep(0.1)
-
-
-async def pin_and_flush(requests: "Requests", numbers: "Numbers") -> None:
-    """Blocks that somebody holds are noted down like others."""
-    await well(requests)
-    await store(requests, numbers)
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, [numbers[0]])
-    await requests.do("pin", (numbers[0], 2, 10, 1))
-    await requests.do("flush", (0, 0, 0, 0))
-    if numbers[1] % 2:
-        await load(requests, [numbers[0]])
-    await requests.do("die", (0, 0, 0, numbers[3] % 8))
-    await asyncio.sleep(0.1)
-
-
-async def clear_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
-    """All is cleared while blocks are stored: these are whole if they are there, and what was there before is not."""
-    world, n = requests.world, numbers[2]
-    with world.slow():
-        for prompt in range(1 + numbers[1] % 4):
-            await store(requests, (prompt, *numbers[1:]))
-        if n % 2:
-            await requests.do("flush", (0, 0, 0, 1))
-        clearing = asyncio.ensure_future(requests.do("clear", (0, 0, 0, 0)))
-        for _ in range(n >> 1 & 7):
-            await asyncio.sleep(0.001 * (n >> 4 & 3))
-        keys = [fresh(world.number()) for _ in range(3)]
-        await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
-        await clearing
-        for prompt in range(len(PROMPTS)):
-            await requests.do("lookup", (prompt, 2, 10, 1))
-        for each in keys:
-            await _evict_from_memory(requests, each)
-            await requests.transfer(each, PLAIN, is_load=True)
-            await _evict_all(requests, each)
-
-
-async def evict_rot_and_die(requests: "Requests", numbers: "Numbers") -> None:
-    """Blocks are evicted, then bits change in what a disk has noted down: it does not bring them back."""
-    for prompt in range(len(PROMPTS)):
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    for prompt in range(len(PROMPTS)):
-        await evict(requests, (prompt, *numbers[1:]))
-    for _ in range(NUM_ROT):
-        await requests.do("rot", (0, 0, 0, 4))
-    await requests.do("die", (0, 0, 0, numbers[3] % 8))
-    await asyncio.sleep(0.1)
-
-
 # Waits.
 
 
@@ -361,8 +235,8 @@ async def load_behind_held_slots(requests: "Requests", _: "Numbers") -> None:
         await requests.do("store", (prompt, 2, 10, 2))
     await requests.do("flush", (0, 0, 0, 1))
     mine, *others = [PROMPTS[prompt][:4] for prompt in prompts]
-    is_there = all(_is_there(requests, keys) for keys in (mine, *others))
-    if requests.ending or not requests.is_alone or kv.stats().transfers or not is_there or world.may_be_late:
+    are_there = all(is_there(requests, keys) for keys in (mine, *others))
+    if requests.ending or not requests.is_alone or kv.stats().transfers or not are_there or world.may_be_late:
         return
     holding = [asyncio.ensure_future(requests.transfer(keys, COMPUTED_LATER, is_load=True)) for keys in others]
     await asyncio.sleep(0.1)
@@ -382,13 +256,13 @@ async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> 
         await requests.transfer(keys, PLAIN, is_load=False)
         if numbers[1] % 2 and requests.shape.has("nvme"):
             await requests.do("flush", (0, 0, 0, 1))
-            await _evict_from_memory(requests, keys)
-        if requests.ending or not _is_there(requests, keys):
+            await evict_from_memory(requests, keys)
+        if requests.ending or not is_there(requests, keys):
             return
         started = requests.now
         await requests.transfer(keys, PLAIN, is_load=True)
-        took_s, is_there = requests.now - started, _is_there(requests, keys)
-        if is_there and took_s > AT_ONCE_S and not requests.ending:
+        took_s = requests.now - started
+        if is_there(requests, keys) and took_s > AT_ONCE_S and not requests.ending:
             raise WrongAnswer("delayed", f"a load from tiers of its own took {took_s:.2f} s beside a slow store")
 
 
@@ -433,7 +307,7 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
         keys = fresh(world.number())
         await requests.transfer(keys, PLAIN, is_load=False)
         await requests.do("flush", (0, 0, 0, 1))
-        await _evict_from_memory(requests, keys)
+        await evict_from_memory(requests, keys)
         if requests.ending:
             return
         num_found = (await requests.within(LONGEST_S, "lookup", kv.lookup(keys))).num_blocks
@@ -465,7 +339,7 @@ async def ask_where(requests: "Requests", _: "Numbers") -> None:
         keys = fresh(world.number())
         await requests.transfer(keys, PLAIN, is_load=False)
         await requests.do("flush", (0, 0, 0, 1))
-        await _evict_from_memory(requests, keys)
+        await evict_from_memory(requests, keys)
         if requests.ending:
             return
         quiet, before = Quiet(requests), (await kv.lookup(keys)).num_blocks
@@ -498,9 +372,9 @@ async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") 
         is_written = all(tier.written == len(keys) for tier in settled if tier.tier == "store")
         await asyncio.sleep(2 * _LATE_DELETION_S[1])
         world.store.faults.extra_s = {}
-        await _evict_from_memory(requests, keys)
+        await evict_from_memory(requests, keys)
         if requests.ending:
             return
-        num_found = (await kv.lookup(keys)).num_blocks
-        if is_written and num_found < len(keys) and quiet.is_so():
+        is_in_use, num_found = _are_in_use(requests), (await kv.lookup(keys)).num_blocks
+        if is_written and num_found < len(keys) and is_in_use and quiet.is_so():
             raise WrongAnswer("lost", f"{num_found} of {len(keys)} blocks are there that were written to the store")

@@ -14,15 +14,11 @@ from tiered_kv.testing.simulation.engine import PROMPTS, fresh, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.meetings import (
     NEARLY_LATE_S,
-    NUM_ROT,
     WELL_S,
     ask_where,
-    clear_beside_stores,
     die,
     evict,
     evict_on_its_way,
-    evict_rot_and_die,
-    fail_to_overwrite_and_die,
     flush_and_die,
     hang_and_flush,
     leave_memory,
@@ -30,10 +26,7 @@ from tiered_kv.testing.simulation.meetings import (
     load_beside_a_slow_store,
     load_in_a_crowd,
     look_while_computing,
-    note_down_beside_stores,
     of_tier,
-    overwrite_and_die,
-    pin_and_flush,
     plan_and_store,
     shrink_memory,
     shrink_while_filling,
@@ -43,6 +36,15 @@ from tiered_kv.testing.simulation.meetings import (
     use_again,
 )
 from tiered_kv.testing.simulation.neighbours import open_beside, share_store
+from tiered_kv.testing.simulation.overwriting import (
+    NUM_ROT,
+    clear_beside_stores,
+    evict_rot_and_die,
+    fail_to_overwrite_and_die,
+    note_down_beside_stores,
+    overwrite_and_die,
+    pin_and_flush,
+)
 from tiered_kv.testing.simulation.shapes import Shape, drawn_shape
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.transferring import awaited
@@ -270,28 +272,35 @@ async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
 
 async def evict_before_it_is_there(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while they are being stored, and wait for a disk: then they are not there."""
-    world, memory, kv = requests.world, requests.memory, requests.kv
-    with world.slow():
+    with requests.world.slow():
         await asyncio.sleep(WELL_S)
-        traffic = [
-            asyncio.ensure_future(requests.transfer(fresh(world.number()), (1, 1, 10, 14), is_load=False))
-            for _ in range(5)
-        ]
+        for i in range(3):
+            traffic = [
+                asyncio.ensure_future(requests.transfer(fresh(requests.world.number()), (1, 1, 10, 14), is_load=False))
+                for _ in range(5)
+            ]
+            await asyncio.sleep(0)
+            try:
+                await _evict_at_once(requests, (numbers[2] >> 4 * i) % 30, in_pool=(numbers[1] >> 2 * i) % 8 > 0)
+            finally:
+                await asyncio.gather(*traffic)
+
+
+async def _evict_at_once(requests: "Requests", num_turns: int, *, in_pool: bool) -> None:
+    """Begin to store blocks, and evict them some turns of the loop later."""
+    memory, kv, keys, region = requests.memory, requests.kv, fresh(requests.world.number()), requests.memory.take()
+    if region is None or requests.ending:
+        return
+    handle = kv.start_store(keys, memory.fill(keys, requests.weights, region, in_pool=in_pool))
+    requests.count_asked("store", len(keys), is_sure=True)
+    for _ in range(num_turns):
         await asyncio.sleep(0)
-        keys, region = fresh(world.number()), memory.take()
-        if region is not None and not requests.ending:
-            in_pool = numbers[1] % 8 > 0
-            handle = kv.start_store(keys, memory.fill(keys, requests.weights, region, in_pool=in_pool))
-            requests.count_asked("store", len(keys), is_sure=True)
-            for _ in range(numbers[2] % 30):
-                await asyncio.sleep(0)
-            evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
-            await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
-            memory.give(region)
-            await requests.do("flush", (0, 0, 0, 1))
-            if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
-                raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
-        await asyncio.gather(*traffic)
+    evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
+    await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
+    memory.give(region)
+    await requests.do("flush", (0, 0, 0, 1))
+    if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
+        raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
 
 
 async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> None:
@@ -393,10 +402,10 @@ async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
 
 
 _SMALL: Final = 24
-_THEMES: Final = 0.6
+_THEMES: Final = 0.75
 """How many seeds are about one scene, and on tiers for it."""
 _MOST_DRAWN: Final = 100
-_SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     (expire_and_die, lambda shape: shape.ttl_s is not None and shape.has("nvme")),
     (shrink_and_die, lambda shape: shape.is_roomy),
     (fail_once_and_die, lambda shape: shape.has("nvme")),
@@ -426,7 +435,7 @@ _SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     (overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
     (
         note_down_beside_stores,
-        lambda shape: shape.has("nvme") and (shape.disk_slots <= _SMALL or shape.num_disks > 1),
+        lambda shape: shape.writes_soon and (shape.disk_slots <= _SMALL or shape.num_disks > 1),
     ),
     (fail_to_overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
     (load_behind_held_slots, lambda shape: shape.keeps_all and shape.chain[0] == "nvme"),
@@ -446,18 +455,18 @@ _SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
 
 def scene_for(shape: Shape, number: int) -> Scene:
     """Choose one that means something to such tiers."""
-    scenes = [scene for scene, is_for in _SCENES if is_for(shape)]
+    scenes = [scene for scene, is_for in SCENES if is_for(shape)]
     return scenes[number % len(scenes)] if scenes else nothing
 
 
 def suits(scene: Scene, shape: Shape) -> bool:
     """Say whether a scene means something to such tiers."""
-    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in _SCENES)
+    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in SCENES)
 
 
 def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
     """Draw the scene that a seed is about, or none, and tiers that it means something to."""
-    theme = tape.pick("plan", [scene for scene, _ in _SCENES]) if tape.chance("plan", _THEMES) else nothing
+    theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
     for _ in range(_MOST_DRAWN):
         shape = drawn_shape(tape)
         if suits(theme, shape):

@@ -19,6 +19,7 @@ from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.threads import Process
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, Held, World
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.results import CacheStatistics
 
 _OPS: Final = (
     ("load", 30),
@@ -53,10 +54,12 @@ _OPS: Final = (
     ("scene", 10),
 )
 _NAMES: Final = tuple(name for name, weight in _OPS for _ in range(weight))
-_THEME_ODDS: Final = 0.25
+_THEME_ODDS: Final = 0.4
 """Of the scene that a seed is about, for each thing that an engine does."""
 _READS_ALL: Final = 0.5
 """How often all that may be there is loaded at an opening."""
+_MOST_UNTOLD: Final = 3
+"""Errors of one kind of which nobody hears, as their processes end at that moment."""
 _LOOKS_AGAIN_S: Final = 0.05
 
 
@@ -212,6 +215,15 @@ class Requests(Asking, Keeping):
         stats = kv.stats()
         if held := Held.of(stats).what:
             raise WrongAnswer("leak", "; ".join(held))
+        self._check_counts(stats)
+        if world.trouble.is_stale:
+            return
+        self.check_disks()
+        world.trouble.since_told = False
+        world.known.told(self.now)
+
+    def _check_counts(self, stats: CacheStatistics) -> None:
+        """What was counted adds up, and of what media raised somebody was told."""
         if sum(tier.hits for tier in stats.tiers) + stats.missed != stats.requested:
             raise WrongAnswer(
                 "counts", f"{stats.requested} blocks asked for, {stats.missed} missed, hits do not add up"
@@ -221,11 +233,9 @@ class Requests(Asking, Keeping):
         for what, counted in (("load", stats.requested), ("store", stats.store_requested)):
             if not 0 <= counted - self._asked[what] <= self._perhaps[what]:
                 raise WrongAnswer("counts", f"{self._asked[what]} blocks were asked for by {what}s, {counted} counted")
-        if world.trouble.is_stale:
-            return
-        self.check_disks()
-        world.trouble.since_told = False
-        world.known.told(self.now)
+        raised, told = self.world.store.raised, self.world.told
+        if silent := [what for what, n in raised.items() if n >= _MOST_UNTOLD and not told[what]]:
+            raise WrongAnswer("silent", f"a store raised {silent} again and again, and nobody was told")
 
     def check_disks(self) -> None:
         """What lies on a disk is no more than its tier may take, once nothing is in the way of giving it back."""

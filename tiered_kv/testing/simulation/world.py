@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -106,6 +107,7 @@ class World:
         digest_of: Hashes the timeline, kept or not.
         num_steps: Calls of engines and changes of the world, so far.
         num_tier_faults: How often a cache said that a tier has failed, or was late.
+        told: Why tiers have failed, as caches said: how often by what, in a word.
         has_neighbour: Whether another engine has ever shared the store: what one evicts the other may store again.
         has_flooded: Whether more blocks were stored than media have room for: others may have gone for them.
         gpu_s: What a copy of a GPU takes, now and then.
@@ -128,6 +130,7 @@ class World:
         self.turns.tell, self.turns.found = self.tell, self.fail
         self.num_steps = 0
         self.num_tier_faults = 0
+        self.told = Counter[str]()
         self.has_flooded = self.has_neighbour = False
         self.gpu_s = tape.pick("plan", (0.0, 0.0, 0.001, 0.005))
         self.most_steps = num_steps
@@ -382,6 +385,8 @@ class World:
                 return
             self.tell(f"event {type(event).__name__}")
             self.num_tier_faults += isinstance(event, TierFailed | TierStalled | TierTripped)
+            if isinstance(event, TierFailed):
+                self.told[event.error.split(":")[0]] += 1
             trouble = self.trouble
             is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale
             is_explained = is_explained or trouble.has_unentered
