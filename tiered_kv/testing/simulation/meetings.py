@@ -26,6 +26,7 @@ PLAIN: Final = (1, 1, 10, 2)
 """Numbers of a transfer without anything particular."""
 COMPUTED_LATER: Final = (1, 0, 10, 2)
 """The same behind an event that fires 0.2 s later."""
+_COPY_S: Final = 0.005
 _LONGEST_STALL_S: Final = 30.0
 _LATE_DELETION_S: Final = (1.5, 3.0)
 
@@ -167,13 +168,13 @@ async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None
 async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while they go from one tier to the next: they arrive nowhere."""
     world, kv = requests.world, requests.kv
-    before, world.gpu_s = world.gpu_s, 0.005
+    before = world.gpu_s, world.slow_copies
+    world.gpu_s, world.slow_copies = _COPY_S, 1.0
     try:
         for i in range(4):
-            keys = fresh(world.number())
-            await requests.transfer(keys, PLAIN, is_load=False)
-            for _ in range(numbers[3] >> 3 * i & 7):
-                await asyncio.sleep(0.001 * (numbers[2] % 3))
+            others, keys = [fresh(world.number()) for _ in range(numbers[1] >> i & 3)], fresh(world.number())
+            await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in (*others, keys)))
+            await asyncio.sleep(0.002 * (numbers[3] >> 3 * i & 7))
             evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
             await asyncio.sleep(0.1)
             await requests.do("flush", (0, 0, 0, 1))
@@ -182,7 +183,7 @@ async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
             if not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
                 raise WrongAnswer("came back", "blocks were evicted on their way from tier to tier, and are there")
     finally:
-        world.gpu_s = before
+        world.gpu_s, world.slow_copies = before
 
 
 async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
@@ -324,9 +325,11 @@ async def suffer(requests: "Requests", numbers: "Numbers") -> None:
         await store(requests, (numbers[0] + prompt, *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 1))
     await leave_memory(requests, [numbers[0]])
-    kind = KINDS_OF_TROUBLE[numbers[1] % len(KINDS_OF_TROUBLE)]
+    media = {medium for medium, name in (("store", "store"), ("disk", "nvme")) if requests.shape.has(name)}
+    kinds = [kind for kind in KINDS_OF_TROUBLE if ("store" if kind.startswith("store") else "disk") in media]
+    kind = kinds[numbers[1] % len(kinds)]
     world.tell(f"trouble: {world.begin_trouble(numbers[2], kind)}, most of the time")
-    for i, what in enumerate(("lookup", "load", "stats", "store", "groups", "evict", "explain", "store", "load")):
+    for i, what in enumerate(2 * ("lookup", "load", "stats", "store", "groups", "evict", "explain", "store", "load")):
         await requests.do(what, (numbers[0] + (i + numbers[3]) % 3, 2, 10, 3 * (numbers[3] >> i & 1) + 2))
     world.end_trouble()
 

@@ -340,6 +340,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
                 await asyncio.sleep((0.01, 0.02, 0.2, 0.5)[(n >> 2 * i) % 4])
                 if n >> (8 + i) & 1:
                     await storing
+                    world.known.forget_kept(names_of(keys, requests.weights))
                     await asyncio.gather(*(kv.evict(keys, tier=tier) for tier in requests.shape.chain[:-1]))
                     loading = asyncio.ensure_future(requests.transfer(keys, (1, 1, 10, 2), is_load=True))
                     await asyncio.sleep(0.01)
@@ -367,6 +368,7 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     await requests.do("flush", (0, 0, 0, 1))
     for tier in requests.shape.chain[:-1]:
         await asyncio.gather(*(kv.evict(keys, tier=tier) for keys in (mine, *ahead)))
+    world.known.forget_kept([name for keys in (mine, *ahead) for name in names_of(keys, requests.weights)])
     if requests.ending or world.may_be_wrong:
         return
     with world.slow(latency_s=_SLOW_READ_S):
@@ -430,7 +432,7 @@ SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     ),
     (shrink_while_filling, lambda shape: shape.has("cpu") or shape.has("nvme")),
     (look_while_computing, lambda shape: shape.chain[0] in {"cpu", "gpu"}),
-    (evict_on_its_way, lambda shape: shape.is_owned and shape.has("cpu")),
+    (evict_on_its_way, lambda shape: shape.is_owned and shape.has("gpu") and shape.cpu_slots <= _SMALL),
     (plan_and_store, lambda shape: shape.has("cpu") and shape.cpu_slots <= _SMALL),
     (overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
     (

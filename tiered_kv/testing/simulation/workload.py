@@ -58,7 +58,7 @@ _THEME_ODDS: Final = 0.4
 """Of the scene that a seed is about, for each thing that an engine does."""
 _READS_ALL: Final = 0.5
 """How often all that may be there is loaded at an opening."""
-_MOST_UNTOLD: Final = 3
+_MOST_UNTOLD: Final = 2
 """Errors of one kind of which nobody hears, as their processes end at that moment."""
 _LOOKS_AGAIN_S: Final = 0.05
 

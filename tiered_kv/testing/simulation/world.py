@@ -47,8 +47,6 @@ LIMITS: Final = CacheLimits(
 )
 _DISK_SLOT: Final = 16_500
 """Bytes of an NVMe tier's capacity for a slot of both groups."""
-_SLOW_COPIES: Final = 0.2
-"""Of a GPU."""
 _MOST_A_WRITE: Final = 32 << 10
 """Bytes of one call of a store."""
 
@@ -111,6 +109,7 @@ class World:
         has_neighbour: Whether another engine has ever shared the store: what one evicts the other may store again.
         has_flooded: Whether more blocks were stored than media have room for: others may have gone for them.
         gpu_s: What a copy of a GPU takes, now and then.
+        slow_copies: How many take that.
     """
 
     def __init__(self, tape: Tape, num_steps: int, shape: Shape, *, keeps_timeline: bool = False) -> None:
@@ -133,6 +132,7 @@ class World:
         self.told = Counter[str]()
         self.has_flooded = self.has_neighbour = False
         self.gpu_s = tape.pick("plan", (0.0, 0.0, 0.001, 0.005))
+        self.slow_copies = 0.2
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
         self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
@@ -143,7 +143,7 @@ class World:
         self._graveyard: list[object] = []
         self._num_processes = 0
         self._num_numbers = 0
-        self._num_engines = 0
+        self._num_engines = self._num_slow = 0
         self._began = self.turns.now
 
     def _disk(self, path: str) -> Disk:
@@ -271,12 +271,15 @@ class World:
         for disk in self.disks:
             disk.faults.latency_s = 0.01
         self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
+        self._num_slow += 1
         try:
             yield
         finally:
-            self.trouble.is_settled = False
-            self.trouble.slow_until = self.turns.now
-            self._mend()
+            self._num_slow -= 1
+            if not self._num_slow:  # else others are measuring yet
+                self.trouble.is_settled = False
+                self.trouble.slow_until = self.turns.now
+                self._mend()
 
     def number(self) -> int:
         """Return a number that was never returned before."""
@@ -369,7 +372,7 @@ class World:
         def work() -> None:
             while True:
                 self.turns.wait(device.is_any_ready, what="copies")
-                if self.gpu_s and self.tape.chance("turns", _SLOW_COPIES):
+                if self.gpu_s and self.tape.chance("turns", self.slow_copies):
                     self.turns.sleep(self.gpu_s)
                 device.step()
                 self.turns.pause()
