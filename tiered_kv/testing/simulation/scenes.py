@@ -369,7 +369,7 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     for tier in requests.shape.chain[:-1]:
         await asyncio.gather(*(kv.evict(keys, tier=tier) for keys in (mine, *ahead)))
     world.known.forget_kept([name for keys in (mine, *ahead) for name in names_of(keys, requests.weights)])
-    if requests.ending or world.may_be_wrong:
+    if requests.ending or world.may_be_wrong or world.is_slow:
         return
     with world.slow(latency_s=_SLOW_READ_S):
         for keys in ahead:
@@ -385,6 +385,8 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
 async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     """So many ask a store at once that the last waits for longer than a call may take: it hears what it would alone."""
     keys, kv, world = span(numbers), requests.kv, requests.world
+    if world.is_slow:
+        return
     with world.slow(lookup_s=_SLOW_LOOKUP_S):
         await asyncio.sleep(WELL_S)
         await requests.do("store", numbers)

@@ -263,14 +263,20 @@ class World:
         self.known.trouble_begins()
         self.trouble.is_on = self.trouble.since_told = True
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether media are as slow as somebody has said who measures by that."""
+        return self._num_slow > 0
+
     @contextmanager
     def slow(self, *, lookup_s: float = 1e-3, latency_s: float = 0.02) -> Iterator[None]:
         """Have disks that take 10 ms a call, a store that takes what is said, and no other trouble from now on."""
         self.end_trouble()
-        self.trouble.is_settled = True
-        for disk in self.disks:
-            disk.faults.latency_s = 0.01
-        self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
+        if not self._num_slow:  # else others measure by what they have said
+            self.trouble.is_settled = True
+            for disk in self.disks:
+                disk.faults.latency_s = 0.01
+            self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
         self._num_slow += 1
         try:
             yield
