@@ -118,7 +118,7 @@ mutate: .venv/mutate.stamp
 		$(if $(SEED),--seed $(SEED))
 
 planted: .venv/dev.stamp
-	nice $(IN_VENV)python -m tests.testing.planted --json $(if $(ONLY),--only "$(ONLY)",--write)
+	nice $(IN_VENV)python -m tests.testing.planted --json $(if $(AIMED),--aimed --ranges 1) $(if $(ONLY),--only "$(ONLY)",--write)
 
 check: .venv/dev.stamp
 	$(IN_VENV)ruff check .

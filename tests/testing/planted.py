@@ -84,12 +84,14 @@ class Planted:
         name: What is wrong with it, in a few words.
         kind: Its class.
         changes: What makes it.
+        scene: The scene that aims at it; empty where anything finds it.
         unfound: Why the simulation does not find it; empty where it does.
     """
 
     name: str
     kind: str
     changes: tuple[Change, ...]
+    scene: str
     unfound: str
 
 
@@ -115,6 +117,7 @@ def all_planted() -> list[Planted]:
             row["name"],
             row["class"],
             tuple(Change(each["module"], each["before"], each["after"]) for each in (row, *row.get("also", ()))),
+            row.get("scene", ""),
             row.get("unfound", ""),
         )
         for row in tomllib.loads(TABLE.read_text())["planted"]
@@ -166,11 +169,15 @@ def plant(changes: Sequence[Change]) -> None:
     sys.meta_path.insert(0, _Planter(changes))
 
 
-def find(first: int, most_seeds: int, steps: int, say: Callable[[Found], None]) -> None:
-    """Try seeds, one after another, until one finds something; say so."""
+def find(first: int, most_seeds: int, steps: int, scene: str, say: Callable[[Found], None]) -> None:
+    """Try seeds, one after another, until one finds something; say so. With a scene, only those that are about it."""
     from tiered_kv.testing.simulation.run import simulate  # noqa: PLC0415 - only once the bug is planted
+    from tiered_kv.testing.simulation.scenes import drawn_theme  # noqa: PLC0415 - the same
+    from tiered_kv.testing.simulation.tape import Tape  # noqa: PLC0415 - the same
 
     for n in range(1, most_seeds + 1):
+        if scene and drawn_theme(Tape(first + n - 1))[0].__name__ != scene:
+            continue
         with ended_if_it_hangs(lambda n=n: say(Found(n, "hangs", f"no end in {HANGS_AFTER_S} s"))):  # type: ignore[misc]  # bound now
             report = simulate(first + n - 1, steps)
         if report.failure:
@@ -202,7 +209,7 @@ def ended_if_it_hangs(say: Callable[[], object]) -> Iterator[None]:
 # In the process that starts those.
 
 
-def look_in_all(planted: Planted, num_ranges: int, most_seeds: int, steps: int) -> list[Found]:
+def look_in_all(planted: Planted, num_ranges: int, most_seeds: int, steps: int, *, aimed: bool = False) -> list[Found]:
     """Say how soon a bug is found in ranges of seeds that have none in common, as far as their median depends on it."""
     found: list[Found] = []
     middle = (num_ranges - 1) // 2
@@ -210,19 +217,19 @@ def look_in_all(planted: Planted, num_ranges: int, most_seeds: int, steps: int) 
         known = sorted(each.seeds or sys.maxsize for each in found)
         enough = min([most_seeds, *known[middle : middle + 1]])  # the median is no greater, whatever comes
         if known.count(sys.maxsize) <= middle:
-            found.append(look_for(planted, _APART * n, enough, steps))
+            found.append(look_for(planted, _APART * n, enough, steps, planted.scene if aimed else ""))
     return found
 
 
-def look_for(planted: Planted, first: int, most_seeds: int, steps: int) -> Found:
-    """Say how soon a bug is found from some seed on. What a seed finds without it is passed over.
+def look_for(planted: Planted, first: int, most_seeds: int, steps: int, scene: str = "") -> Found:
+    """Say how soon a bug is found from some seed on, or by those of a scene. What is found without it is passed over.
 
     Raises:
         NotPlantedError: Its text is not there any more.
     """
     tried = 0
     while True:
-        found = _forked(planted.changes, first + tried, most_seeds - tried, steps)
+        found = _forked(planted.changes, first + tried, most_seeds - tried, steps, scene)
         tried += found.seeds
         if not found.seeds or _is_clean(first + tried - 1, steps):
             return replace(found, seeds=found.seeds and tried)
@@ -234,7 +241,7 @@ def _is_clean(seed: int, steps: int) -> bool:
     return not _forked((), seed, 1, steps).seeds
 
 
-def _forked(changes: Sequence[Change], first: int, most_seeds: int, steps: int) -> Found:
+def _forked(changes: Sequence[Change], first: int, most_seeds: int, steps: int, scene: str = "") -> Found:
     """Look for a bug in a process of its own, which has torch already and nothing of the library."""
     reading, writing = os.pipe()
     if not (child := os.fork()):
@@ -242,7 +249,7 @@ def _forked(changes: Sequence[Change], first: int, most_seeds: int, steps: int) 
         try:
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what is broken on purpose has much to say
             plant(changes)
-            find(first, most_seeds, steps, lambda found: _write(writing, vars(found)))
+            find(first, most_seeds, steps, scene, lambda found: _write(writing, vars(found)))
             unused = [each.module for each in changes if each.name not in sys.modules]
             said = {"error": f"{unused} are not imported by the simulation"} if unused else {}
         except BaseException as error:  # noqa: BLE001 - carried to the other process
@@ -270,11 +277,12 @@ def median(found: Sequence[Found]) -> int:
     return 0 if middle == sys.maxsize else middle
 
 
-def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0) -> str:
+def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0, *, aimed: bool = False) -> str:
     """Return a row of the page's table."""
     middle = median(found) if found else 0
     ranges = ", ".join(str(each.seeds or "-") for each in found)
-    seeds = f"{middle} ({ranges})" if middle else f"over {most_seeds} ({ranges})" if found else "not tried"
+    most = "at most " if aimed and planted.scene else ""
+    seeds = f"{most}{middle} ({ranges})" if middle else f"over {most_seeds} ({ranges})" if found else "not tried"
     kinds = ", ".join(kind for kind, _ in Counter(each.kind for each in found if each.seeds).most_common(2))
     why_not = f"not found: {planted.unfound}" if planted.unfound else "not found" if found else ""
     how = kinds if middle else f"{kinds}, in one range only" if kinds else why_not
@@ -306,6 +314,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=MOST_SEEDS, help="the most of a range")
     parser.add_argument("--steps", type=int, default=STEPS, help="of a seed")
     parser.add_argument("--ranges", type=int, default=NUM_RANGES, help="of seeds; the median of them counts")
+    parser.add_argument("--aimed", action="store_true", help="only by seeds about the scene that aims at it")
     parser.add_argument("--write", action="store_true", help=f"enter the rows in {PAGE.relative_to(ROOT)}")
     parser.add_argument("--json", action="store_true", help="end with a line of JSON")
     given = parser.parse_args()
@@ -313,9 +322,10 @@ def main() -> None:
 
     medians: dict[str, int] = {}
     for planted in _wanted(given.only):
-        found = look_in_all(planted, 1 if planted.unfound else given.ranges, given.seeds, given.steps)
+        num_ranges = 1 if planted.unfound else given.ranges
+        found = look_in_all(planted, num_ranges, given.seeds, given.steps, aimed=given.aimed)
         medians[planted.name] = median(found)
-        row = row_of(planted, found, given.seeds)
+        row = row_of(planted, found, given.seeds, aimed=given.aimed)
         print(row, *(f"    {each.seeds}: {each.failure}" for each in found if each.seeds), sep="\n", flush=True)  # noqa: T201
         if given.write:
             PAGE.write_text(written(PAGE.read_text(), {planted.name: row}))

@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 
 from tests.testing.planted import HEAD, PAGE, ROOT, Change, NotPlantedError, all_planted
+from tiered_kv.testing.simulation.scenes import SCENES
 
 QUICK = (
     "a revoked copy runs all the same",
@@ -50,11 +52,31 @@ with planted.ended_if_it_hangs(lambda: print("hangs", flush=True)):
     assert ended.stdout == "hangs\n"
 
 
-def test_the_page_has_each_bug() -> None:
-    """As `make planted` has written it."""
+def rows() -> list[list[str]]:
+    """Return the cells of the page's table."""
     page = PAGE.read_text()
     table = page[page.index(HEAD) + len(HEAD) :].split("\n\n")[0]
-    assert [line.split("|")[1].strip() for line in table.splitlines()] == [each.name for each in all_planted()]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+
+
+def test_the_page_has_each_bug() -> None:
+    """As `make planted` has written it."""
+    assert [name for name, *_ in rows()] == [each.name for each in all_planted()]
+
+
+def test_each_bug_is_found_or_its_row_says_why_not() -> None:
+    """The median of its seeds, or a reason; a bug that has both has been found since, and needs none."""
+    for each, (name, _, _, seeds, how) in zip(all_planted(), rows(), strict=True):
+        is_found = re.match(r"(at most )?\d+ \(", seeds) is not None
+        assert is_found != bool(each.unfound), f"{name}: {seeds}"
+        if each.unfound:
+            assert how == f"not found: {each.unfound}", name
+
+
+def test_each_scene_that_aims_at_a_bug_is_acted() -> None:
+    """Seeds are about it, so that `--aimed` finds some."""
+    acted = {scene.__name__ for scene, _ in SCENES}
+    assert {each.scene for each in all_planted()} <= acted | {""}
 
 
 @pytest.mark.slow

@@ -260,6 +260,18 @@ async def test_a_write_waits_for_the_erasure_of_what_was_there(tmp_path: Path) -
         assert tier.recovered(13) == blocks
 
 
+async def test_no_slot_is_erased_while_it_is_written(tmp_path: Path) -> None:
+    """What is forgotten meanwhile is forgotten by the ledger alone: the records are whole, and not zeros in part."""
+    threads = AdversePools()
+    backend = backend_at(tmp_path)
+    ((found,),) = await threads.end(backend.open(threads.context()))
+    tier = Tier(backend, found, "a")
+    stored, _ = await threads.end(tier.write(count_up(4)), backend.forget(0, np.arange(4)))
+    assert stored == [Outcome.STORED] * 4
+    assert await threads.end(tier.verified(count_up(4))) == [[Outcome.HIT] * 4]
+    await threads.end(backend.aclose())
+
+
 async def test_what_is_written_behind_a_checkpoint_is_what_a_restart_finds(tmp_path: Path) -> None:
     """A block takes a slot whose old block is just being remembered: whichever thread is faster, it is found."""
     threads = AdversePools()

@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -42,8 +42,10 @@ class DiskFaults:
         short: Of a read or write, only a part is moved.
         stall: It takes seconds.
         hang: It does not return before something else is wrong with the disk, or nothing.
-        once: The how many'th call from now on raises EIO, and none after it; 0 is none.
+        once: The how many'th call from now on raises EIO; 0 is none.
+        num_once: How many do so from that one on; none after them.
         latency_s: What each call takes.
+        extra_s: What reads, writes and syncs of a file take besides, by its name.
         bytes_per_s: How fast bytes are moved.
     """
 
@@ -52,7 +54,9 @@ class DiskFaults:
     stall: float = 0.0
     hang: float = 0.0
     once: int = 0
+    num_once: int = 1
     latency_s: float = 1e-4
+    extra_s: Mapping[str, float] = field(default_factory=dict)
     bytes_per_s: float = 1e9
 
 
@@ -190,9 +194,9 @@ class Disk:
             node.allocated = min(node.allocated, _whole(len(node.data)))
             node.locked_by = None
 
-    def rot(self, *, in_largest: bool = False) -> None:
-        """Change one bit somewhere, or somewhere in the largest file."""
-        if files := [node for node in self._all() if len(node.data)]:
+    def rot(self, *, in_largest: bool = False, name: str = "") -> None:
+        """Change one bit somewhere, or somewhere in the largest file, or in one of those of a name."""
+        if files := [node for node in self._all(name) if len(node.data)]:
             node = max(files, key=lambda each: len(each.data)) if in_largest else self._tape.pick("faults", files)
             at = self._tape.draw("faults", len(node.data))
             bit = bytes([node.data[at] ^ 1 << self._tape.draw("faults", 8)])
@@ -212,14 +216,14 @@ class Disk:
         self._turns.tell(f"{self.path} is as it once was")
         return True
 
-    def spend(self, num_bytes: int = 0) -> None:
-        """Let a call take its time, and fail if it is to.
+    def spend(self, num_bytes: int = 0, name: str = "") -> None:
+        """Let a call, perhaps about a file of some name, take its time, and fail if it is to.
 
         Raises:
             OSError: EIO, or what says that the disk is away.
         """
         faults, turns = self.faults, self._turns
-        seconds = faults.latency_s + num_bytes / faults.bytes_per_s
+        seconds = faults.latency_s + num_bytes / faults.bytes_per_s + faults.extra_s.get(name, 0.0)
         if self._tape.fault(faults.stall):
             seconds += self._tape.pick("faults", (0.3, 1.2, 4.0, 20.0))
             turns.tell(f"{self.path} stalls for {seconds:.1f} s")
@@ -231,7 +235,9 @@ class Disk:
             raise OSError(self.gone, os.strerror(self.gone))
         if faults.once:
             faults.once -= 1
-            is_wrong = not faults.once
+            if is_wrong := not faults.once:
+                faults.num_once -= 1
+                faults.once = int(faults.num_once > 0)  # the next one, too
             self._tape.num_faults += is_wrong
         else:
             is_wrong = self._tape.fault(faults.error)
@@ -261,12 +267,13 @@ class Disk:
     def _now_ns(self) -> int:
         return int(self._turns.now * 1e9)
 
-    def _all(self) -> list[_Node]:
-        found, todo = [], [self.root]
+    def _all(self, name: str = "") -> list[_Node]:
+        found, todo = [], [("", self.root)]
         while todo:
-            node = todo.pop()
-            found.append(node)
-            todo += (node.entries or {}).values()
+            called, node = todo.pop()
+            if name in ("", called):
+                found.append(node)
+            todo += (node.entries or {}).items()
         return found
 
 
@@ -498,7 +505,7 @@ class SimulatedFiles(Files):
     @override
     def fsync(self, fd: int) -> None:
         each = self._of(fd)
-        each.disk.spend()
+        each.disk.spend(name=each.name)
         each.disk.sync(each.node)
 
     @override
@@ -514,7 +521,7 @@ class SimulatedFiles(Files):
         """See `os.preadv`. The buffers are filled one after another, and others may run between them."""
         each, wanted = self._of(fd), sum(map(len, buffers))
         lent = list(map(bytes, buffers))
-        each.disk.spend(wanted)
+        each.disk.spend(wanted, each.name)
         check_lent(lent, list(map(bytes, buffers)), "read", self._turns.found)
         left = each.disk.part(max(0, min(wanted, len(each.node.data) - offset)))
         moved = 0
@@ -533,7 +540,7 @@ class SimulatedFiles(Files):
         if each.name == "slab":
             each.disk.unentered |= self._slots(each, start, wanted, RECORD_BYTES)
         lent = list(map(bytes, buffers))
-        each.disk.spend(wanted)
+        each.disk.spend(wanted, each.name)
         check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
         left = each.disk.part(wanted)
         moved = 0

@@ -57,6 +57,7 @@ class Keeping(Requester):
             self._small.add(tier)
         if tier == "nvme":
             self.disk_bytes = max(self.disk_bytes, capacity)
+        self.num_resizing += 1
         try:
             await self.within(limit_s, f"resize of {tier}", self.kv.resize(tier, capacity))
         except (BackendUnavailableError, ConfigurationError):
@@ -67,6 +68,8 @@ class Keeping(Requester):
                 self._small.discard(tier)
             if tier == "nvme" and not was_wrong and not self.world.may_be_wrong:
                 self.disk_bytes = capacity
+        finally:
+            self.num_resizing -= 1
 
     async def _epoch(self, numbers: Numbers) -> None:
         while self._num_beginning:  # noqa: ASYNC110 - a turn or two of the loop
@@ -89,7 +92,7 @@ class Keeping(Requester):
         if sync and self.shape.is_owned and is_told():
             world.trouble.since_told = False
             world.known.told(started)
-        if not was_wrong and not world.may_be_wrong and self._keeps_all():
+        if not was_wrong and not world.may_be_wrong and self.keeps_all():
             why = "synced" if sync else "flushed"
             world.known.keep(world.known.all_names(), since, why, num_uses=self.shape.admit_after)
 
@@ -113,7 +116,7 @@ class Keeping(Requester):
         world.tell(f"drain says {is_written}")
         if is_written:
             known.told(started)
-        if is_written and self._keeps_all():
+        if is_written and self.keeps_all():
             uses = self.shape.admit_after
             begun = self._opened_at
             known.keep(known.all_names(), since, "synced", since=begun, num_uses=uses, despite_trouble=True)

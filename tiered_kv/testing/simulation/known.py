@@ -119,14 +119,20 @@ class Known:
     def _of(self, name: Name) -> _Block:
         return self._blocks.setdefault(name, _Block())
 
-    def store_begins(self, names: Sequence[Name], now: float) -> None:
-        """Blocks are being stored: from now on they may be served."""
+    def store_begins(self, names: Sequence[Name], now: float, *, is_computed: bool = True) -> None:
+        """Blocks are being stored: they may be served from now on, or from when they are `computed`."""
         for block in map(self._of, names):
             block.is_taken &= block.num_storing > 0
             block.num_storing += 1
             block.is_whole = False
-            block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
             block.used = now
+        if is_computed:
+            self.computed(names)
+
+    def computed(self, names: Sequence[Name]) -> None:
+        """What is being stored of these blocks is there to be copied: from now on they may be served."""
+        for block in map(self._of, names):
+            block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
             block.stored_at = self.moment()
 
     def store_ends(
@@ -143,7 +149,9 @@ class Known:
             block.is_doubtful |= may_be_lost
             if not block.is_whole:
                 block.kept, block.is_in_memory = "", False
-            block.stored_at, block.used = self.moment(), now
+            block.used = now
+            if block.stored_at and not block.is_gone:
+                block.stored_at = self.moment()
             if block.is_whole and is_use:
                 self._use(block)
 

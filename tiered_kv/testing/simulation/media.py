@@ -1,7 +1,7 @@
 """A store that several processes share, as a `Backend` sees one: slow, full, hanging, failing, lying."""
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,6 +53,7 @@ class Store:
         records: By path, the least recently used first.
         num_bytes: Of all of them.
         bytes_written: Ever.
+        raised: How often its clients raised what, by its name.
     """
 
     def __init__(self, capacity_bytes: int, tape: Tape, turns: Turns) -> None:
@@ -64,6 +65,7 @@ class Store:
         self.tape = tape
         self.turns = turns
         self.num_calls = 0
+        self.raised = Counter[str]()
 
     def put(self, path: str, record: bytes) -> None:
         """Keep one; those used least go where there is no room."""
@@ -189,10 +191,12 @@ class StoreClient(Backend):
             store.num_calls -= 1
         if tape.fault(faults.error):
             store.turns.tell(f"the store fails {doing}")
-            raise tape.pick(
+            error = tape.pick(
                 "faults",
                 (BackendUnavailableError("down"), KeyError("a bug"), _Strange("a panic"), asyncio.CancelledError()),
             )
+            store.raised[type(error).__name__] += 1
+            raise error
 
     def _said(self, outcomes: list[Outcome]) -> list[Outcome]:
         tape = self._store.tape

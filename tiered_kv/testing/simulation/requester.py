@@ -34,6 +34,8 @@ class Requester:
         disk_bytes: What each disk may have at most, once nothing is in the way.
         num_removals: How often something was asked to go.
         num_epochs: How often other weights were named.
+        num_resizing: Resizes that are under way.
+        is_alone: Whether a scene is acted beside which nobody begins anything.
     """
 
     def __init__(
@@ -48,7 +50,8 @@ class Requester:
         self.kv: TieredKV = world.new_cache(process, shape, device, weights)
         self.ending = ""
         self.disk_bytes = world.disk_bytes(shape.disk_slots // shape.num_disks)
-        self.num_removals = self.num_epochs = 0
+        self.num_removals = self.num_epochs = self.num_resizing = 0
+        self.is_alone = False
         self._small: set[str] = set()
         self._opened_at = 0
         self._pinned_until = 0.0
@@ -99,7 +102,7 @@ class Requester:
         """Whether the CPU tier has room for whatever is stored."""
         return self.shape.keeps_in_memory and "cpu" not in self._small and not self.world.has_flooded
 
-    def _keeps_all(self) -> bool:
+    def keeps_all(self) -> bool:
         """Whether the disk or the store has room for whatever is stored, and loses none of it."""
         is_on_disk = self.shape.keeps_all and "nvme" not in self._small and not self.world.has_flooded
         return (is_on_disk or self.shape.keeps_in_store) and not self.world.trouble.has_rot

@@ -12,6 +12,7 @@ from typing import Final
 
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
+from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
 from tiered_kv.testing.simulation.threads import Process, Stuck
@@ -55,10 +56,11 @@ def simulate(
     """Run one seed, or the numbers of a run before."""
     started = time.perf_counter()
     numbers = Tape(seed, tape)
-    world = World(numbers, num_steps, keeps_timeline=keeps_timeline)
+    theme, shape = drawn_theme(numbers)
+    world = World(numbers, num_steps, shape, keeps_timeline=keeps_timeline)
     with world.begun():
         try:
-            _direct(world)
+            _direct(world, theme)
         except Stuck as error:
             world.fail(error)
     failure = world.failures[0] if world.failures else None
@@ -75,7 +77,7 @@ def simulate(
     )
 
 
-def _direct(world: World) -> None:
+def _direct(world: World, theme: Scene) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
     weights = WEIGHTS[0]
@@ -95,7 +97,7 @@ def _direct(world: World) -> None:
             weights: str = weights,
         ) -> None:
             device = world.device(process)
-            requests.append(Requests(world, process, shape, memory, device, weights))
+            requests.append(Requests(world, process, shape, memory, device, weights, theme))
             world.bury(device, asyncio.current_task())
             ends.append(await requests[0].serve(tape.pick("plan", (3, 1, 2, 5))))
 

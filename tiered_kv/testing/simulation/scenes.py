@@ -5,15 +5,48 @@ what has left the books of a tier while its medium was not told, and waits that 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiered_kv.testing.simulation.engine import PROMPTS, fresh, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.meetings import (
+    NEARLY_LATE_S,
+    WELL_S,
+    ask_where,
+    die,
+    evict,
+    evict_on_its_way,
+    flush_and_die,
+    hang_and_flush,
+    leave_memory,
+    load_behind_held_slots,
+    load_beside_a_slow_store,
+    load_in_a_crowd,
+    look_while_computing,
+    of_tier,
+    plan_and_store,
+    shrink_memory,
+    shrink_while_filling,
+    store,
+    store_after_a_late_deletion,
+    suffer,
+    use_again,
+)
 from tiered_kv.testing.simulation.neighbours import open_beside, share_store
-from tiered_kv.testing.simulation.shapes import Shape
+from tiered_kv.testing.simulation.overwriting import (
+    NUM_ROT,
+    clear_beside_stores,
+    evict_rot_and_die,
+    fail_to_overwrite_and_die,
+    note_down_beside_stores,
+    overwrite_and_die,
+    pin_and_flush,
+)
+from tiered_kv.testing.simulation.shapes import Shape, drawn_shape
+from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS
 from tiered_kv.values.results import BlockState
@@ -23,41 +56,40 @@ if TYPE_CHECKING:
     from tiered_kv.testing.simulation.workload import Requests
 
 Scene = Callable[["Requests", "Numbers"], Awaitable[None]]
-_WELL_S: Final = 13.0
-"""After this, tiers that were at fault are in use again."""
 _CROWD: Final = 150
 _SLOW_LOOKUP_S: Final = 0.2
 """Of 16 at once, so that a crowd takes nearly two seconds: twice the time limit of one call."""
-_NEARLY_LATE_S: Final = 0.9
 _FLOOD_S: Final = 10.0
 """What a call may take beside stores that never end, where media take 10 ms a call."""
 _AHEAD: Final = 150
 _SLOW_READ_S: Final = 0.6
 _AT_ONCE_S: Final = 1.5
 """What a load of one prompt takes at most from a store so slow, where it has to wait for nobody's prefetches."""
-_NUM_ROT: Final = 24
 
 
 async def expire_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks get too old, are evicted by name, and the process dies: they are not found again."""
     ttl_s = requests.shape.ttl_s or 0.0
-    await _store(requests, numbers)
+    await store(requests, numbers)
     await asyncio.sleep(3 * ttl_s + 7.0)
     if numbers[1] % 2:
-        await _evict(requests, numbers)
+        await evict(requests, numbers)
         await asyncio.sleep(2.5 * (numbers[2] % 2))
-    await _die(requests, numbers)
+    await die(requests, numbers)
 
 
 async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A tier is made smaller while some of its blocks are pinned; all are evicted, and the process dies."""
-    for prompt in range(numbers[1] % 4):
-        await _store(requests, (prompt, *numbers[1:]))
+    prompts = range(1 + numbers[1] % 4)
+    for prompt in [*prompts] * requests.shape.admit_after:
+        await requests.do("store", (prompt, 2, 10, 2))
     await requests.do("flush", (0, 0, 0, 0))
-    await requests.do("pin", (numbers[0], numbers[1], numbers[2], 1 + numbers[3] % 2))
+    if numbers[1] >> 2 & 1:  # else it is memory that holds what is pinned
+        await leave_memory(requests, prompts)
+    await requests.do("pin", (prompts[-1], 2, 10 + numbers[2] % 3, 1 + numbers[3] % 2))
     await requests.do("resize", (0, 0, numbers[2] % 2, 0))
     for prompt in range(len(PROMPTS)):
-        await _evict(requests, (prompt, *numbers[1:]))
+        await evict(requests, (prompt, *numbers[1:]))
     if waits := numbers[2] % 3 == 2:
         for keys in PROMPTS:
             requests.kv.unpin(keys)
@@ -65,32 +97,32 @@ async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     await asyncio.sleep((0.0, 0.5, 7.0)[numbers[2] % 3])
     if waits and most_bytes == requests.disk_bytes and not requests.world.may_be_wrong:
         requests.check_disks()  # nobody reads what has gone for so long
-    await _die(requests, numbers)
+    await die(requests, numbers)
 
 
 async def fail_once_and_die(requests: "Requests", numbers: "Numbers") -> None:
-    """One call of a medium fails while blocks leave; when all is well again and flushed, the process dies."""
+    """A call of a medium fails, or a few in a row, while blocks leave; all is well again, and the process dies."""
     world, what = requests.world, ("clear", "store", "evict", "resize")[numbers[1] % 4]
     for prompt in range(2 + numbers[2] % 3):
-        await _store(requests, (prompt, *numbers[1:]))
+        await store(requests, (prompt, *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 1))
-    world.fail_once(numbers[2], 1 + numbers[3] % 8)
+    world.fail_once(numbers[2], 1 + numbers[3] % 8, 1 + (numbers[3] >> 4) % 6)
     if what == "clear":
         await requests.do("clear", (0, 0, 0, 0))
     elif what == "store":  # others have to go for it
-        await _store(requests, (3 + numbers[0], *numbers[1:]))
+        await store(requests, (3 + numbers[0], *numbers[1:]))
     elif what == "evict":
-        await _evict(requests, numbers)
+        await evict(requests, numbers)
     else:
         await requests.do("resize", (0, 0, numbers[2], 0))
     await asyncio.sleep(0.1)
     world.end_trouble()
     if what != "clear":
         for prompt in range(len(PROMPTS)):
-            await _evict(requests, (prompt, *numbers[1:]))
-    await asyncio.sleep(_WELL_S)
+            await evict(requests, (prompt, *numbers[1:]))
+    await asyncio.sleep(WELL_S)
     await requests.do("flush", (0, 0, 0, 0))
-    await _die(requests, numbers)
+    await die(requests, numbers)
 
 
 async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
@@ -106,7 +138,7 @@ async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
             await asyncio.sleep(0.002)
 
     with world.slow():
-        await asyncio.sleep(_WELL_S)
+        await asyncio.sleep(WELL_S)
         traffic = [asyncio.ensure_future(store_for_ever()) for _ in range(2)]
         await asyncio.sleep(0.3)
         try:
@@ -128,18 +160,23 @@ async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
     elif numbers[2] % 3 == 1:
         requests.world.fail_all()
     for prompt in range(1 + numbers[1] % 3):
-        await _store(requests, (numbers[0] + prompt, *numbers[1:]))
+        await store(requests, (numbers[0] + prompt, *numbers[1:]))
+    if numbers[0] % 3 == 0:
+        await evict(requests, numbers)
+    if numbers[0] % 2:
+        requests.world.end_trouble()
+        await asyncio.sleep(WELL_S)
     await requests.do("drain", (0, 0, 0, 0))
     if numbers[3] % 2:
-        await _die(requests, numbers)
+        await die(requests, numbers)
 
 
 async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
     """What a flush has synced is there when the machine is back."""
     requests.world.end_trouble()
-    await asyncio.sleep(_WELL_S)
+    await asyncio.sleep(WELL_S)
     for prompt in range(1 + numbers[1] % 3):
-        await _store(requests, (numbers[0] + prompt, *numbers[1:]))
+        await store(requests, (numbers[0] + prompt, *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 0))
     await requests.do("power", (0, 0, 0, numbers[3] % 40))
 
@@ -147,14 +184,14 @@ async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
 async def use_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """A block that is used again goes to tiers that take what is used often; who flushes waits for it."""
     with requests.world.slow():
-        await asyncio.sleep(_WELL_S)
-        await _store(requests, numbers)
+        await asyncio.sleep(WELL_S)
+        await store(requests, numbers)
         if numbers[1] % 2 and requests.shape.has("cpu"):
             await requests.do("plan", (numbers[0], 2, 30, 0))
         else:
             await requests.do("load", (numbers[0], 2, 10, 2))
         await requests.do("flush", (0, 0, 0, numbers[3]))
-        await _die(requests, numbers)
+        await die(requests, numbers)
         await asyncio.sleep(0.1)
 
 
@@ -164,17 +201,17 @@ async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
     await requests.do("store", (numbers[0], 2, 30, 2))
     await requests.do("flush", (0, 0, 0, 1))
     for i in range(len(chain) - 1):
-        await requests.do("evict", (numbers[0], 2, 30, _of_tier(requests, i)))
-    with world.slow(lookup_s=_NEARLY_LATE_S, latency_s=_NEARLY_LATE_S):
+        await requests.do("evict", (numbers[0], 2, 30, of_tier(requests, i)))
+    with world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
         await requests.do("plan" if numbers[1] % 2 else "load", (numbers[0], 2, 30, 0))
 
 
 async def overtake(requests: "Requests", numbers: "Numbers") -> None:
     """Weights change while blocks of theirs are being loaded, and change back."""
-    await _store(requests, numbers)
+    await store(requests, numbers)
     chain = requests.shape.chain
     if len(chain) > 1:
-        await requests.do("evict", (numbers[0], 2, 30, _of_tier(requests, 0)))
+        await requests.do("evict", (numbers[0], 2, 30, of_tier(requests, 0)))
     number = WEIGHTS.index(requests.weights)
     loading = asyncio.ensure_future(requests.do("load", (numbers[0], 2, 30, 2)))
     await asyncio.sleep((0.0, 0.0002, 0.001, 0.003)[numbers[1] % 4])
@@ -187,13 +224,13 @@ async def store_for_two(requests: "Requests", numbers: "Numbers") -> None:
     """Two tenants' blocks of the same hashes wait to be written together, and each is served its own."""
     whose = [number for number, keys in enumerate(PROMPTS) if keys.digests == PROMPTS[0].digests]
     for prompt in whose:
-        await _evict(requests, (prompt, *numbers[1:]))
+        await evict(requests, (prompt, *numbers[1:]))
     for prompt in whose:
-        await _store(requests, (prompt, *numbers[1:]))
+        await store(requests, (prompt, *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 1))
     for i in range(len(requests.shape.chain) - 1):
         for prompt in whose:
-            await requests.do("evict", (prompt, 2, 30, _of_tier(requests, i)))
+            await requests.do("evict", (prompt, 2, 30, of_tier(requests, i)))
     for prompt in whose:
         await requests.do("load", (prompt, 2, 30, 2))
 
@@ -202,20 +239,20 @@ async def be_late(requests: "Requests", numbers: "Numbers") -> None:
     """Calls end long after their time, when others would like their slots: no block has another's bytes."""
     world, is_read = requests.world, numbers[1] % 2 == 0
     if is_read:
-        await _store(requests, numbers)
+        await store(requests, numbers)
         await requests.do("flush", (0, 0, 0, 1))
-        await _leave_memory(requests, [numbers[0]])
+        await leave_memory(requests, [numbers[0]])
     world.stall_all()
     await requests.do("load" if is_read else "store", (numbers[0], 2, 10, 2))
     await asyncio.sleep((0.0, 1.5)[numbers[2] % 2])
     world.end_trouble()
     others = [numbers[0] + 1 + i for i in range(3)]
     for prompt in others:
-        await _store(requests, (prompt, *numbers[1:]))
+        await store(requests, (prompt, *numbers[1:]))
     await asyncio.sleep((0.0, 6.0, 25.0)[numbers[3] % 3])
     for prompt in (*others, numbers[0]):
         await requests.do("load", (prompt, 2, 10, 2))
-    await _leave_memory(requests, [*others, numbers[0]])
+    await leave_memory(requests, [*others, numbers[0]])
     for prompt in (*others, numbers[0]):
         await requests.do("load", (prompt, 2, 10, 2))
 
@@ -224,10 +261,10 @@ async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
     """Bits change where blocks are: those are not served."""
     prompts = [numbers[0], numbers[0] + 1]
     for prompt in prompts:
-        await _store(requests, (prompt, *numbers[1:]))
+        await store(requests, (prompt, *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 1))
-    await _leave_memory(requests, prompts)
-    for _ in range(_NUM_ROT):
+    await leave_memory(requests, prompts)
+    for _ in range(NUM_ROT):
         await requests.do("rot", (0, 0, 0, 1 if requests.shape.has("store") else 2))
     for prompt in prompts:
         await requests.do("load", (prompt, 2, 10, 2))
@@ -235,28 +272,35 @@ async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
 
 async def evict_before_it_is_there(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while they are being stored, and wait for a disk: then they are not there."""
-    world, memory, kv = requests.world, requests.memory, requests.kv
-    with world.slow():
-        await asyncio.sleep(_WELL_S)
-        traffic = [
-            asyncio.ensure_future(requests.transfer(fresh(world.number()), (1, 1, 10, 14), is_load=False))
-            for _ in range(5)
-        ]
+    with requests.world.slow():
+        await asyncio.sleep(WELL_S)
+        for i in range(3):
+            traffic = [
+                asyncio.ensure_future(requests.transfer(fresh(requests.world.number()), (1, 1, 10, 14), is_load=False))
+                for _ in range(5)
+            ]
+            await asyncio.sleep(0)
+            try:
+                await _evict_at_once(requests, (numbers[2] >> 4 * i) % 30, in_pool=(numbers[1] >> 2 * i) % 8 > 0)
+            finally:
+                await asyncio.gather(*traffic)
+
+
+async def _evict_at_once(requests: "Requests", num_turns: int, *, in_pool: bool) -> None:
+    """Begin to store blocks, and evict them some turns of the loop later."""
+    memory, kv, keys, region = requests.memory, requests.kv, fresh(requests.world.number()), requests.memory.take()
+    if region is None or requests.ending:
+        return
+    handle = kv.start_store(keys, memory.fill(keys, requests.weights, region, in_pool=in_pool))
+    requests.count_asked("store", len(keys), is_sure=True)
+    for _ in range(num_turns):
         await asyncio.sleep(0)
-        keys, region = fresh(world.number()), memory.take()
-        if region is not None and not requests.ending:
-            in_pool = numbers[1] % 8 > 0
-            handle = kv.start_store(keys, memory.fill(keys, requests.weights, region, in_pool=in_pool))
-            requests.count_asked("store", len(keys), is_sure=True)
-            for _ in range(numbers[2] % 30):
-                await asyncio.sleep(0)
-            evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
-            await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
-            memory.give(region)
-            await requests.do("flush", (0, 0, 0, 1))
-            if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
-                raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
-        await asyncio.gather(*traffic)
+    evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
+    await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
+    memory.give(region)
+    await requests.do("flush", (0, 0, 0, 1))
+    if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
+        raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
 
 
 async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> None:
@@ -284,7 +328,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
             world.known.check(asked, np.asarray(states == BlockState.HIT), "membership of what was just evicted")
 
     with world.slow():
-        await asyncio.sleep(_WELL_S)
+        await asyncio.sleep(WELL_S)
         slow = ("write", "delete", "lookup", "read")[numbers[1] % 4]
         world.store.faults.extra_s = {slow: 0.3}
         if numbers[2] % 3 == 0:  # what is to go is remembered until the store can be told
@@ -296,6 +340,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
                 await asyncio.sleep((0.01, 0.02, 0.2, 0.5)[(n >> 2 * i) % 4])
                 if n >> (8 + i) & 1:
                     await storing
+                    world.known.forget_kept(names_of(keys, requests.weights))
                     await asyncio.gather(*(kv.evict(keys, tier=tier) for tier in requests.shape.chain[:-1]))
                     loading = asyncio.ensure_future(requests.transfer(keys, (1, 1, 10, 2), is_load=True))
                     await asyncio.sleep(0.01)
@@ -317,13 +362,14 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     world, kv = requests.world, requests.kv
     mine, *ahead = [fresh(world.number())[:1] for _ in range(1 + _AHEAD)]
     world.end_trouble()
-    await asyncio.sleep(_WELL_S)
+    await asyncio.sleep(WELL_S)
     for keys in (mine, *ahead):
         await requests.transfer(keys, (1, 1, 10, 2), is_load=False)
     await requests.do("flush", (0, 0, 0, 1))
     for tier in requests.shape.chain[:-1]:
         await asyncio.gather(*(kv.evict(keys, tier=tier) for keys in (mine, *ahead)))
-    if requests.ending or world.may_be_wrong:
+    world.known.forget_kept([name for keys in (mine, *ahead) for name in names_of(keys, requests.weights)])
+    if requests.ending or world.may_be_wrong or world.is_slow:
         return
     with world.slow(latency_s=_SLOW_READ_S):
         for keys in ahead:
@@ -336,22 +382,13 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
             raise WrongAnswer("delayed", f"a load took {took_s:.2f} s beside prefetches that came before it")
 
 
-async def _leave_memory(requests: "Requests", prompts: Sequence[int]) -> None:
-    for i, tier in enumerate(requests.shape.chain):
-        for prompt in prompts if tier in {"gpu", "cpu"} else ():
-            await requests.do("evict", (prompt, 2, 10, _of_tier(requests, i)))
-
-
-def _of_tier(requests: "Requests", i: int) -> int:
-    """Return the last number of an eviction from one tier."""
-    return next(number for number in range(0, 100, 4) if number % len(requests.shape.chain) == i)
-
-
 async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     """So many ask a store at once that the last waits for longer than a call may take: it hears what it would alone."""
     keys, kv, world = span(numbers), requests.kv, requests.world
+    if world.is_slow:
+        return
     with world.slow(lookup_s=_SLOW_LOOKUP_S):
-        await asyncio.sleep(_WELL_S)
+        await asyncio.sleep(WELL_S)
         await requests.do("store", numbers)
         await requests.do("flush", (0, 0, 0, 1))
         if requests.shape.has("cpu"):
@@ -368,9 +405,13 @@ async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
             raise WrongAnswer("crowded out", f"{last.num_blocks} of {alone.num_blocks} blocks are found in a crowd")
 
 
-_SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+_SMALL: Final = 24
+_THEMES: Final = 0.75
+"""How many seeds are about one scene, and on tiers for it."""
+_MOST_DRAWN: Final = 100
+SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     (expire_and_die, lambda shape: shape.ttl_s is not None and shape.has("nvme")),
-    (shrink_and_die, lambda shape: shape.has("nvme")),
+    (shrink_and_die, lambda shape: shape.is_roomy),
     (fail_once_and_die, lambda shape: shape.has("nvme")),
     (wait_beside_stores, lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other")),
     (drain_and_end, lambda shape: shape.keeps_all),
@@ -387,27 +428,56 @@ _SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     (sync_and_lose_power, lambda shape: shape.keeps_all),
     (open_beside, lambda shape: shape.has_neighbours and shape.has("nvme")),
     (share_store, lambda shape: shape.has_neighbours and shape.has("store")),
+    (
+        shrink_memory,
+        lambda shape: shape.keeps_all and shape.writes_back and shape.has("cpu") and shape.admit_after == 1,
+    ),
+    (shrink_while_filling, lambda shape: shape.has("cpu") or shape.has("nvme")),
+    (look_while_computing, lambda shape: shape.chain[0] in {"cpu", "gpu"}),
+    (evict_on_its_way, lambda shape: shape.is_owned and shape.has("gpu") and shape.cpu_slots <= _SMALL),
+    (plan_and_store, lambda shape: shape.has("cpu") and shape.cpu_slots <= _SMALL),
+    (overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
+    (
+        note_down_beside_stores,
+        lambda shape: shape.writes_soon and (shape.disk_slots <= _SMALL or shape.num_disks > 1),
+    ),
+    (fail_to_overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
+    (load_behind_held_slots, lambda shape: shape.keeps_all and shape.chain[0] == "nvme"),
+    (pin_and_flush, lambda shape: shape.keeps_all),
+    (clear_beside_stores, lambda shape: shape.is_owned),
+    (evict_rot_and_die, lambda shape: shape.has("nvme") and shape.num_disks == 1),
+    (flush_and_die, lambda shape: shape.keeps_all),
+    (load_in_a_crowd, lambda shape: shape.keeps_all),
+    (load_beside_a_slow_store, lambda shape: shape.has("store") and shape.chain[0] in {"cpu", "nvme"}),
+    (hang_and_flush, lambda shape: not shape.has("other")),
+    (use_again, lambda shape: (shape.keeps_all or shape.keeps_in_store) and shape.admit_after == 1),
+    (suffer, lambda shape: not shape.has("other")),
+    (ask_where, lambda shape: shape.keeps_in_store and shape.admit_after == 1),
+    (store_after_a_late_deletion, lambda shape: shape.keeps_in_store and shape.admit_after == 1),
 )
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
     """Choose one that means something to such tiers."""
-    scenes = [scene for scene, suits in _SCENES if suits(shape)]
+    scenes = [scene for scene, is_for in SCENES if is_for(shape)]
     return scenes[number % len(scenes)] if scenes else nothing
+
+
+def suits(scene: Scene, shape: Shape) -> bool:
+    """Say whether a scene means something to such tiers."""
+    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in SCENES)
+
+
+def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
+    """Draw the scene that a seed is about, or none, and tiers that it means something to."""
+    theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
+    for _ in range(_MOST_DRAWN):
+        shape = drawn_shape(tape)
+        if suits(theme, shape):
+            return theme, shape
+    return nothing, shape
 
 
 async def nothing(_: "Requests", __: "Numbers") -> None:
     """Act none."""
     await asyncio.sleep(0)
-
-
-async def _store(requests: "Requests", numbers: "Numbers") -> None:
-    await requests.do("store", (numbers[0], 2, 30 if numbers[3] % 2 else 10, 2))
-
-
-async def _evict(requests: "Requests", numbers: "Numbers") -> None:
-    await requests.do("evict", (numbers[0], 2, 10, 1))
-
-
-async def _die(requests: "Requests", numbers: "Numbers") -> None:
-    await requests.do("power" if numbers[2] % 5 == 0 else "die", (0, 0, 0, numbers[3] % 40))

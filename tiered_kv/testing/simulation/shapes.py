@@ -78,6 +78,12 @@ class Shape:
         """Whether all tiers are this cache's alone."""
         return not {"store", "other"} & set(self.chain)
 
+    @property
+    def writes_soon(self) -> bool:
+        """Whether the disk gets what is stored as soon as it is."""
+        waits = self.writes_back and ("cpu" in self.chain or "gpu" in self.chain)
+        return self.has("nvme") and not waits and self.admit_after == 1
+
     def has(self, medium: str) -> bool:
         """Whether there is such a tier."""
         return medium in self.chain

@@ -57,7 +57,7 @@ class Transferring(Requester):
         try:
             move = self._loads if is_load else self._stores
             task = asyncio.ensure_future(move(keys, region, numbers, in_pool=in_pool, is_layerwise=is_layerwise))
-            if numbers[3] % 5 == 1:
+            if is_cancelled := numbers[3] % 5 == 1:
                 for _ in range(numbers[2] % 40):
                     await asyncio.sleep(0)
                 task.cancel()
@@ -69,6 +69,8 @@ class Transferring(Requester):
                 raise WrongAnswer("never ends", f"{'load' if is_load else 'store'} of {len(keys)} blocks")
             if not task.cancelled():
                 task.result()
+            elif not is_cancelled:
+                raise WrongAnswer("cancelled", "a transfer was cancelled by nobody")
         finally:
             self._computing.pop(region, None)
             self.memory.give(region)
@@ -178,12 +180,17 @@ class Transferring(Requester):
     ) -> None:
         known, weights, started, num_removals = self.world.known, self.weights, self.now, self.num_removals
         names = names_of(keys, weights)
-        source, fill = self.memory.at(keys, region, in_pool=in_pool), partial(self.memory.fill, keys, weights, region)
-        event = self._event(numbers, region, partial(fill, in_pool=in_pool))
-        if event is None:
-            fill(in_pool=in_pool)
+        source = self.memory.at(keys, region, in_pool=in_pool)
+
+        def compute() -> None:
+            self.memory.fill(keys, weights, region, in_pool=in_pool)
+            known.computed(names)
+
+        event = self._event(numbers, region, compute)
         self._asked["store"] += len(keys)
-        known.store_begins(names, self.now)
+        known.store_begins(names, self.now, is_computed=False)
+        if event is None:
+            compute()
         is_whole = False
         try:
             hint = ReuseHint(0.0) if numbers[2] % 13 == 0 else None

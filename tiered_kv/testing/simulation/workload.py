@@ -14,11 +14,12 @@ from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.planning import Planning
 from tiered_kv.testing.simulation.requester import Numbers
-from tiered_kv.testing.simulation.scenes import scene_for
+from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.threads import Process
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, Held, World
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.results import CacheStatistics
 
 _OPS: Final = (
     ("load", 30),
@@ -53,6 +54,13 @@ _OPS: Final = (
     ("scene", 10),
 )
 _NAMES: Final = tuple(name for name, weight in _OPS for _ in range(weight))
+_THEME_ODDS: Final = 0.4
+"""Of the scene that a seed is about, for each thing that an engine does."""
+_READS_ALL: Final = 0.5
+"""How often all that may be there is loaded at an opening."""
+_MOST_UNTOLD: Final = 2
+"""Errors of one kind of which nobody hears, as their processes end at that moment."""
+_LOOKS_AGAIN_S: Final = 0.05
 
 
 @dataclass(frozen=True)
@@ -66,10 +74,18 @@ class Requests(Asking, Keeping):
     """The requests of one process's engine, while its cache is open."""
 
     def __init__(
-        self, world: World, process: Process, shape: Shape, memory: Memory, device: ScriptedDevice, weights: str
+        self,
+        world: World,
+        process: Process,
+        shape: Shape,
+        memory: Memory,
+        device: ScriptedDevice,
+        weights: str,
+        theme: Scene,
     ) -> None:
         super().__init__(world, process, shape, memory, device, weights)
         self._planning: Planning | None = None
+        self._theme = theme
 
     # A process from the opening of its cache to its end.
 
@@ -96,6 +112,9 @@ class Requests(Asking, Keeping):
         world.known.opened(self.now)
         self._check_kept()
         self._check_gone()
+        if world.tape.chance("plan", _READS_ALL):  # what is found is what it is called
+            for prompt in range(len(PROMPTS)):
+                await self.do("load", (prompt, 2, 10, 2), by="opening")
         try:
             await asyncio.gather(*(self._drive(n) for n in range(num_drivers)))
             if not world.failures:
@@ -127,7 +146,11 @@ class Requests(Asking, Keeping):
     async def _drive(self, number: int) -> None:
         world, tape = self.world, self.world.tape
         while not world.is_over and not self.ending:
-            name = tape.pick("plan", _NAMES)
+            if self.is_alone:
+                await asyncio.sleep(_LOOKS_AGAIN_S)
+                continue
+            is_theme = self._theme is not nothing and tape.chance("plan", _THEME_ODDS)
+            name = "theme" if is_theme else tape.pick("plan", _NAMES)
             a, b, c, d = (tape.draw("plan", 1 << 16) for _ in range(4))
             await self.do(name, (a, b, c, d), by=str(number))
 
@@ -137,14 +160,25 @@ class Requests(Asking, Keeping):
         world.num_steps += 1
         call = f"{by}: {name}"
         world.tell(f"{call} {' '.join(str(number % 97) for number in numbers)}")
-        await getattr(self, f"_{name}")(numbers, **how)
+        await (self._of_theme if name == "theme" else getattr(self, f"_{name}"))(numbers, **how)
         self._check()
         world.tell(f"{call} done")
 
     async def _scene(self, numbers: Numbers) -> None:
-        scene = scene_for(self.shape, numbers[0])
-        self.world.tell(f"scene {scene.__name__}")
-        await scene(self, (numbers[0] // 7, *numbers[1:]))
+        await self._act(scene_for(self.shape, numbers[0]), (numbers[0] // 7, *numbers[1:]))
+
+    async def _of_theme(self, numbers: Numbers) -> None:
+        await self._act(self._theme if suits(self._theme, self.shape) else nothing, numbers)
+
+    async def _act(self, scene: Scene, numbers: Numbers) -> None:
+        """Act a scene, beside what others do, or alone: then nobody begins anything else before it is over."""
+        is_alone = not self.is_alone and bool(numbers[1] >> 8 & 1)
+        self.world.tell(f"scene {scene.__name__}" + (", alone" if is_alone else ""))
+        self.is_alone |= is_alone
+        try:
+            await scene(self, numbers)
+        finally:
+            self.is_alone &= not is_alone
 
     def _check(self) -> None:
         world = self.world
@@ -152,6 +186,10 @@ class Requests(Asking, Keeping):
             raise WrongAnswer("foreign memory", f"somebody has written to regions {touched}, which are nobody's")
         if races := self.device.races:
             raise WrongAnswer("race", f"accesses that nothing orders: {races[0]}")
+        for tier in self.kv.stats().tiers:
+            if tier.num_slots and tier.free + tier.ready + tier.withheld > tier.num_slots:
+                held = f"{tier.free} free, {tier.ready} ready, {tier.withheld} withheld"
+                raise WrongAnswer("limit", f"{tier.tier}: {held} of {tier.num_slots} slots")
         if self.shape.ttl_s is not None and self.shape.is_owned and not world.trouble.since_told:
             idle_s = 3 * self.shape.ttl_s + 6.0
             world.known.expire(idle_s, self.now, weakly=world.trouble.since_told)
@@ -177,6 +215,15 @@ class Requests(Asking, Keeping):
         stats = kv.stats()
         if held := Held.of(stats).what:
             raise WrongAnswer("leak", "; ".join(held))
+        self._check_counts(stats)
+        if world.trouble.is_stale:
+            return
+        self.check_disks()
+        world.trouble.since_told = False
+        world.known.told(self.now)
+
+    def _check_counts(self, stats: CacheStatistics) -> None:
+        """What was counted adds up, and of what media raised somebody was told."""
         if sum(tier.hits for tier in stats.tiers) + stats.missed != stats.requested:
             raise WrongAnswer(
                 "counts", f"{stats.requested} blocks asked for, {stats.missed} missed, hits do not add up"
@@ -186,11 +233,9 @@ class Requests(Asking, Keeping):
         for what, counted in (("load", stats.requested), ("store", stats.store_requested)):
             if not 0 <= counted - self._asked[what] <= self._perhaps[what]:
                 raise WrongAnswer("counts", f"{self._asked[what]} blocks were asked for by {what}s, {counted} counted")
-        if world.trouble.is_stale:
-            return
-        self.check_disks()
-        world.trouble.since_told = False
-        world.known.told(self.now)
+        raised, told = self.world.store.raised, self.world.told
+        if silent := [what for what, n in raised.items() if n >= _MOST_UNTOLD and not told[what]]:
+            raise WrongAnswer("silent", f"a store raised {silent} again and again, and nobody was told")
 
     def check_disks(self) -> None:
         """What lies on a disk is no more than its tier may take, once nothing is in the way of giving it back."""
@@ -243,7 +288,7 @@ class Requests(Asking, Keeping):
         if numbers[3] % 2 and self.shape.has("store"):
             world.store.rot()
         else:
-            world.disks[0].rot(in_largest=numbers[3] % 4 == 2)
+            world.disks[0].rot(in_largest=numbers[3] % 4 == 2, name="ledger" if numbers[3] % 8 == 4 else "")
 
     async def _remember(self, numbers: Numbers) -> None:
         self.world.disks[numbers[3] % len(self.world.disks)].remember()

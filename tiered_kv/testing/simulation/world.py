@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
 from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
-from tiered_kv.testing.simulation.shapes import NUM_ALL, Shape, drawn_shape
+from tiered_kv.testing.simulation.shapes import NUM_ALL, Shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
@@ -48,6 +49,20 @@ _DISK_SLOT: Final = 16_500
 """Bytes of an NVMe tier's capacity for a slot of both groups."""
 _MOST_A_WRITE: Final = 32 << 10
 """Bytes of one call of a store."""
+
+
+_RATES: Final = {
+    "errors": (True, "error", 1.0),
+    "short": (True, "short", 1.0),
+    "disk stalls": (True, "stall", 0.25),
+    "store errors": (False, "error", 1.0),
+    "store lies": (False, "false", 1.0),
+    "store stalls": (False, "stall", 0.5),
+    "disk hangs": (True, "hang", 0.25),
+    "store hangs": (False, "hang", 0.25),
+}
+"""Of each kind of trouble: whether it is a disk's or a store's, which of its faults, and how often for given odds."""
+KINDS_OF_TROUBLE: Final = ("store is broken", "disk is away", *_RATES)
 
 
 @dataclass(eq=False)
@@ -90,11 +105,14 @@ class World:
         digest_of: Hashes the timeline, kept or not.
         num_steps: Calls of engines and changes of the world, so far.
         num_tier_faults: How often a cache said that a tier has failed, or was late.
+        told: Why tiers have failed, as caches said: how often by what, in a word.
         has_neighbour: Whether another engine has ever shared the store: what one evicts the other may store again.
         has_flooded: Whether more blocks were stored than media have room for: others may have gone for them.
+        gpu_s: What a copy of a GPU takes, now and then.
+        slow_copies: How many take that.
     """
 
-    def __init__(self, tape: Tape, num_steps: int, *, keeps_timeline: bool = False) -> None:
+    def __init__(self, tape: Tape, num_steps: int, shape: Shape, *, keeps_timeline: bool = False) -> None:
         gc.freeze()  # `_collect` walks what is made from here on, and not all of torch
         self.tape = tape
         depth = tape.pick("plan", (None, None, None, 3, 10))
@@ -103,7 +121,7 @@ class World:
         self.system = SimulatedSystem(self.turns, tape, self.files)
         self.known = Known()
         self.trouble = Trouble()
-        self.shape = drawn_shape(tape)
+        self.shape = shape
         self.timeline: list[str] = []
         self.num_lines = 0
         self.hash = 0
@@ -111,7 +129,10 @@ class World:
         self.turns.tell, self.turns.found = self.tell, self.fail
         self.num_steps = 0
         self.num_tier_faults = 0
+        self.told = Counter[str]()
         self.has_flooded = self.has_neighbour = False
+        self.gpu_s = tape.pick("plan", (0.0, 0.0, 0.001, 0.005))
+        self.slow_copies = 0.2
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
         self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
@@ -122,7 +143,7 @@ class World:
         self._graveyard: list[object] = []
         self._num_processes = 0
         self._num_numbers = 0
-        self._num_engines = 0
+        self._num_engines = self._num_slow = 0
         self._began = self.turns.now
 
     def _disk(self, path: str) -> Disk:
@@ -197,43 +218,31 @@ class World:
         """Return a capacity of the NVMe tier for so many slots of each group."""
         return 300_000 + num_slots * _DISK_SLOT
 
-    def begin_trouble(self, number: int) -> str:
-        """Have something go wrong from now on; return what."""
+    def begin_trouble(self, number: int, kind: str = "") -> str:
+        """Have something go wrong from now on, of some kind or any, often where a kind is named; return what."""
         tape = self.tape
         disk, store = self.disks[number % len(self.disks)].faults, self.store.faults
-        kinds = ("errors", "short", "disk stalls", "store errors", "store lies", "store stalls", "store is broken")
-        kind = tape.pick("plan", (*kinds, "disk hangs", "store hangs", "disk is away"))
-        odds = tape.pick("plan", (0.03, 0.2, 0.6))
-        if kind == "errors":
-            disk.error = odds
-        elif kind == "short":
-            disk.short = odds
-        elif kind == "disk stalls":
-            disk.stall = odds / 4
-        elif kind == "disk hangs":
-            disk.hang = odds / 4
-        elif kind == "disk is away":
+        odds = 0.6
+        if not kind:
+            kind = tape.pick("plan", KINDS_OF_TROUBLE)
+            odds = tape.pick("plan", (0.03, 0.2, 0.6))
+        if kind == "disk is away":
             self.disks[number % self.shape.num_disks].gone = errno.ENODEV
-        elif kind == "store hangs":
-            store.hang = odds / 4
-        elif kind == "store errors":
-            store.error = odds
-        elif kind == "store lies":
-            store.false = odds
-            self.trouble.has_lied = True
-        elif kind == "store stalls":
-            store.stall = odds / 2
-        else:
+        elif kind == "store is broken":
             store.broken_methods = (tape.pick("plan", ("locate", "describe", "lookup", "delete", "write")),)
+        else:
+            is_of_disk, what, share = _RATES[kind]
+            setattr(disk if is_of_disk else store, what, odds * share)
+        self.trouble.has_lied |= kind == "store lies"
         self._is_in_trouble()
         return f"{kind} {odds}"
 
-    def fail_once(self, number: int, at: int) -> None:
-        """Have the ``at``'th call of a disk from now on fail, and none after it."""
+    def fail_once(self, number: int, at: int, num_calls: int = 1) -> None:
+        """Have the ``at``'th call of a disk from now on fail, and perhaps some after it, and no others."""
         disk = self.disks[number % self.shape.num_disks]
-        disk.faults.once = at
+        disk.faults.once, disk.faults.num_once = at, num_calls
         self._is_in_trouble()
-        self.tell(f"trouble: call {at} of {disk.path} fails")
+        self.tell(f"trouble: call {at} of {disk.path} fails, {num_calls} in a row")
 
     def fail_all(self) -> None:
         """Have every call of every disk fail."""
@@ -254,20 +263,29 @@ class World:
         self.known.trouble_begins()
         self.trouble.is_on = self.trouble.since_told = True
 
+    @property
+    def is_slow(self) -> bool:
+        """Whether media are as slow as somebody has said who measures by that."""
+        return self._num_slow > 0
+
     @contextmanager
     def slow(self, *, lookup_s: float = 1e-3, latency_s: float = 0.02) -> Iterator[None]:
         """Have disks that take 10 ms a call, a store that takes what is said, and no other trouble from now on."""
         self.end_trouble()
-        self.trouble.is_settled = True
-        for disk in self.disks:
-            disk.faults.latency_s = 0.01
-        self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
+        if not self._num_slow:  # else others measure by what they have said
+            self.trouble.is_settled = True
+            for disk in self.disks:
+                disk.faults.latency_s = 0.01
+            self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
+        self._num_slow += 1
         try:
             yield
         finally:
-            self.trouble.is_settled = False
-            self.trouble.slow_until = self.turns.now
-            self._mend()
+            self._num_slow -= 1
+            if not self._num_slow:  # else others are measuring yet
+                self.trouble.is_settled = False
+                self.trouble.slow_until = self.turns.now
+                self._mend()
 
     def number(self) -> int:
         """Return a number that was never returned before."""
@@ -360,6 +378,8 @@ class World:
         def work() -> None:
             while True:
                 self.turns.wait(device.is_any_ready, what="copies")
+                if self.gpu_s and self.tape.chance("turns", self.slow_copies):
+                    self.turns.sleep(self.gpu_s)
                 device.step()
                 self.turns.pause()
 
@@ -374,6 +394,8 @@ class World:
                 return
             self.tell(f"event {type(event).__name__}")
             self.num_tier_faults += isinstance(event, TierFailed | TierStalled | TierTripped)
+            if isinstance(event, TierFailed):
+                self.told[event.error.split(":")[0]] += 1
             trouble = self.trouble
             is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale
             is_explained = is_explained or trouble.has_unentered

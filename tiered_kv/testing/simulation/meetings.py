@@ -1,0 +1,383 @@
+"""Scenes in which two things meet: blocks that are on their way, and what takes them away or the room that they need.
+
+And what scenes have in common: how a prompt is stored, evicted, taken out of memory, and how a process ends.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from tiered_kv.testing.simulation.engine import PROMPTS, N, fresh
+from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.transferring import awaited
+from tiered_kv.testing.simulation.world import KINDS_OF_TROUBLE, LONGEST_S
+from tiered_kv.values.keys import BlockKeys
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.simulation.requester import Numbers
+    from tiered_kv.testing.simulation.workload import Requests
+
+WELL_S: Final = 13.0
+"""After this, tiers that were at fault are in use again."""
+NEARLY_LATE_S: Final = 0.9
+AT_ONCE_S: Final = 0.5
+"""What a load takes at most from memory, or from a disk that takes 10 ms a call."""
+PLAIN: Final = (1, 1, 10, 2)
+"""Numbers of a transfer without anything particular."""
+COMPUTED_LATER: Final = (1, 0, 10, 2)
+"""The same behind an event that fires 0.2 s later."""
+_COPY_S: Final = 0.005
+_LONGEST_STALL_S: Final = 30.0
+_LATE_DELETION_S: Final = (1.5, 3.0)
+
+
+async def well(requests: "Requests") -> None:
+    """Wait until nothing is, or was lately, at fault."""
+    requests.world.end_trouble()
+    await asyncio.sleep(WELL_S)
+
+
+async def store(requests: "Requests", numbers: "Numbers") -> None:
+    """Store a prompt; by half of the numbers all of it."""
+    await requests.do("store", (numbers[0], 2, 30 if numbers[3] % 2 else 10, 2))
+
+
+async def evict(requests: "Requests", numbers: "Numbers") -> None:
+    """Evict a prompt from everywhere."""
+    await requests.do("evict", (numbers[0], 2, 10, 1))
+
+
+async def load(requests: "Requests", prompts: Sequence[int]) -> None:
+    """Load prompts, one after another."""
+    for prompt in prompts:
+        await requests.do("load", (prompt, 2, 10, 2))
+
+
+async def die(requests: "Requests", numbers: "Numbers") -> None:
+    """Have the process end suddenly, soon, and perhaps its machine."""
+    await requests.do("power" if numbers[2] % 5 == 0 else "die", (0, 0, 0, numbers[3] % 40))
+
+
+async def leave_memory(requests: "Requests", prompts: Sequence[int]) -> None:
+    """Evict prompts from the memory tiers."""
+    for i, tier in enumerate(requests.shape.chain):
+        for prompt in prompts if tier in {"gpu", "cpu"} else ():
+            await requests.do("evict", (prompt, 2, 10, of_tier(requests, i)))
+
+
+def of_tier(requests: "Requests", i: int) -> int:
+    """Return the last number of an eviction from one tier."""
+    return next(number for number in range(0, 100, 4) if number % len(requests.shape.chain) == i)
+
+
+class Quiet:
+    """Says whether nothing that a scene did not do has happened since it was made."""
+
+    def __init__(self, requests: "Requests") -> None:
+        self._requests = requests
+        self._before = self._now()
+
+    def is_so(self, num_own: int = 0) -> bool:
+        """Say whether nothing was taken away but by the scene, no weights were named, and nothing is at fault."""
+        requests, (num_removals, num_epochs) = self._requests, self._before
+        is_same = self._now() == (num_removals + num_own, num_epochs)
+        return is_same and not requests.ending and not requests.world.may_be_wrong
+
+    def _now(self) -> tuple[int, int]:
+        return self._requests.num_removals, self._requests.num_epochs
+
+
+def _are_in_use(requests: "Requests") -> bool:
+    """Say whether no tier is bypassed: a call that stalls may outlast the trouble of which it is by half a minute."""
+    return not any(tier.open_breakers for tier in requests.kv.stats().tiers)
+
+
+def is_there(requests: "Requests", keys: BlockKeys) -> bool:
+    """Say whether all of some blocks are found at once."""
+    return requests.kv.lookup_nowait(keys).num_blocks == len(keys)
+
+
+async def evict_all(requests: "Requests", keys: BlockKeys) -> None:
+    """Evict blocks that scenes alone have named, or of which nothing more is expected."""
+    requests.world.known.forget_kept(names_of(keys, requests.weights))
+    await requests.kv.evict(keys)
+
+
+async def evict_from_memory(requests: "Requests", keys: BlockKeys) -> None:
+    """Have the memory tiers lose blocks."""
+    requests.world.known.taken_from_memory(names_of(keys, requests.weights))
+    for tier in requests.shape.chain:
+        if tier in {"gpu", "cpu"}:
+            await requests.kv.evict(keys, tier=tier)
+
+
+# Other capacities.
+
+
+async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
+    """The CPU tier is made smaller while blocks wait there to be written: they are written first."""
+    await well(requests)
+    prompts = [fresh(requests.world.number()) for _ in range(5 + numbers[1] % 4)]
+    quiet, is_resizing = Quiet(requests), requests.num_resizing > 0
+    for keys in prompts:
+        await requests.transfer(keys, PLAIN, is_load=False)
+    there = [keys for keys in prompts if is_there(requests, keys)]
+    if requests.ending or not requests.keeps_all() or is_resizing:
+        return
+    await requests.do("resize", (0, 0, 0, 1))
+    is_quiet = quiet.is_so(1) and _are_in_use(requests)
+    if is_quiet and requests.keeps_all() and (lost := sum(not is_there(requests, keys) for keys in there)):
+        raise WrongAnswer("lost", f"{lost} of {len(there)} prompts that were in memory, as it was made smaller")
+    for keys in prompts:
+        await evict_all(requests, keys)
+
+
+async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None:
+    """A tier is made smaller while blocks are on their way to slots beyond its new end."""
+    for prompt in range(3):
+        await store(requests, (prompt, *numbers[1:]))
+    is_of_memory = bool(numbers[3] % 2)
+    with requests.world.slow():
+        how: Numbers = COMPUTED_LATER if is_of_memory else PLAIN
+        keys = [fresh(requests.world.number()) for _ in range(5)]
+        storing = [asyncio.ensure_future(requests.transfer(each, how, is_load=False)) for each in keys]
+        await asyncio.sleep(0.005 * (numbers[2] % 8))
+        await requests.do("resize", (0, 0, 0, int(is_of_memory)))
+        await asyncio.gather(*storing)
+        await asyncio.sleep(0.3)
+        await requests.do("stats", numbers)
+        await requests.do("resize", (0, 0, 2, int(is_of_memory)))
+
+
+# What is on its way.
+
+
+async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None:
+    """Half of a prompt is there, and the rest not even computed: it is not found."""
+    await evict(requests, numbers)
+    await requests.do("store", (numbers[0], 2, 10 + N // 2, 2))
+    await requests.do("store", (numbers[0], 2, 10 + N // 2, 2))  # a use more
+    prompt = PROMPTS[numbers[0] % len(PROMPTS)]
+    storing = asyncio.ensure_future(requests.transfer(prompt, COMPUTED_LATER, is_load=False))
+    for _ in range(3):
+        await asyncio.sleep(0.02)
+        await requests.do("lookup", (numbers[0], 2, 10, 1))
+    await storing
+
+
+async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
+    """Blocks are evicted while they go from one tier to the next: they arrive nowhere."""
+    world, kv = requests.world, requests.kv
+    before = world.gpu_s, world.slow_copies
+    world.gpu_s, world.slow_copies = _COPY_S, 1.0
+    try:
+        for i in range(4):
+            others, keys = [fresh(world.number()) for _ in range(numbers[1] >> i & 3)], fresh(world.number())
+            await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in (*others, keys)))
+            await asyncio.sleep(0.002 * (numbers[3] >> 3 * i & 7))
+            evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
+            await asyncio.sleep(0.1)
+            await requests.do("flush", (0, 0, 0, 1))
+            if requests.ending:
+                return
+            if not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
+                raise WrongAnswer("came back", "blocks were evicted on their way from tier to tier, and are there")
+    finally:
+        world.gpu_s, world.slow_copies = before
+
+
+async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
+    """Plans lie in a queue while much is stored: their slots are nobody else's."""
+    world = requests.world
+    prompts = [numbers[0] + i for i in range(1 + numbers[1] % 2)]
+    for prompt in prompts:
+        await store(requests, (prompt, 0, 0, 0))
+    planning = [asyncio.ensure_future(requests.do("plan", (prompt, 2, 5 + 8 * 2, 0))) for prompt in prompts]
+    world.known.forget_kept()
+    world.has_flooded = True
+    for _ in range(4):
+        keys = [fresh(world.number()) for _ in range(5)]
+        await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
+        await asyncio.sleep(0.01)
+    await asyncio.gather(*planning)
+
+
+# Waits.
+
+
+async def flush_and_die(requests: "Requests", numbers: "Numbers") -> None:
+    """What is on its way to a slow disk is there once it is flushed."""
+    with requests.world.slow():
+        await asyncio.sleep(WELL_S)
+        for prompt in range(1 + numbers[1] % 3):
+            await store(requests, (numbers[0] + prompt, *numbers[1:]))
+        await requests.do("flush", (0, 0, 0, numbers[3]))
+        await requests.do("power" if numbers[3] % 4 == 0 else "die", (0, 0, 0, numbers[2] % 8))
+        await asyncio.sleep(0.1)
+
+
+async def load_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
+    """More is loaded at once from media that are well than there are slots for: each load is whole, and soon."""
+    await well(requests)
+    prompts = [numbers[0] + i for i in range(8)]
+    for prompt in prompts:
+        await requests.do("store", (prompt, 2, 10, 2))
+    await requests.do("flush", (0, 0, 0, 1))
+    await leave_memory(requests, prompts)
+    await asyncio.gather(*(load(requests, [prompt]) for prompt in prompts))
+
+
+async def load_behind_held_slots(requests: "Requests", _: "Numbers") -> None:
+    """Loads that wait for what the engine computes have all slots: who comes next has theirs as soon as they end."""
+    world, kv = requests.world, requests.kv
+    await well(requests)
+    prompts = [0, 1, 2, 3, 4]
+    for prompt in prompts:
+        await requests.do("store", (prompt, 2, 10, 2))
+    await requests.do("flush", (0, 0, 0, 1))
+    mine, *others = [PROMPTS[prompt][:4] for prompt in prompts]
+    are_there = all(is_there(requests, keys) for keys in (mine, *others))
+    if requests.ending or not requests.is_alone or kv.stats().transfers or not are_there or world.may_be_late:
+        return
+    holding = [asyncio.ensure_future(requests.transfer(keys, COMPUTED_LATER, is_load=True)) for keys in others]
+    await asyncio.sleep(0.1)
+    started = requests.now
+    await requests.transfer(mine, PLAIN, is_load=True)
+    took_s = requests.now - started
+    await asyncio.gather(*holding)
+    if took_s > AT_ONCE_S and not requests.ending and not world.may_be_late:
+        raise WrongAnswer("delayed", f"a load took {took_s:.2f} s behind others that had the slots for 0.2 s")
+
+
+async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> None:
+    """A store is nearly late with each call: what is in tiers of the cache's own is loaded at once."""
+    with requests.world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
+        await asyncio.sleep(WELL_S)
+        keys = fresh(requests.world.number())
+        await requests.transfer(keys, PLAIN, is_load=False)
+        if numbers[1] % 2 and requests.shape.has("nvme"):
+            await requests.do("flush", (0, 0, 0, 1))
+            await evict_from_memory(requests, keys)
+        if requests.ending or not is_there(requests, keys):
+            return
+        started = requests.now
+        await requests.transfer(keys, PLAIN, is_load=True)
+        took_s = requests.now - started
+        if is_there(requests, keys) and took_s > AT_ONCE_S and not requests.ending:
+            raise WrongAnswer("delayed", f"a load from tiers of its own took {took_s:.2f} s beside a slow store")
+
+
+async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
+    """Media hang, and much is to be written: who flushes is told that it is not, and does not wait for ever."""
+    world = requests.world
+    for kind in ("disk hangs", "store hangs"):
+        world.begin_trouble(numbers[1], kind)
+    for disk in world.disks:
+        disk.faults.hang = 1.0
+    world.store.faults.hang = 1.0
+    storing = [
+        asyncio.ensure_future(requests.do("store", (numbers[0] + i, 2, 10, 2))) for i in range(3 + numbers[2] % 4)
+    ]
+    await asyncio.gather(*storing)
+    await requests.do("flush", (0, 0, 0, 1))
+    world.end_trouble()
+
+
+async def use_again(requests: "Requests", numbers: "Numbers") -> None:
+    """Media that were at fault are in use again some seconds after they are well: they are written to, and read."""
+    world, kv = requests.world, requests.kv
+    if numbers[1] % 3 == 0:
+        world.stall_all()
+    else:
+        kinds = ("errors", "store errors") if numbers[1] % 3 == 1 else ("disk hangs", "store hangs")
+        for kind in kinds:
+            world.begin_trouble(0, kind)
+    for i in range(4):
+        cancelled = (numbers[0] + i, 2, numbers[2] >> i, 1)
+        await asyncio.gather(
+            requests.do("store", (numbers[0] + i, 2, 10, 2)),
+            requests.do("load", cancelled),
+            requests.do("load", cancelled),
+            requests.do("lookup", (numbers[0] + i, 2, 10, 1)),
+        )
+        await asyncio.sleep((0.0, 0.3, 1.0, 3.0)[numbers[3] >> 2 * i & 3])
+    world.end_trouble()
+    await asyncio.sleep(_LONGEST_STALL_S + WELL_S)  # which may have begun at the last moment
+    quiet = Quiet(requests)
+    for is_probe in (True, False):
+        keys = fresh(world.number())
+        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.do("flush", (0, 0, 0, 1))
+        await evict_from_memory(requests, keys)
+        if requests.ending:
+            return
+        num_found = (await requests.within(LONGEST_S, "lookup", kv.lookup(keys))).num_blocks
+        await requests.transfer(keys, PLAIN, is_load=True)
+        if not is_probe and num_found < len(keys) and quiet.is_so() and requests.keeps_all():
+            raise WrongAnswer("bypassed", f"{num_found} of {len(keys)} blocks are kept by media that are well again")
+        await asyncio.sleep(1.0)
+
+
+async def suffer(requests: "Requests", numbers: "Numbers") -> None:
+    """Something is wrong with media most of the time, of one kind, while all that there is to ask is asked."""
+    world = requests.world
+    for prompt in range(2):
+        await store(requests, (numbers[0] + prompt, *numbers[1:]))
+    await requests.do("flush", (0, 0, 0, 1))
+    await leave_memory(requests, [numbers[0]])
+    media = {medium for medium, name in (("store", "store"), ("disk", "nvme")) if requests.shape.has(name)}
+    kinds = [kind for kind in KINDS_OF_TROUBLE if ("store" if kind.startswith("store") else "disk") in media]
+    kind = kinds[numbers[1] % len(kinds)]
+    world.tell(f"trouble: {world.begin_trouble(numbers[2], kind)}, most of the time")
+    for i, what in enumerate(2 * ("lookup", "load", "stats", "store", "groups", "evict", "explain", "store", "load")):
+        await requests.do(what, (numbers[0] + (i + numbers[3]) % 3, 2, 10, 3 * (numbers[3] >> i & 1) + 2))
+    world.end_trouble()
+
+
+async def ask_where(requests: "Requests", _: "Numbers") -> None:
+    """A store cannot say where blocks are; that it has them it can say, and it is read."""
+    world, kv = requests.world, requests.kv
+    with world.slow():
+        await asyncio.sleep(WELL_S)
+        keys = fresh(world.number())
+        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.do("flush", (0, 0, 0, 1))
+        await evict_from_memory(requests, keys)
+        if requests.ending:
+            return
+        quiet, before = Quiet(requests), (await kv.lookup(keys)).num_blocks
+        world.store.faults.broken_methods = ("locate",)
+        for __ in range(4):
+            await kv.lookup(keys, where=True)
+        after = (await kv.lookup(keys)).num_blocks
+        if after < before and quiet.is_so():
+            raise WrongAnswer("bypassed", f"{after} of {before} blocks are found in a store that cannot say where")
+
+
+async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") -> None:
+    """A store is late to delete blocks: what is stored anew, once who evicted knows that, is there if it says so."""
+    world, kv, memory = requests.world, requests.kv, requests.memory
+    with world.slow():
+        await asyncio.sleep(WELL_S)
+        keys = fresh(world.number())
+        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.do("flush", (0, 0, 0, 1))
+        world.store.faults.extra_s = {"delete": _LATE_DELETION_S[numbers[1] % 2]}
+        evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
+        if requests.ending or not evicted.kept_by or (region := memory.take()) is None:
+            return
+        quiet = Quiet(requests)
+        handle = kv.start_store(keys, memory.fill(keys, requests.weights, region))
+        requests.count_asked("store", len(keys), is_sure=True)
+        result = await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
+        memory.give(region)
+        settled = await requests.within(LONGEST_S, "settled()", awaited(result.settled))
+        is_written = all(tier.written == len(keys) for tier in settled if tier.tier == "store")
+        await asyncio.sleep(2 * _LATE_DELETION_S[1])
+        world.store.faults.extra_s = {}
+        await evict_from_memory(requests, keys)
+        if requests.ending:
+            return
+        is_in_use, num_found = _are_in_use(requests), (await kv.lookup(keys)).num_blocks
+        if is_written and num_found < len(keys) and is_in_use and quiet.is_so():
+            raise WrongAnswer("lost", f"{num_found} of {len(keys)} blocks are there that were written to the store")
