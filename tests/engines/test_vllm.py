@@ -66,7 +66,6 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     assert answer["rounds"][0]["tokens"] == alone[:2]
     assert hits_of(answer) == sum(answer["rounds"][0]["cached"]) == HITS
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] == HITS // 32
-    assert answer["counters"]["vllm:tiered_kv_loaded_tokens"] == HITS, "counted when they are in place"
     assert answer["lookups"] == {"asked": HITS // 32}, "our metrics count each request once"
     by_source = {name: answer["labelled"][f"vllm:prompt_tokens_cached_by_source {name}"] for name in ("host", "disk")}
     assert by_source == {"host": 0, "disk": HITS}, "vLLM was told where they were"
@@ -277,7 +276,6 @@ def test_requests_at_once_with_preemption(runs: Runs, vllm: Environment, tiny_ll
     assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
     assert answer["preemptions"] > 0
     assert hits_of(answer) == 8 * 2 * 32, "of the second round; vLLM counts requests that come back apart"
-    assert answer["counters"]["vllm:tiered_kv_errors"] == 0, "what is cancelled is no error"
     assert answer["counters"]["vllm:tiered_kv_load_blocks"] > 8 * 2, "requests that were preempted came back from us"
 
 
