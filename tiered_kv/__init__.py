@@ -14,6 +14,7 @@ from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import (
     Backend,
     BackendContext,
+    Begun,
     Block,
     Found,
     Inventory,
@@ -179,6 +180,7 @@ __all__ = [
     "BackendContext",
     "BackendError",
     "BackendUnavailableError",
+    "Begun",
     "Block",
     "BlockCache",
     "BlockCorruptError",
