@@ -150,7 +150,8 @@ class ReadyLoad:
         self._again: LoadHandle | None = None
         self._faults: list[TierFault] = []
         self._ended: asyncio.Future[LoadResult] = loop.create_future()
-        self._admitted: asyncio.Future[None] = loop.create_future()
+        self._is_admitted = False
+        self._admitted: asyncio.Future[None] | None = None if fill is None else loop.create_future()
 
     def start(self) -> LoadHandle:
         """Copy, or have it done by the stream, once all is in memory."""
@@ -167,12 +168,13 @@ class ReadyLoad:
     @property
     def is_admitted(self) -> bool:
         """Whether it is known how many blocks will be in place: all of them are leased."""
-        return self._admitted.done()
+        return self._is_admitted
 
     async def wait_admitted(self) -> int:
         """Return how many blocks there will be, in a later turn of the loop."""
         await asyncio.sleep(0)
-        await asyncio.shield(self._admitted)
+        if self._admitted is not None:
+            await asyncio.shield(self._admitted)
         return self._num_blocks
 
     def copy_of(self, layer: int) -> LaneCopy | None:
@@ -182,7 +184,7 @@ class ReadyLoad:
     @property
     def is_copying(self) -> bool:
         """From the moment when all is in memory."""
-        return self._admitted.done()
+        return self._is_admitted
 
     def stop_before(self, block: int) -> int:
         """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
@@ -205,7 +207,7 @@ class ReadyLoad:
     def _arrived(self) -> None:
         """Copy what has come, once nothing more will, or none came in time."""
         fill, chain, n = self._fill, self._request.chain, len(self._request.batch)
-        if fill is None or self._admitted.done():
+        if fill is None or self._is_admitted:
             return
         if not fill.done.done():
             names = sorted({chain.names[number] for number in fill.source.tolist()})
@@ -233,13 +235,13 @@ class ReadyLoad:
         self._again.when_done(self._ended_again)
 
     def _ended_again(self, ended: "asyncio.Future[LoadResult]") -> None:
-        self._admitted.set_result(None)
+        is_well = not ended.cancelled() and ended.exception() is None
+        self._admit(ended.result().num_blocks if is_well else 0)
         if ended.cancelled():
             self._ended.cancel()
         elif (error := ended.exception()) is not None:
             self._ended.set_exception(error)
         else:
-            self._num_blocks = ended.result().num_blocks
             self._ended.set_result(ended.result())
 
     def _let_go_of_fill(self) -> None:
@@ -249,8 +251,9 @@ class ReadyLoad:
             self._fill.let_go()
 
     def _admit(self, num_blocks: int) -> None:
-        self._num_blocks = num_blocks
-        self._admitted.set_result(None)
+        self._num_blocks, self._is_admitted = num_blocks, True
+        if self._admitted is not None:
+            self._admitted.set_result(None)
 
     def _copy_all(self) -> None:
         """Copy what has been found, or have it done by the stream."""
@@ -291,13 +294,22 @@ class ReadyLoad:
             num_blocks = 0
         is_resident = self._fill is None
         chain.release(*self._leases, is_use=num_blocks > 0 and is_resident)
-        numbers = np.full(num_blocks, chain.memory.index(self._tier), np.int8)
-        if self._fill is not None:
-            is_in = self._filled < num_blocks
-            numbers[self._filled[is_in]] = self._fill.source[is_in]
         if num_blocks:
-            chain.touch(request.batch[:num_blocks], but=self._tier if is_resident else None)
-        counts = np.bincount(numbers, minlength=len(chain.tiers)).tolist()
+            used = request.batch if num_blocks == len(request.batch) else request.batch[:num_blocks]
+            chain.touch(used, but=self._tier if is_resident else None)
+        counts = self._counts(num_blocks)
         self._ended.set_result(
             load_result(request, num_blocks, counts, faults, asyncio.get_running_loop().time() - self._started)
         )
+
+    def _counts(self, num_blocks: int) -> list[int]:
+        """Say how many of so many leading blocks each tier had."""
+        chain, number = self._request.chain, self._request.chain.memory.index(self._tier)
+        counts = [0] * len(chain.tiers)
+        counts[number] = num_blocks
+        if self._fill is not None:
+            brought = self._fill.source[self._filled < num_blocks]
+            counts[number] -= len(brought)
+            for source in brought.tolist():
+                counts[source] += 1
+        return counts
