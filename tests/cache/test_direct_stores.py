@@ -10,10 +10,11 @@ from tests.cache.test_host_pools import KEYS, SLOTS, Pool
 from tests.support.backends import ScriptedSlotBackend, only
 from tests.support.caches import AnyTier, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tiered_kv import CPULoadStoreSpec, Outcome, Reason
+from tiered_kv import CacheLimits, CPULoadStoreSpec, Outcome, Reason
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
+LIMITS = CacheLimits(window=64 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES)
 INTO = CPULoadStoreSpec(range(9), pool="swap")
 FROM = CPULoadStoreSpec(SLOTS, pool="swap")
 
@@ -130,3 +131,24 @@ async def test_what_memory_is_to_keep_is_copied() -> None:
             slots.on_write.release()
             await until_idle(kv)
         slots = ScriptedSlotBackend()
+
+
+async def test_a_direct_store_that_waits_for_its_turn_can_be_given_up() -> None:
+    """The medium takes 16 writes at once: a store behind them that is cancelled ends, and reads nothing any more."""
+    slots = ScriptedSlotBackend()
+    one = CPULoadStoreSpec(SLOTS[:1], pool="swap")
+    async with open_cache(slots, engine=Engine(), limits=LIMITS) as kv:
+        filled(kv)
+        slots.on_write.hold()
+        first = [kv.start_store(prompt(1, seed=seed), one) for seed in range(1, 17)]
+        await until(lambda: slots.on_write.num_held == 16)
+        late = kv.start_store(KEYS[:1], one)
+        for _ in range(9):
+            await asyncio.sleep(0)
+        late.cancel()
+        with fail_after(30):
+            assert (await late).num_stored == 0
+        slots.on_write.release()
+        assert [(await each).num_stored for each in first] == [1] * 16
+        await until_idle(kv)
+        assert not (await kv.lookup(KEYS)).num_blocks

@@ -410,14 +410,14 @@ class OwnedTier(StorageTier, BookedTier):
         try:
             reservation = self.index.reserve(batch.names[at])
         except CapacityError:
-            return _SlotWrite(len(batch), batch[:0], at[:0], None, WriteReport.nothing_of(len(batch), Reason.NO_ROOM))
+            return _SlotWrite(batch[:0], at[:0], None, WriteReport.nothing_of(len(batch), Reason.NO_ROOM))
         self.counters.evicted += len(reservation.evicted)
         fresh = reservation.slots >= 0
         nothing, present = np.zeros(len(batch), np.bool_), np.zeros(len(batch), np.bool_)
         present[at[~fresh]] = True
         report = WriteReport(nothing, present, ~wanted, self._refusal, ~wanted)
         todo = at[fresh]
-        writing = _SlotWrite(len(batch), batch[todo], todo, reservation, report)
+        writing = _SlotWrite(batch[todo], todo, reservation, report)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))
@@ -707,14 +707,12 @@ class _SlotWrite:
     """Blocks of one write that go to slots of the index.
 
     Attributes:
-        num_blocks: Of the whole write.
         batch: What is to be written.
         todo: Its positions in the write.
         reservation: Of its slots; None if there was no room.
         report: What has become of all blocks.
     """
 
-    num_blocks: int
     batch: Batch
     todo: NDArray[np.intp]
     reservation: Reservation | None

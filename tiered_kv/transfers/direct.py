@@ -173,11 +173,10 @@ class DirectStore(Store):
         waiter = Waiter(Kind.STORE)
         blocks = self._slots.blocks(pages)
         with self._tier.expecting(part.names) as wanted:
-            writing: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
-            if not self._tier.begin_write(part, blocks, wanted.copy, _nothing, waiter, writing.set_result):
-                writing = asyncio.create_task(
-                    self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
-                )
+            # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
+            writing = asyncio.create_task(
+                self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
+            )
             await _to_the_end(self, self._chain, {writing: waiter}, deadline)
         if writing.cancelled():
             self._drop(part, Reason.REVOKED if self.revoked else Reason.DEADLINE)
