@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 
 from tests.cache.test_model import VirtualMachine
 from tiered_kv import Outcome
+from tiered_kv.cache.checks import LoadCall
+from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.records import Records
 from tiered_kv.tiers.tier import Batch, Naming
-from tiered_kv.transfers.handles import LoadHandle, Revocable
-from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.start import ReadyLoad
+from tiered_kv.transfers.handles import Revocable
+from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.values.keys import epoch_digest
 
 MUST_FIND = settings(
@@ -49,20 +50,12 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _loads_ignore_new_weights(patch: pytest.MonkeyPatch) -> None:
-    start = ReadyLoad.start
+    request_of = Seat.load_request
 
-    def anyway(self: ReadyLoad) -> LoadHandle:
-        self._request = replace(self._request, is_current=lambda: True)
-        return start(self)
+    def anyway(self: Seat, call: LoadCall) -> LoadRequest:
+        return replace(request_of(self, call), is_current=lambda: True)
 
-    count = Load._count_loaded  # noqa: SLF001 - no public call tells it
-
-    def count_anyway(self: Load) -> tuple[int, list[int]]:
-        self._request = replace(self._request, is_current=lambda: True)
-        return count(self)
-
-    patch.setattr(ReadyLoad, "start", anyway)
-    patch.setattr(Load, "_count_loaded", count_anyway)
+    patch.setattr(Seat, "load_request", anyway)
 
 
 def _a_cancelled_call_leaves_its_copies_running(patch: pytest.MonkeyPatch) -> None:

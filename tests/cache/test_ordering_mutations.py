@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedStream
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.start import ReadyLoad
+from tiered_kv.transfers.ready import ReadyLoad
 from tiered_kv.transfers.store import Store
 
 T = TypeVar("T")
@@ -180,8 +180,8 @@ def _end_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is pas
     def start(self: ReadyLoad) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
         handle = right(self)
         assert self._copy is not None
-        self._copy.ended.remove_done_callback(self._copied)
-        self._copied(self._copy.ended) if self._copy.ended.done() else self._end(None)
+        self._copy.ended.remove_done_callback(self._stream_copied)
+        self._copied(self._copy.ended.exception() if self._copy.ended.done() else None)
         return handle
 
     return start

@@ -455,14 +455,18 @@ class TierIndex(Occupancy):
 
     def touch(self, names: Names) -> None:
         """Make the ready ones of these blocks the most recently used, the head of the batch most of all."""
-        if not self.max_slots:
-            return
-        slots, states = self.find(names)
-        used = self._own(unique(slots[states == READY])[::-1])
+        if self.max_slots:
+            slots, states = self.find(names)
+            self.use(slots[states == READY])
+
+    def use(self, slots: Slots) -> None:
+        """`touch` the blocks in these slots, which are ready; repeats are harmless."""
+        used = self._own(unique(slots)[::-1])
         if not len(used):
             self._policy.use(used)  # a policy's time goes on with whatever is asked for
             return
-        idle = used[self._num_leases[used] == 0]
+        num_leases = self._num_leases.take(used)
+        idle = used[num_leases == 0] if num_leases.any() else used
         self._want(used)
         self._policy.park(idle)
         self._policy.use(used)

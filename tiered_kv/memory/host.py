@@ -116,7 +116,7 @@ class HostSlab:
             os.close(self._fd)
             raise
         self.rows = _words_of(self._memory).view(num_slots, stride_bytes // 8)
-        self._headers = _Headers()
+        self._headers = Headers()
         self._close_fd = weakref.finalize(self, os.close, self._fd)  # of a slab that nobody closes, too
         self._close_fd.atexit = False
 
@@ -179,15 +179,11 @@ class HostSlab:
         try:
             yield blocks
         finally:
-            self.take_back(blocks)
+            blocks.give_back()
 
     def lend_blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> "LentBlocks":
-        """Do what `blocks` does, until `take_back`."""
-        return LentBlocks(self, slots.tolist() if isinstance(slots, np.ndarray) else slots, self._headers)
-
-    def take_back(self, blocks: "LentBlocks") -> None:
-        """Lend the headers of these blocks again."""
-        self._headers.give(blocks.headers)
+        """Do what `blocks` does, until `LentBlocks.give_back`."""
+        return LentBlocks(slots, self._headers, self.padded, self.payload_bytes)
 
     def give_back(self, start: int, stop: int) -> None:
         """Return the pages of some slots to the system, in every process: they read as zeros, and come when touched.
@@ -217,19 +213,27 @@ def touch(rows: Tensor) -> None:
 
 
 class LentBlocks(Blocks):
-    """Record buffers over slots of a slab.
+    """Record buffers over slots: each the slot and a header page, which holds whatever the last call left in it."""
 
-    Attributes:
-        headers: Of each block.
-    """
+    def __init__(
+        self,
+        slots: Sequence[int] | NDArray[np.int64],
+        headers: "Headers",
+        padded: Callable[[int], memoryview],
+        payload_bytes: int,
+    ) -> None:
+        """Lend ``slots``, of which ``padded`` returns the bytes, whole pages."""
+        numbers = slots.tolist() if isinstance(slots, np.ndarray) else slots
+        self._headers = headers
+        self._taken = taken = headers.take(len(numbers))
+        super().__init__(len(numbers), lambda n: Block(taken[n], padded(numbers[n]), payload_bytes))
 
-    def __init__(self, slab: HostSlab, slots: Sequence[int], headers: "_Headers") -> None:
-        """Lend ``slots``; made by `HostSlab` only."""
-        self.headers = taken = headers.take(len(slots))
-        super().__init__(len(slots), lambda n: Block(taken[n], slab.padded(slots[n]), slab.payload_bytes))
+    def give_back(self) -> None:
+        """End the lending, once: the headers are lent again."""
+        self._headers.give(self._taken)
 
 
-class _Headers:
+class Headers:
     """Page-aligned header buffers, made when needed and kept for the next call: as many as were ever lent at once."""
 
     def __init__(self) -> None:
@@ -237,6 +241,7 @@ class _Headers:
         self._lock = threading.Lock()
 
     def take(self, n: int) -> list[memoryview]:
+        """Lend some."""
         with self._lock:
             while len(self._free) < n:
                 memory = memoryview(mmap.mmap(-1, _HEADERS_AT_ONCE * _HEADER_BYTES))
@@ -246,6 +251,7 @@ class _Headers:
             return taken
 
     def give(self, headers: list[memoryview]) -> None:
+        """Take them back."""
         with self._lock:
             self._free += headers
 

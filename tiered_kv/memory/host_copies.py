@@ -38,8 +38,10 @@ _ONE_BY_ONE_BYTES = 16 << 10
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages ``(n, pages_per_block)`` into slots."""
     if _are_few(caches, pages):
-        for target, source, num_bytes in _pieces(rows, slots, caches, pages):
-            _move_with_gil(target, source, num_bytes)
+        for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
+            for address, stride, num_bytes, offset in caches.facts:
+                for page, page_id in enumerate(page_ids):
+                    _move_with_gil(slot + offset + page * num_bytes, address + page_id * stride, num_bytes)
         return
     memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
@@ -60,8 +62,10 @@ def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots into blocks of pages ``(n, pages_per_block)``."""
     if _are_few(caches, pages):
-        for source, target, num_bytes in _pieces(rows, slots, caches, pages):
-            _move_with_gil(target, source, num_bytes)
+        for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
+            for address, stride, num_bytes, offset in caches.facts:
+                for page, page_id in enumerate(page_ids):
+                    _move_with_gil(address + page_id * stride, slot + offset + page * num_bytes, num_bytes)
         return
     memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
@@ -82,17 +86,6 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
 def _are_few(caches: PagedCaches, pages: Ids) -> bool:
     num_pieces = pages.size * len(caches.fragments)
     return num_pieces <= _FEW_PIECES and num_pieces * caches.fragments[0].num_bytes <= _FEW_BYTES
-
-
-def _pieces(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> Iterator[tuple[int, int, int]]:
-    """Yield for each page of each fragment its address in a slot, that in the engine's memory, and its length."""
-    facts = caches.facts
-    for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
-        for address, stride, num_bytes, offset in facts:
-            at = slot + offset
-            for page_id in page_ids:
-                yield at, address + page_id * stride, num_bytes
-                at += num_bytes
 
 
 def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: Ids) -> None:

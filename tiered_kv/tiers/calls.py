@@ -403,8 +403,9 @@ def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[
     def problem_of(outcomes: list[Outcome]) -> str:
         if len(outcomes) != num_blocks:
             return f"{len(outcomes)} outcomes for {num_blocks} blocks"
-        if odd := [each for each in outcomes if each not in allowed]:
-            return f"no outcome of such a call: {odd[0]!r:.80}"
+        if sum(map(outcomes.count, allowed)) < num_blocks:
+            odd = next(each for each in outcomes if each not in allowed)
+            return f"no outcome of such a call: {odd!r:.80}"
         return ""
 
     return problem_of

@@ -178,12 +178,12 @@ class Chain:
         for storage in self.storage:
             storage.hint(batch, hint)
 
-    def touch(self, batch: Batch, came: int | None = None, *, but: MemoryTier | None = None) -> None:
+    def touch(self, batch: Batch, came: int | None = None, *, but: Tier | None = None) -> None:
         """Count a use of the blocks in every tier, see `touch_there` and `count_use`."""
         self.touch_there(batch, but=but)
         self.count_use(batch, came)
 
-    def touch_there(self, batch: Batch, *, but: MemoryTier | None = None) -> None:
+    def touch_there(self, batch: Batch, *, but: Tier | None = None) -> None:
         """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
 
         In ``but`` it is counted already.
@@ -192,7 +192,8 @@ class Chain:
             if memory is not but:
                 memory.index.touch(batch.names)
         for storage in self.storage:
-            storage.touch(batch)
+            if storage is not but:
+                storage.touch(batch)
 
     def count_use(self, batch: Batch, came: int | None = None) -> None:
         """Count one use of the blocks, for the tiers that want some before they take a block.

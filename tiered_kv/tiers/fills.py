@@ -45,7 +45,7 @@ class Unwritten:
         self.num_failed = 0
         self.has_lost = False
         self._under_way = Counter[int]()
-        self._has_ended = asyncio.Event()
+        self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
 
     @property
@@ -72,11 +72,13 @@ class Unwritten:
     def end(self, came: int) -> None:
         """Count it no longer. What it leaves to be written waits already."""
         _take(self._under_way, came, 1)
-        self._has_ended.set()
-        self._has_ended = asyncio.Event()
+        if self._has_ended is not None:
+            self._has_ended.set()
+            self._has_ended = None
 
     async def one_ended(self) -> None:
         """Wait until something that is under way has ended."""
+        self._has_ended = self._has_ended or asyncio.Event()
         await self._has_ended.wait()
 
     def is_under_way(self, mark: int) -> bool:
@@ -429,7 +431,7 @@ class _Part:
     def _end(self, report: ReadReport | None) -> None:
         """Take note of what came; None: nobody knows."""
         fill, host, is_late = self._fill, self._host, self._tier.name in self._fill.late_tiers
-        host.slab.take_back(self._blocks)
+        self._blocks.give_back()
         if report is not None:
             arrived = np.zeros(len(fill.source), np.bool_)
             arrived[self._at], fill.gone[self._at] = report.right, report.gone

@@ -301,7 +301,8 @@ class Budget:
         self.scrubs = scrubs
         self.room = Room()
         self._in_flight = [0] * len(Kind)
-        self._paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}
+        paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}
+        self._paces = {kind: pace for kind, pace in paces.items() if pace is not None and pace.is_limited}
 
     @property
     def in_flight(self) -> int:
@@ -330,10 +331,10 @@ class Budget:
         return None if give is _nothing else give
 
     def _attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
-        fits = self.in_flight + num_bytes <= self.limit * _SHARE[waiter.priority]
+        fits = sum(self._in_flight) + num_bytes <= self.limit * _SHARE[waiter.priority]
         if self._in_flight[waiter.kind] and not fits:
             return None
-        pace = self._paces[waiter.kind]
+        pace = self._paces.get(waiter.kind)
         if pace is not None and not pace.take(num_bytes, self.room.changed):
             return None
         self._in_flight[waiter.kind] += num_bytes
@@ -376,6 +377,7 @@ class Pace:
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
         """Make one; None is no limit."""
+        self.is_limited = bytes_per_s is not None
         self._bytes = Bandwidth(bytes_per_s, clock)
         self._timer: asyncio.TimerHandle | None = None
 

@@ -35,7 +35,7 @@ class Breaker:
         """Whether calls should not be made now. False once in a while for a tier that fails: for the probe."""
         if self._num_late or self._probe:
             return True
-        return self.is_tripped and self._clock() < self._retry_at
+        return bool(self._opened_by) and self._clock() < self._retry_at
 
     @property
     def is_tripped(self) -> bool:
@@ -151,6 +151,8 @@ class StorageHealth:
         self.deletes = Breaker(clock, rng)
         self.upkeep = Breaker(clock, rng)
         self.locates = Breaker(clock, rng)
+        self._breakers = {"write": self.writes, "delete": self.deletes, "locate": self.locates}
+        self._breakers |= dict.fromkeys(_UPKEEP, self.upkeep)
         self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
@@ -234,6 +236,4 @@ class StorageHealth:
         return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep, self.locates))
 
     def _breaker(self, doing: str) -> Breaker:
-        if doing in _UPKEEP:
-            return self.upkeep
-        return {"write": self.writes, "delete": self.deletes, "locate": self.locates}.get(doing, self.reads)
+        return self._breakers.get(doing, self.reads)

@@ -34,7 +34,7 @@ from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import READ, WRITTEN, StorageTier, TierParts, both
-from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport
+from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport, which
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierFailed
 from tiered_kv.values.hints import ReuseHint
@@ -220,8 +220,10 @@ class OwnedTier(StorageTier, BookedTier):
         waiter: Waiter,
         on_late: Callable[[], None],
         then: Callable[[ReadReport], None],
+        *,
+        is_use: bool = False,
     ) -> bool:
-        if self._codec is not None or not self.backend.makes_records or self._is_off(waiter):
+        if self._codec is not None or not self.backend.makes_records:
             return False
         num_bytes = self._num_bytes(len(batch))
         if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
@@ -237,10 +239,11 @@ class OwnedTier(StorageTier, BookedTier):
         def end(answer: Answer[list[Outcome]]) -> None:
             outcomes = self._seen(answer, verification, len(batch), verdicts=answer.value)
             report = self._report(batch, np.arange(len(batch)), lease.slots, outcomes, verification.refused, len(batch))
-            lease.release()
+            is_right = bool(report.right.all())
+            lease.release(is_use=is_use and is_right)
             give_back()
             self._see_missing()
-            self.speed.end(read, is_well=bool(report.right.all()))
+            self.speed.end(read, is_well=is_right)
             then(report)
 
         if self.calls.begin(
@@ -283,7 +286,7 @@ class OwnedTier(StorageTier, BookedTier):
         self, wanted: Batch, at: NDArray[np.intp], slots: Slots, outcomes: list[Outcome], refused: Refusals, n: int
     ) -> ReadReport:
         """Say what became of those at some of ``n`` positions that were read; remove what is not as it should be."""
-        if not all(outcome is Outcome.HIT for outcome in outcomes):
+        if outcomes.count(Outcome.HIT) < len(outcomes):
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             broken &= self.index.find(wanted.names)[0] == slots
             self.take_out(wanted.names, broken, refused, wanted)
@@ -298,13 +301,13 @@ class OwnedTier(StorageTier, BookedTier):
         on_late: Callable[[], None],
         waiter: Waiter,
         then: Callable[[WriteReport], None],
-    ) -> bool:
+    ) -> Callable[[], None] | None:
         num_bytes = self._num_bytes(len(batch))
         if self._is_off(waiter) or not self._wear.take(num_bytes):
-            return False
+            return None
         if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
             self._wear.give_back(num_bytes)
-            return False
+            return None
 
         def end(report: WriteReport) -> None:
             give_back()
@@ -313,10 +316,9 @@ class OwnedTier(StorageTier, BookedTier):
 
         writing = self._take_slots(batch, is_wanted())
         if len(writing.todo):
-            self._begin_on(writing, blocks, both(give_back, on_late), waiter, end)
-        else:
-            end(self._end_write(writing))
-        return True
+            return self._begin_on(writing, blocks, both(give_back, on_late), waiter, end)
+        end(self._end_write(writing))
+        return _nothing
 
     def _begin_on(
         self,
@@ -325,8 +327,8 @@ class OwnedTier(StorageTier, BookedTier):
         on_late: Callable[[], None],
         waiter: Waiter,
         then: Callable[[WriteReport], None],
-    ) -> None:
-        """Do what `_write_on` does, without a task where nothing has to be waited for."""
+    ) -> Callable[[], None]:
+        """Do what `_write_on` does, without a task where nothing has to be waited for; return what gives it up then."""
 
         async def finish(work: Awaitable[object]) -> None:
             try:
@@ -343,9 +345,16 @@ class OwnedTier(StorageTier, BookedTier):
                 return
             then(self._end_write(writing))
 
-        if not self._begin_to_write(writing, blocks, written, waiter, on_late):
-            work = self._move_on(writing, list(blocks), on_late, waiter)
-            self._tasks.spawn(finish(work), f"write {len(writing.todo)} blocks to {self.name}")
+        if self._begin_to_write(writing, blocks, written, waiter, on_late):
+            return _nothing
+        work = self._move_on(writing, list(blocks), on_late, waiter)
+        task = self._tasks.spawn(finish(work), f"write {len(writing.todo)} blocks to {self.name}")
+
+        def give_up() -> None:
+            if waiter.is_waiting:  # else the medium has the memory
+                task.cancel()
+
+        return give_up
 
     def _begin_to_write(
         self,
@@ -429,8 +438,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._in_write.pop(writing, None)
         reservation = writing.reservation
         assert reservation is not None  # noqa: S101 - else there was nothing to write
-        stored = np.array([outcome is Outcome.STORED for outcome in outcomes], np.bool_)
-        refused = np.array([outcome is Outcome.REFUSED for outcome in outcomes], np.bool_)
+        stored, refused = which(outcomes, Outcome.STORED), which(outcomes, Outcome.REFUSED)
         is_fresh = reservation.slots >= 0
         ok = np.zeros(len(is_fresh), np.bool_)
         ok[is_fresh] = stored
@@ -722,3 +730,7 @@ class _SlotWrite:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
         self.slots: Slots = slots[slots >= 0]
+
+
+def _nothing() -> None:
+    pass

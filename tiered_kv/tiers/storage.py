@@ -148,11 +148,13 @@ class StorageTier(Tier):
         waiter: Waiter,
         on_late: Callable[[], None],
         then: Callable[[ReadReport], None],
+        *,
+        is_use: bool = False,
     ) -> bool:
         """Do what `read` does, at once and without a task; False, and nothing is done, if it has to wait for anything.
 
         ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
-        returns.
+        returns. With ``is_use`` it counts as a use of the blocks, if all of them are right.
         """
         return False
 
@@ -199,13 +201,13 @@ class StorageTier(Tier):
         on_late: Callable[[], None],
         waiter: Waiter,
         then: Callable[[WriteReport], None],
-    ) -> bool:
-        """Do what `write` does, at once and without a task; False, and nothing is done, if it has to wait for its turn.
+    ) -> Callable[[], None] | None:
+        """Do what `write` does, at once and without a task; None, and nothing is done, if it has to wait for its turn.
 
         ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
-        returns.
+        returns. What is returned gives the write up as long as it waits, if the medium makes it wait after all.
         """
-        return False
+        return None
 
     @property
     def _refusal(self) -> Reason:

@@ -207,6 +207,14 @@ def prefix_of(mask: Mask) -> int:
     return int(holes[0]) if len(holes) else len(mask)
 
 
+def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:
+    """Say which blocks that became of: as a rule the same of all."""
+    n = outcomes.count(outcome)
+    if 0 < n < len(outcomes):
+        return np.array([each is outcome for each in outcomes], np.bool_)
+    return np.full(len(outcomes), n > 0)
+
+
 class MemoryTier(BookedTier):
     """A tier whose slots copies reach: rows of a tensor on the host or on a device.
 
@@ -300,8 +308,7 @@ class ReadReport:
     def of(cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str]) -> "ReadReport":
         """Of ``n`` blocks those at some positions were read; ``refused`` are places among these. Others are gone."""
         report = cls(np.zeros(n, np.bool_), np.ones(n, np.bool_), {int(at[i]): why for i, why in refused.items()})
-        report.right[at] = [outcome is Outcome.HIT for outcome in outcomes]
-        report.gone[at] = [outcome is Outcome.MISS for outcome in outcomes]
+        report.right[at], report.gone[at] = which(outcomes, Outcome.HIT), which(outcomes, Outcome.MISS)
         return report
 
     @classmethod

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.uses import Fate
+from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
@@ -25,8 +26,8 @@ from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport, prefix_of
 from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
 from tiered_kv.transfers.load import Copied, Load
-from tiered_kv.transfers.store import Store
-from tiered_kv.transfers.transfer_requests import StoreRequest
+from tiered_kv.transfers.store import Store, StoreHandle
+from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
 from tiered_kv.values.results import Reason, StoreResult, TierFault
 
@@ -88,7 +89,7 @@ class DirectLoad(Load):
         """Read blocks, each from its tier, all tiers at once; say which are right."""
         slots = self._request.binding.direct
         assert slots is not None  # noqa: S101 - else it would be a plain load
-        blocks = slots.blocks(self._request.pages[start : start + len(part), 0])
+        pages = self._request.pages[start : start + len(part), 0]
         right = np.zeros(len(part), np.bool_)
         parts: dict[asyncio.Future[ReadReport], NDArray[np.intp]] = {}
         waiters: dict[asyncio.Future[Any], Waiter] = {}
@@ -96,10 +97,11 @@ class DirectLoad(Load):
             tier, at = self._chain.storage[number - len(self._chain.memory)], (numbers == number).nonzero()[0]
             waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
             late = partial(self._say_late, tier.name, len(at))
-            there, lent = part[at], [blocks[i] for i in at]
+            there, lent = part[at], slots.lend(pages[at])
             ended: asyncio.Future[ReadReport] = asyncio.get_running_loop().create_future()
             if not tier.begin_read(there, lent, waiter, late, ended.set_result):
-                ended = asyncio.create_task(tier.read(there, lent, waiter, late), name=f"read {len(at)} blocks")
+                ended = asyncio.create_task(tier.read(there, list(lent), waiter, late), name=f"read {len(at)} blocks")
+            ended.add_done_callback(partial(_give_back, lent))
             parts[ended], waiters[ended] = at, waiter
         await _to_the_end(self, self._chain, waiters, self._request.deadline)
         for ended, at in parts.items():
@@ -125,13 +127,14 @@ class DirectStore(Store):
         super().__init__(request)
         self._tier = tier
         self._slots = slots
+        self._size = self._chain.window_blocks * self._chain.limits.reads_in_flight
+        self._stop = _nothing
 
     @override
     async def run(self) -> StoreResult:
         chain, batch, loop = self._chain, self._batch, asyncio.get_running_loop()
         started, done = loop.time(), 0
         deadline = started + max(chain.limits.store_timeout_s, LAST_COPIES_S)
-        size = chain.window_blocks * chain.limits.reads_in_flight
         try:
             chain.count_use(batch, self._came)
             if self._is_refused():
@@ -141,7 +144,7 @@ class DirectStore(Store):
                 done = len(batch)
             while done < len(batch) and not self.revoked:
                 await chain.tasks.turn(Priority.STORE, at_once=not done)
-                stop = min(done + size, len(batch))
+                stop = min(done + self._size, len(batch))
                 await self._store(batch[done:stop], self._request.pages[done:stop, 0], deadline)
                 done = stop
         except asyncio.CancelledError:
@@ -151,6 +154,46 @@ class DirectStore(Store):
             self._close_one()
         await self._use_present()
         return self._result(loop.time() - started)
+
+    @override
+    def start_at_once(self) -> StoreHandle | None:
+        """Have the tier begin to write all of it now; None, with nothing changed, if that has to wait."""
+        batch, request, chain, tier = self._batch, self._request, self._chain, self._tier
+        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._size) or request.lane.has_events or self._refusal():
+            return None
+        loop, waiter = asyncio.get_running_loop(), Waiter(Kind.STORE)
+        started, ended = loop.time(), loop.create_future()
+        lacks = tier.lacks(batch)
+        part, pages = (batch, request.pages[:, 0]) if lacks.all() else (batch[lacks], request.pages[lacks, 0])
+        lent = self._slots.lend(pages)
+
+        def end(report: WriteReport) -> None:
+            lent.give_back()
+            if timer is not None:
+                timer.cancel()
+            self._count(part, report, lacks[lacks])
+            self._count_present(len(batch) - len(part))
+            self._close_one()
+            chain.touch_there(batch[~lacks])
+            request.lane.release()
+            ended.set_result(self._result(loop.time() - started))
+
+        timer: asyncio.TimerHandle | None = None
+        give_up = tier.begin_write(part, lent, lambda: lacks[lacks], _nothing, waiter, end)
+        if give_up is None:
+            lent.give_back()
+            return None
+        chain.count_use(batch, self._came)
+        if not ended.done():
+            self._stop = give_up
+            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), give_up)
+            chain.tasks.watch(ended, self.revoke)
+        return StoreHandle(ended, self)
+
+    @override
+    def revoke(self) -> None:
+        super().revoke()
+        self._stop()
 
     async def _until_free(self, deadline: float) -> Reason | None:
         """Wait until the engine has written the pages; say why not, if so."""
@@ -171,12 +214,13 @@ class DirectStore(Store):
         if not len(part):
             return
         waiter = Waiter(Kind.STORE)
-        blocks = self._slots.blocks(pages)
+        lent = self._slots.lend(pages)
         with self._tier.expecting(part.names) as wanted:
             # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
             writing = asyncio.create_task(
-                self._tier.write(part, blocks, wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
+                self._tier.write(part, list(lent), wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
             )
+            writing.add_done_callback(partial(_give_back, lent))
             await _to_the_end(self, self._chain, {writing: waiter}, deadline)
         if writing.cancelled():
             self._drop(part, Reason.REVOKED if self.revoked else Reason.DEADLINE)
@@ -247,3 +291,7 @@ def _stop_waiting(waiters: "Mapping[asyncio.Future[Any], Waiter]") -> None:
 
 def _nothing() -> None:
     pass
+
+
+def _give_back(lent: LentBlocks, _: object) -> None:
+    lent.give_back()

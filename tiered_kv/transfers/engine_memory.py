@@ -7,7 +7,6 @@ nowhere else ends the prefix.
 Host memory of the engine's own in which an id is a slot: read as whole blocks, seen as a cache that copies reach.
 """
 
-import mmap
 from abc import ABC, abstractmethod
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -19,13 +18,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
 
-from tiered_kv.media.backend import Block
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import After, Device
+from tiered_kv.memory.host import Headers, LentBlocks
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.tiers.tier import MemoryTier
@@ -33,8 +32,6 @@ from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMisma
 from tiered_kv.values.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
-
-_HEADER_BYTES = 4096
 
 
 class DirectSlots:
@@ -55,19 +52,15 @@ class DirectSlots:
         self._memory = memory
         self._slot_bytes = slot_bytes
         self._group = group
+        self._headers = Headers()
 
-    def blocks(self, slots: NDArray[np.int64]) -> list[Block]:
-        """Lend record buffers over ``slots``, with headers of their own. The last page of a block is used whole."""
-        headers = memoryview(mmap.mmap(-1, len(slots) * _HEADER_BYTES))
-        stride, payload = self._group.stride_bytes, self._group.payload_bytes
-        return [
-            Block(
-                headers[number * _HEADER_BYTES : (number + 1) * _HEADER_BYTES],
-                self._memory[slot * self._slot_bytes : slot * self._slot_bytes + stride],
-                payload,
-            )
-            for number, slot in enumerate(slots.tolist())
-        ]
+    def lend(self, slots: NDArray[np.int64]) -> LentBlocks:
+        """Lend record buffers over ``slots``. The last page of a block is used whole."""
+        return LentBlocks(slots, self._headers, self._padded, self._group.payload_bytes)
+
+    def _padded(self, slot: int) -> memoryview:
+        start = slot * self._slot_bytes
+        return self._memory[start : start + self._group.stride_bytes]
 
 
 def slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[memoryview, int]:

@@ -327,6 +327,11 @@ def overtaken(request: LoadRequest) -> TierFault:
     return TierFault("", Reason.EPOCH_ADVANCED, len(request.batch))
 
 
+def copy_failure(request: LoadRequest, error: BaseException) -> TierFault:
+    """Say with what a copy into the engine's memory failed."""
+    return TierFault("engine", Reason.COPY_FAILED, len(request.batch), f"{type(error).__name__}: {error}")
+
+
 def revocation(batch: Batch) -> list[TierFault]:
     """Say that whoever asked for these blocks has given up."""
     return [TierFault("", Reason.REVOKED, len(batch))]
@@ -351,12 +356,14 @@ def load_result(
         mask: Which blocks are in place, of a load with gaps.
     """
     chain, num_requested, num_in_place = request.chain, len(request.batch), sum(counts)
-    by_tier = {tier.name: count for tier, count in zip(chain.tiers, counts, strict=True) if count}
+    by_tier: dict[str, int] = {}
+    for tier, count in zip(chain.tiers, counts, strict=True):
+        if count:
+            by_tier[tier.name] = count
+            tier.counters.hits += 0 if request.is_part else count
     if not request.is_part:
-        for tier, count in zip(chain.tiers, counts, strict=True):
-            tier.counters.hits += count
         why = _why_not_more(request, num_blocks, faults) if num_in_place < num_requested else ""
-        said = tuple(f"{fault.tier}: {fault.reason}" for fault in faults)
+        said = tuple([f"{fault.tier}: {fault.reason}" for fault in faults]) if faults else ()
         chain.fates.count_load(request.batch, num_in_place, why)
         chain.fates.load_seconds.saw(seconds)
         if said:

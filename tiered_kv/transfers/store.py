@@ -166,7 +166,8 @@ class Store(Revocable):
         started, ended = loop.time(), loop.create_future()
         chain.count_use(batch, self._came)
         self._count_present(len(batch) - len(part))
-        placed = self._begin(*placing, part, pages)
+        is_quick = may_copy_at_once(request, len(part))
+        placed = self._begin(*placing, part, pages, can_join=not is_quick)
 
         def end(_: object = None) -> None:
             self._close_one()
@@ -177,7 +178,7 @@ class Store(Revocable):
 
         if placed is None:
             end()
-        elif may_copy_at_once(request, len(placed.batch)):
+        elif is_quick:
             error = attempt(partial(placed.gather, request.binding))
             self._copied_out(error, placed)
             end()
@@ -295,9 +296,15 @@ class Store(Revocable):
         return None if self._request.binding.error is None else Reason.DEVICE_UNUSABLE
 
     def _begin(
-        self, tier: MemoryTier, reservation: Reservation, part: Batch, pages: NDArray[np.int64]
+        self,
+        tier: MemoryTier,
+        reservation: Reservation,
+        part: Batch,
+        pages: NDArray[np.int64],
+        *,
+        can_join: bool = True,
     ) -> "Placed | None":
-        """Announce what of a window is new; None if nothing is."""
+        """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
         fresh = reservation.slots >= 0
         n = int(np.count_nonzero(fresh))
         self._count_present(len(part) - n)
@@ -307,7 +314,7 @@ class Store(Revocable):
             reservation.close()
             return None
         fill = None
-        if tier is self._chain.host:
+        if can_join and tier is self._chain.host:
             fill = Fill(len(reservation.slots), Waiter(Kind.STORE))
             self._chain.fills.announce(fill, reservation)
         self._num_open += 1

@@ -339,7 +339,7 @@ class WriteDown:
             return np.equal(found, slots)  # what was evicted by name since must not come back from below
 
         def end(report: WriteReport | None, blocks: LentBlocks) -> None:
-            chain.host.slab.take_back(blocks)
+            blocks.give_back()
             settle(report)
             let_go()
 
@@ -355,9 +355,10 @@ class WriteDown:
             let_go()
             return
         lent, waiter = chain.host.slab.lend_blocks(slots), Waiter(self._kind)
-        if not storage.begin_write(
+        begun = storage.begin_write(
             batch, lent, is_wanted, lambda: settle(None), waiter, lambda report: end(report, lent)
-        ):
+        )
+        if begun is None:
             chain.tasks.spawn(write(lent), f"write {len(batch)} blocks to {storage.name}")
 
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:

@@ -364,13 +364,12 @@ class Store:
         moving.add_done_callback(partial(self._moved, workers, len(jobs)))
 
         def outcomes() -> list[Outcome]:
-            outcomes, error = [Outcome.FAILED] * end, None
             moved = moving.result()
-            for i, outcome in zip(positions, chain.from_iterable(part.outcomes for part in moved), strict=True):
-                outcomes[i] = outcome
-            for part in moved:
-                error = part.error or error
-            return self._seen(outcomes, error)
+            outcomes = list(chain.from_iterable([part.outcomes for part in moved]))
+            if positions != list(range(end)):
+                outcomes = [outcome for _, outcome in sorted(zip(positions, outcomes, strict=True))]
+            errors = [part.error for part in moved if part.error is not None]
+            return self._seen(outcomes, errors[-1] if errors else None)
 
         return Begun(moving, outcomes)
 
