@@ -160,6 +160,7 @@ class Files:
         self.groups: list[Group] = []
         self.found: list[tuple[Entries, Slots]] = []
         self._path = path
+        self._growing = system().lock()  # files grow in whichever thread writes first to a new place
         with ExitStack() as opened:
             self._directory = Directory(path, settings.capacity, shapes)
             opened.callback(self._directory.close)
@@ -196,13 +197,19 @@ class Files:
         }
 
     def grow(self, slab: Slab, num_slots: int) -> OSError | None:
-        """Give slots their place on the disk, some ahead of their use.
+        """Give slots their place on the disk, some ahead of their use; in any thread.
 
         Returns:
             Why there was not as much as wanted. Slots that get no place will fail to be written.
         """
         if num_slots <= slab.num_allocated:
             return None
+        with self._growing:
+            return self._grow(slab, num_slots)
+
+    def _grow(self, slab: Slab, num_slots: int) -> OSError | None:
+        if num_slots <= slab.num_allocated:
+            return None  # by whoever had the lock
         problem = None
         ahead = min(_MAX_GROWTH_BYTES // slab.shape.stride_bytes, slab.num_slots // 32)
         for wanted in (min(slab.num_slots, num_slots + ahead), num_slots):
@@ -220,11 +227,12 @@ class Files:
         Raises:
             OSError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
-        self._directory.resize(num_slots)
-        for each in self.groups:
-            each.ledger.grow(num_slots, self._directory.allocate)
-        for each in self.groups:
-            self._directory.give_back(each.slab.resize(num_slots) + each.ledger.shrink(num_slots))
+        with self._growing:
+            self._directory.resize(num_slots)
+            for each in self.groups:
+                each.ledger.grow(num_slots, self._directory.allocate)
+            for each in self.groups:
+                self._directory.give_back(each.slab.resize(num_slots) + each.ledger.shrink(num_slots))
 
     def sync(self, ledger: Ledger) -> None:
         """Return when what a ledger says survives a loss of power.

@@ -197,10 +197,7 @@ class Store:
             return await _outcomes(begun)
         files.mark(slots, WRITING)
         try:
-            if self._are_beyond(files, slots):
-                problem = await self._run(self._clerk, self._files.grow, files.slab, int(slots.max()) + 1)
-                self._last_error = problem or self._last_error
-            write = _Write(files, slots, names, sequences, make, enters=not files.num_checkpoints)
+            write = _Write(self._files, files, slots, names, sequences, make, enters=not files.num_checkpoints)
             outcomes = await _outcomes(self._begin(self._writers, files.slab, write, slots, blocks))
             if not write.enters:
                 await self._run(self._clerk, write.enter)
@@ -217,12 +214,12 @@ class Store:
         sequences: NDArray[np.uint64],
         make: Make | None = None,
     ) -> Begun | None:
-        """Have threads begin to write, see `write`; None if the files must grow first, or the clerk is to enter it."""
+        """Have threads begin to write, see `write`; None if slots are being erased, or the clerk is to enter it."""
         files = self._group(group, slots)
-        if files.num_checkpoints or self._are_beyond(files, slots) or files.are_erased(slots):
+        if files.num_checkpoints or files.are_erased(slots):
             return None
         files.mark(slots, WRITING)
-        write = _Write(files, slots, names, sequences, make, enters=True)
+        write = _Write(self._files, files, slots, names, sequences, make, enters=True)
         begun = self._begin(self._writers, files.slab, write, slots, blocks)
 
         def outcomes() -> list[Outcome]:
@@ -233,12 +230,9 @@ class Store:
 
         return Begun(begun.ended, outcomes)
 
-    def _are_beyond(self, files: Group, slots: Slots) -> bool:
-        """Say whether some slots have no place on the disk yet."""
-        return len(slots) > 0 and int(slots.max()) >= files.slab.num_allocated
-
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
+        self._last_error = write.problem or self._last_error
         return self._seen([Outcome.FAILED] * len(outcomes), write.error) if write.error else outcomes
 
     async def forget(self, group: int, slots: Slots) -> None:
@@ -435,11 +429,13 @@ class _Write:
 
     Attributes:
         enters: Whether a thread that writes enters it; else whoever has waited for it does.
+        problem: Why not all of its slots have a place on the disk, if they have not.
         error: Why it could not be entered: it is written, but not to be found again.
     """
 
     def __init__(
         self,
+        opened: Files,
         files: Group,
         slots: Slots,
         names: Names,
@@ -449,6 +445,9 @@ class _Write:
         enters: bool,
     ) -> None:
         self.enters = enters
+        self.problem: OSError | None = None
+        self._opened = opened
+        self._end = int(slots.max()) + 1 if len(slots) else 0
         self.error: OSError | None = None
         self._files = files
         self._slots, self._names, self._sequences = slots, names, sequences
@@ -457,7 +456,8 @@ class _Write:
         self._stored = np.zeros(len(slots), np.bool_)
 
     def __call__(self, at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
-        """Make and write some records, in any thread."""
+        """Make and write some records, in any thread; whichever comes first has the files grow."""
+        self.problem = self._opened.grow(self._files.slab, self._end) or self.problem
         if self._make is not None:
             self._make(at)
         moved = self._files.slab.write(part, blocks)
