@@ -14,9 +14,10 @@ from tests.cache.test_direct_stores import LIMITS
 from tests.cache.test_host_pools import KEYS, SLOTS, Pool
 from tests.support.caches import inside, open_cache, until, until_idle
 from tests.support.engine import Engine, contents, prompt
-from tiered_kv import Block, CPULoadStoreSpec, TieredKV
+from tiered_kv import Block, CPULoadStoreSpec, GPULoadStoreSpec, TieredKV
 from tiered_kv.media.backend import Begun, Make, Outcome, Verify
 from tiered_kv.values.keys import Names
+from tiered_kv.values.specs import EngineBlocks
 from tiered_kv_backends.nvme.backend import NVMeBackend
 
 INTO = CPULoadStoreSpec(SLOTS, pool="swap")
@@ -139,6 +140,31 @@ async def test_what_is_not_there_ends_the_prefix(how: str, tmp_path: Path) -> No
         assert loaded.num_blocks == 5
         assert pool.read(SLOTS[:5]) == contents(KEYS[:5])
         assert not (await kv.lookup(KEYS[5:])).num_blocks
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("way", ["in place", "by slots"])
+async def test_what_comes_after_a_broken_block_is_had_where_gaps_may_be(way: str, tmp_path: Path) -> None:
+    """Such a load too needs a task only if something is not as its books said; the mask says what is in place."""
+    nvme, engine = GatedNVMe(tmp_path), Engine()
+    async with open_cache(nvme, engine=engine, limits=LIMITS) as kv:
+        pool = await _stored(kv)
+        engine_into = GPULoadStoreSpec(range(9))
+        into: EngineBlocks = INTO if way == "in place" else engine_into
+        num_tasks = _num_tasks()
+        whole = kv.start_load(KEYS, into, gaps=True)
+        assert _num_tasks() == num_tasks
+        assert ((await whole).num_blocks, list((await whole).mask)) == (9, [True] * 9)
+        nvme.gate.clear()
+        loading = kv.start_load(KEYS, into, gaps=True)
+        await until(lambda: nvme.num_held > 0)
+        await kv.evict(KEYS[4:5])
+        nvme.gate.set()
+        loaded = await loading
+        there = [at for at in range(9) if loaded.mask[at]]
+        read = pool.read(SLOTS) if way == "in place" else engine.read(engine_into)
+        assert [read[at] for at in there] == [contents(KEYS)[at] for at in there]
+        assert set(range(9)) - set(there) <= {4}
         await until_idle(kv)
 
 

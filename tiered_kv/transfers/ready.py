@@ -288,7 +288,9 @@ class ReadyLoad(BegunLoad):
         self._faults += chain.fills.faults_of(fill)
         slots, states = self._tier.index.find(self._request.batch.names)
         num_blocks = prefix_of(states == READY)
-        if num_blocks < n and not self._faults:  # what was brought has left already
+        is_short = num_blocks < n and (not self._faults or (self._request.gaps and fill.done.done()))
+        if is_short:  # what was brought has left already; or what comes after what did not come is wanted too
+            self._faults.clear()
             self._let_go()
             self._begin_again()
         elif not num_blocks or may_copy_at_once(self._request, num_blocks):

@@ -26,17 +26,15 @@ from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, Sto
 
 def start_load(request: LoadRequest) -> LoadHandle:
     """Start a load, on the event loop."""
-    if (handle := _start_ready(request)) is not None:
-        return handle
+    return _start_ready(request) or _in_task(request)
+
+
+def _in_task(request: LoadRequest) -> LoadHandle:
+    """Start a load that waits for slots, tiers, or its turn."""
     if request.gaps:
         return GapLoad(request, start_load).begin()
     if request.order == "back":
         return BackLoad(request, start_load).begin()
-    return _in_task(request)
-
-
-def _in_task(request: LoadRequest) -> LoadHandle:
-    """Start a load of a prefix from the front that waits for slots, tiers, or its turn."""
     load: InTask
     kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
     load = kind(request)
@@ -68,7 +66,7 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
         slots, states = tier.index.find(request.batch.names)
         if (states == READY).all():
             return _start_resident(request, tier, slots)
-    if request.gaps or request.order != "front" or gpu is not None:
+    if request.order != "front" or gpu is not None:
         return None
     return _bring(request, slots, states) if request.binding.direct is None else _read_in_place(request, slots)
 
