@@ -465,9 +465,12 @@ class TierIndex(Occupancy):
         if not len(used):
             self._policy.use(used)  # a policy's time goes on with whatever is asked for
             return
-        num_leases = self._num_leases.take(used)
-        idle = used[num_leases == 0] if num_leases.any() else used
         self._want(used)
+        num_leases = self._num_leases.take(used)
+        if not num_leases.any():
+            self._policy.touch(used)
+            return
+        idle = used[num_leases == 0]
         self._policy.park(idle)
         self._policy.use(used)
         self._policy.unpark(idle)

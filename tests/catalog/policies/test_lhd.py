@@ -10,7 +10,9 @@ from hypothesis.extra.numpy import arrays
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LHDPolicy
+from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.lhd import NUM_AGES, age_classes, hit_densities
+from tiered_kv.catalog.table import Slots
 from tiered_kv.traces import SYNTHETIC, names_of
 from tiered_kv.values.hints import ReuseHint
 
@@ -236,3 +238,37 @@ def test_it_learns_of_uses_in_the_engine_above() -> None:
         index, engine = TierIndex(300, policy="lhd"), TierIndex(300)
         hits[tells] = sum(serve_below(index, engine, each.ids.tolist(), tells=tells) for each in trace.requests)
     assert hits[True] > 1.05 * hits[False]
+
+
+class InThreeSteps(LHDPolicy):
+    """Is touched as the base class says."""
+
+    def touch(self, slots: Slots) -> None:
+        """Park, use and unpark."""
+        Policy.touch(self, slots)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_touch_is_a_use_of_blocks_that_nobody_leases(seed: int) -> None:
+    """In one step it changes just what it changes in three: the same blocks go, and in the same order."""
+    random, policies = np.random.default_rng(seed), (LHDPolicy(64), InThreeSteps(64))
+    strangers = random.integers(0, 2**63, (500, 4)).astype(np.uint64)
+    here = np.arange(0)
+    for step in range(300):
+        if step % 3 == 0 and len(here) <= 60:
+            slots = np.setdiff1d(np.arange(64), here)[:4]
+            for policy in policies:
+                policy.add(slots, strangers[slots + step])
+                policy.unpark(slots)
+            here = np.concatenate((here, slots))
+        elif step % 3 == 1:
+            touched = random.permutation(here)[: int(random.integers(1, 41))]
+            for policy in policies:
+                policy.touch(touched)
+        elif len(here) > 8:
+            victims = [policy.victims(3, np.arange(0)) for policy in policies]
+            assert victims[0].tolist() == victims[1].tolist()
+            for policy in policies:
+                policy.evict(victims[0], strangers[victims[0] + step])
+            here = np.setdiff1d(here, victims[0])
+    assert policies[0].order().tolist() == policies[1].order().tolist()

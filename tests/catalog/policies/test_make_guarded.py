@@ -13,7 +13,21 @@ from tiered_kv.catalog.policies import LRUPolicy, Policy
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
-METHODS = ["add", "use", "hint", "hold", "leave", "park", "unpark", "victims", "evict", "order", "clear", "resize"]
+METHODS = [
+    "add",
+    "use",
+    "hint",
+    "hold",
+    "leave",
+    "park",
+    "unpark",
+    "touch",
+    "victims",
+    "evict",
+    "order",
+    "clear",
+    "resize",
+]
 
 
 def names(*numbers: int) -> Names:
@@ -117,4 +131,4 @@ def test_every_method_of_a_policy_is_guarded_and_has_to_be_there() -> None:
     assert {*METHODS, "__len__"} == {
         name for name, each in vars(Policy).items() if inspect.isfunction(each) and name != "__init__"
     }
-    assert {*METHODS, "__len__"} - {"resize", "hint", "hold", "leave"} == Policy.__abstractmethods__
+    assert {*METHODS, "__len__"} - {"resize", "hint", "hold", "leave", "touch"} == Policy.__abstractmethods__

@@ -68,6 +68,12 @@ class Policy(ABC):
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
         """Make parked blocks evictable: the last one is the most recently used; if ``cold``, the first goes next."""
 
+    def touch(self, slots: Slots) -> None:
+        """These evictable blocks were asked for and found: as if they were parked, used and unparked."""
+        self.park(slots)
+        self.use(slots)
+        self.unpark(slots)
+
     @abstractmethod
     def victims(self, n: int, keep: Slots) -> Slots:
         """Choose the ``n`` evictable blocks to go first, none of ``keep``, and change nothing.

@@ -285,6 +285,8 @@ _Said = tuple[str, int, int | None]
 
 _LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
 """By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
+_ONE_MORE: Final = np.minimum(np.arange(1, 257), 255).astype(np.uint8)
+"""By number of uses, what it is after one more."""
 _NUM_LEVELS: Final = 8
 _NUM_KINDS: Final = 8
 """Of hints; the first is none."""
@@ -323,6 +325,7 @@ class LHDPolicy(Policy):
         self._used_at = np.full(num_slots, 0, dtype=np.int64)
         self._kinds = np.full(num_slots, 0, dtype=np.uint8)
         self._held = np.full(num_slots, 0, dtype=np.uint8)  # `_HELD` if the engine has it, too
+        self._any_held = False
         num_ghosts = max(_LEAST_GHOSTS, _GHOSTS * num_slots)
         self._ghosts = Ghosts(num_ghosts)
         self._half_life = 2.0 * num_ghosts
@@ -344,7 +347,7 @@ class LHDPolicy(Policy):
         """Learn from those that were here before, and let them go on counting."""
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
-        self._held[slots] = 0
+        self._let_go(slots)
         if (was_held := (kinds & _HELD > 0) & (num_uses > 0)).any():
             self._add_dropped(slots[was_held], num_uses[was_held], used_at[was_held])
             others = (~was_held).nonzero()[0]
@@ -371,14 +374,32 @@ class LHDPolicy(Policy):
         if not len(slots):
             return
         num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
-        self._held[slots] = 0
+        self._let_go(slots)
         self._against_lru.count(self._now, 0, used_at, is_hit=True)
         self._lives.end(self._classes_of(slots, num_uses), self._now - used_at)
         self._begin(slots, num_uses)
 
+    def touch(self, slots: Slots) -> None:
+        """Learn how long it took, and move blocks between queues: most of what a load of what is here costs."""
+        if not len(slots) or self._kinds_known:
+            super().touch(slots)
+            return
+        for number, batch in _by_number(self._queue_of.take(slots), slots):
+            self._queues[number].remove(batch)
+        self._begin_moment(is_use=True)
+        num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
+        self._let_go(slots)
+        self._against_lru.count(self._now, 0, used_at, is_hit=True)
+        self._lives.end(_LEVELS.take(num_uses), self._now - used_at)
+        levels = self._begin(slots, num_uses)
+        self._num_passed += len(slots)
+        self._queue_of[slots] = levels
+        for number, batch in _by_number(levels, slots):
+            self._queues[number].push(batch)
+
     def hold(self, slots: Slots, absent: Names) -> None:
         """Learn from uses of what is not here, whose ghosts go on counting."""
-        self._held[slots] = _HELD
+        self._held[slots], self._any_held = _HELD, True
         if not len(absent):
             return
         self._begin_moment(is_use=False)
@@ -396,7 +417,7 @@ class LHDPolicy(Policy):
 
     def leave(self, slots: Slots) -> None:
         """Take note that LRU would not have what was used no later."""
-        self._held[slots] = 0
+        self._let_go(slots)
         if len(slots):
             self._against_lru.held_since = int(self._used_at[slots].max())
 
@@ -479,6 +500,7 @@ class LHDPolicy(Policy):
         self._num_evictable = 0
         self._ghosts.clear()
         self._held.fill(0)
+        self._any_held = False
         self._kinds.fill(0)  # those of before mean nothing now
         self._forget_learned()
 
@@ -492,14 +514,21 @@ class LHDPolicy(Policy):
         self._due: dict[int, tuple[Counts, Counts]] = {}  # by kind, what was counted when it was learned of last
         self._against_lru = AgainstLRU(self.num_slots, self._now)
 
-    def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> None:
-        """Let a life begin, of blocks that were used so often before this use."""
-        num_uses = np.minimum(num_uses, 254) + 1
+    def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> Classes:
+        """Let a life begin, of blocks that were used so often before this use; return their levels."""
+        num_uses = _ONE_MORE.take(num_uses)
         self._num_uses[slots] = num_uses
         self._used_at[slots] = self._now
         if self._kinds_known:
             self._kinds[slots] = 0  # what was said of them was said of the time until now
-        self._lives.begin(_LEVELS.take(num_uses))
+        levels: Classes = _LEVELS.take(num_uses)
+        self._lives.begin(levels)
+        return levels
+
+    def _let_go(self, slots: Slots) -> None:
+        """The engine has them no more, or this cache has been asked for them."""
+        if self._any_held:
+            self._held[slots] = 0
 
     def _classes_of(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> Classes:
         """Return the classes of blocks that are here; nearly always nothing was ever said of any."""

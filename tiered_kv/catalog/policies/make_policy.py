@@ -75,6 +75,10 @@ class GuardedPolicy(Policy):
         self._tell(lambda policy: policy.unpark(slots, cold=cold))
 
     @override
+    def touch(self, slots: Slots) -> None:
+        self._tell(lambda policy: policy.touch(slots))
+
+    @override
     def victims(self, n: int, keep: Slots) -> Slots:
         try:
             victims = np.asarray(self._policy.victims(n, keep), np.int64)
