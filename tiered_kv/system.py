@@ -161,6 +161,10 @@ class Files:
         """Give a file of a folder another name there, in the place of whatever has that."""
         os.rename(name, other, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
 
+    def rmdir(self, path: Path) -> None:
+        """See `os.rmdir`."""
+        path.rmdir()
+
     def remove_tree(self, name: str, *, dir_fd: int, ignore_errors: bool = False) -> None:
         """Remove a folder and all that is in it."""
         shutil.rmtree(name, ignore_errors=ignore_errors, dir_fd=dir_fd)

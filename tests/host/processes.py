@@ -221,7 +221,9 @@ def planner(tell: Connection, path: Path, worker_pid: int, keys: BlockKeys, *, b
 
 
 def flooding(tell: Connection, path: Path, num_connections: int) -> None:
-    """Connect to a server so often, without a word; say when that is done, and stay."""
+    """Once it is told to, connect to a server so often, without a word; say when that is done, and stay."""
+    tell.send("ready")
+    tell.recv()
     connections = [socket.socket(socket.AF_UNIX) for _ in range(num_connections)]
     for each in connections:
         each.connect(os.fspath(path))

@@ -11,12 +11,13 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import pytest
 
-from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, prompt
+from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, memory, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
 from tests.support.descriptors import num_open_in
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
+    BlockCache,
     BlockState,
     ConfigurationError,
     ConnectedKV,
@@ -639,6 +640,28 @@ async def test_a_lookup_asks_what_the_server_does_not_own(tmp_path: Path) -> Non
             found = await kv.lookup(keys)
             assert [(run.tier, run.start, run.stop) for run in found.runs] == [("memory", 0, 8)]
             assert kv.lookup_nowait(keys).num_blocks == 0
+
+
+async def test_what_a_client_that_drains_drops_is_told_as_of_a_cache_that_drains(tmp_path: Path) -> None:
+    """The same result, the same tiers, the same events, and no sooner."""
+    seen = list[tuple[list[object], ...]]()
+
+    async def refused(kv: BlockCache, engine: AnyEngine, recorder: Recorder) -> None:
+        assert await kv.drain()
+        stored = await kv.store(KEYS, engine.spec(range(12)))
+        tiers = await stored.settled()
+        await until(lambda: bool(recorder.of(BlocksSettled)))
+        seen.append(([stored.drop_reasons], [*tiers], [*recorder.of(BlocksSettled)]))
+
+    engine, recorder = AnyEngine(), Recorder()
+    with serving(tmp_path, cpu(24), nvme(tmp_path / "disk")) as server:
+        async with attached(server, engine, emit=recorder) as kv:
+            await refused(kv, engine, recorder)
+    engine, recorder = AnyEngine(), Recorder()
+    async with open_any(engine, cpu(24), nvme(tmp_path / "other"), emit=recorder) as own:
+        await refused(own, engine, recorder)
+    assert seen[0] == seen[1]
+    assert seen[0][2] == [BlocksSettled({"cpu": 0, "nvme": 0}, {"cpu": 12, "nvme": 12})]
 
 
 async def test_what_a_client_that_drains_drops_is_in_its_own_statistics(tmp_path: Path) -> None:

@@ -174,7 +174,10 @@ async def test_who_says_nothing_a_hundred_times_pushes_out_no_other(tmp_path: Pa
     """Of silent connections those of the process that has most of them go: a worker is made known however many come."""
     with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (_, attached_as):
         said = wire.greeting() + wire.frame(Introduce(attached_as.token, ((0, os.getpid()),)))
-        with stranger(server, said) as connection, started(flooding, server.path, 100) as flood:
+        with started(flooding, server.path, 100) as flood, ExitStack() as stack:
+            await asyncio.to_thread(flood.hear)
+            connection = stack.enter_context(stranger(server, said))  # now: what says nothing has its time, too
+            flood.say("go")
             await asyncio.to_thread(flood.hear)
             await asyncio.to_thread(TieredKVServer.health_at, server.path)  # accepted after all of those
             pidfd = os.pidfd_open(os.getpid())
@@ -312,11 +315,11 @@ async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
     made.connection_made(transport)
     made.pause_writing()
     made.data_received(UNREAD)
-    for _ in range(30):
+    for _ in range(150):
         await asyncio.sleep(0)
     assert (len(taken), transport.is_paused) == (0, True)
     made.resume_writing()
-    for _ in range(30):
+    for _ in range(150):
         await asyncio.sleep(0)
     assert (len(taken), transport.is_paused) == (1000, False)
 

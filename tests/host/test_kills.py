@@ -33,9 +33,8 @@ from tests.host.processes import (
 from tests.host.test_deaths import attached_at, facts, until_clean, until_found
 from tests.support.any_layout import AnyEngine, prompt
 from tests.support.caches import until
-from tests.support.serving import attached
+from tests.support.serving import attached, models_in
 from tiered_kv import ModelIdentity
-from tiered_kv.host.shares import left_in
 
 CLIENTS_A_SERVER = 2
 """Of the second half, that are killed before the server is."""
@@ -239,7 +238,7 @@ async def test_a_server_is_as_it_was_when_models_have_come_and_gone(
                 assert (await kv.load(keys, engine.spec(range(16, 32)))).num_blocks == 16
             await until(lambda: facts(tmp_path).get("shares") == [])
             seen.append(memory_of(one.pid))
-        assert left_in(tmp_path / "disk") == []
+        assert models_in(tmp_path / "disk") == []
     first, last = seen[len(seen) // 4], seen[-1]
     sys.stdout.write(f"{num_models} models have come and gone; anonymous, shared, slabs: from {first} to {last}\n")
     assert last[1:] == first[1:] == (0, 0)

@@ -14,6 +14,7 @@ from tests.support.any_layout import AnyEngine
 from tests.support.caches import AnyTier
 from tests.support.serving import attached, serving
 from tiered_kv import BlockCache, ConnectedKV, TieredKV
+from tiered_kv.host.calls import CALLS
 
 OPENING = (
     "test_prefetch_stops_at_what_the_tier_takes",
@@ -27,11 +28,16 @@ OPENING = (
 """Those that open a cache of their own, of tiers that a server may have."""
 
 
-@pytest.fixture(params=["cpu", "cpu+nvme", "cpu+memory"])
-async def cache(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[tuple[ConnectedKV, AnyEngine]]:
-    """A client of a server with each kind of chain, and its engine."""
+@pytest.fixture(params=["cpu", "cpu+nvme", "cpu+memory", "cpu+nvme, in parts"])
+async def cache(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[ConnectedKV, AnyEngine]]:
+    """A client of a server with each kind of chain, and its engine; once no message of a call is of over three keys."""
     engine = AnyEngine()
-    with serving(tmp_path, *tiers_of(request.param, tmp_path / "disk")) as server:
+    kind, _, in_parts = request.param.partition(", ")
+    for remote in CALLS.values() if in_parts else ():
+        monkeypatch.setattr(remote, "most_keys", 3)
+    with serving(tmp_path, *tiers_of(kind, tmp_path / "disk")) as server:
         async with attached(server, engine) as kv:
             yield kv, engine
             await kv.flush()

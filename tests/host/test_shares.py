@@ -1,9 +1,7 @@
 """Shares of models in a server's tiers: fixed, lent and taken back, and what is reclaimed of those that nobody uses."""
 
 import asyncio
-import fcntl
 import gc
-import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,12 +11,11 @@ import pytest
 from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, prompt
 from tests.support.caches import Recorder, until
 from tests.support.descriptors import slabs
-from tests.support.serving import attached, serving
+from tests.support.serving import attached, models_in, serving
 from tiered_kv import CacheLimits, ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
-from tiered_kv.host.shares import Shares, delete, left_in
+from tiered_kv.host.shares import Shares
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
-NAME = "0123456789abcdef" * 2
 
 
 async def test_bytes_are_fixed_for_a_model(tmp_path: Path) -> None:
@@ -162,10 +159,10 @@ async def test_what_nobody_uses_is_reclaimed_and_others_grow(tmp_path: Path) -> 
             async with attached(server, engine, model=TWO) as kv:
                 await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
                 assert stays.stats()["cpu"].num_slots == 16
-                assert len(left_in(disk)) == 2
+                assert len(models_in(disk)) == 2
             await until(lambda: len(server.health()["shares"]) == 1)
             await until(lambda: stays.stats()["cpu"].num_slots == 32)
-            assert len(left_in(disk)) == 1
+            assert len(models_in(disk)) == 1
             assert (await stays.lookup(keys)).num_blocks == 8
             async with attached(server, engine, model=TWO) as again:
                 assert (await again.lookup(keys)).num_blocks == 0
@@ -217,106 +214,13 @@ async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) 
         for model in (ONE, TWO):
             async with attached(server, engine, model=model) as kv:
                 await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
-    assert len(left_in(disk)) == 2
+    assert len(models_in(disk)) == 2
     with serving(tmp_path, cpu(32), nvme(disk), host={"reclaim_after_s": 5.0}) as server:  # long enough to attach
         async with attached(server, model=ONE) as kv:
             assert (await kv.lookup(keys)).num_blocks == 8
             await until(lambda: len(server.health()["shares"]) == 1)
-            await until(lambda: len(left_in(disk)) == 1)
+            await until(lambda: len(models_in(disk)) == 1)
             assert (await kv.lookup(keys)).num_blocks == 8
-
-
-def left_behind(path: Path) -> Path:
-    """Make a directory as an NVMe tier leaves it."""
-    made = path / NAME
-    (made / ("ab" * 32)).mkdir(parents=True, mode=0o700)
-    made.chmod(0o700)
-    (made / "holder").write_text("1\n")
-    (made / ("ab" * 32) / "slab").write_bytes(b"x" * 4096)
-    for name in ("probe", "member", "member.new"):
-        (made / name).write_bytes(b"x")
-    return made
-
-
-def test_a_directory_of_a_model_goes_whole(tmp_path: Path) -> None:
-    """And one that is gone already is gone."""
-    made = left_behind(tmp_path)
-    assert left_in(tmp_path) == [NAME]
-    assert delete(made)
-    assert not made.exists()
-    assert delete(made)
-
-
-def _foreign_file(made: Path) -> None:
-    (made / "notes.txt").write_text("mine")
-
-
-def _foreign_folder(made: Path) -> None:
-    (made / "results").mkdir()
-
-
-def _folder_for_a_file(made: Path) -> None:
-    (made / "probe").unlink()
-    (made / "probe").mkdir()
-
-
-def _link_for_a_folder(made: Path) -> None:
-    (made.parent / "elsewhere").mkdir()
-    (made / ("cd" * 32)).symlink_to(made.parent / "elsewhere")
-
-
-def _no_holder(made: Path) -> None:
-    (made / "holder").unlink()
-
-
-def _link_for_the_holder(made: Path) -> None:
-    (made / "holder").unlink()
-    (made / "holder").symlink_to(made / ("ab" * 32) / "slab")
-
-
-def _for_all(made: Path) -> None:
-    made.chmod(0o777)
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        _foreign_file,
-        _foreign_folder,
-        _folder_for_a_file,
-        _link_for_a_folder,
-        _no_holder,
-        _link_for_the_holder,
-        _for_all,
-    ],
-)
-def test_a_directory_of_others_never_goes(spoil: Callable[[Path], None], tmp_path: Path) -> None:
-    """Whatever it is called: with anything in it that no tier has made nothing of it is deleted."""
-    made = left_behind(tmp_path)
-    spoil(made)
-    before = sorted(tmp_path.rglob("*"))
-    assert not delete(made)
-    assert sorted(tmp_path.rglob("*")) == before
-
-
-def test_a_directory_that_a_tier_has_open_stays(tmp_path: Path) -> None:
-    """Another server's, or an engine's own: it is locked."""
-    made = left_behind(tmp_path)
-    fd = os.open(made, os.O_RDONLY)
-    fcntl.flock(fd, fcntl.LOCK_EX)
-    assert not delete(made)
-    os.close(fd)
-    assert delete(made)
-
-
-def test_a_link_is_no_directory(tmp_path: Path) -> None:
-    """What a link leads to is kept, and so is the link."""
-    made = left_behind(tmp_path)
-    elsewhere = made.rename(tmp_path / "elsewhere")
-    made.symlink_to(elsewhere)
-    assert left_in(tmp_path) == []
-    assert not delete(made)
-    assert (elsewhere / "holder").exists()
 
 
 async def test_two_servers_on_one_disk_do_not_delete_each_others_models(tmp_path: Path) -> None:
@@ -331,4 +235,4 @@ async def test_two_servers_on_one_disk_do_not_delete_each_others_models(tmp_path
                 await until(lambda: other.health()["shares"] == [])
             await kv.evict(keys, tier="cpu")
             assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == 8
-    assert len(left_in(disk)) == 1
+    assert len(models_in(disk)) == 1

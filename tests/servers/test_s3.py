@@ -29,6 +29,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError,
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
 from tiered_kv.values.specs import LoadStoreSpec, ObjectLoadStoreSpec
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
+from tiered_kv_backends.s3 import backend as s3_backend
 
 _PREFIXES = itertools.count()
 SIZE = GROUPS[0].payload_bytes
@@ -473,14 +474,20 @@ async def test_a_killed_gateway_is_used_again_when_it_is_back(ceph: CephServer) 
         assert await read(backend, keys) == [Outcome.HIT] * 20
 
 
+NO_OBJECTS = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+"""What a store without marks of evictions answers who lists them."""
+
+
 class AnsweringServer:
-    """Speaks enough HTTP to answer each request by what ``answer`` returns, and counts those under way."""
+    """Speaks enough HTTP to answer each request by what ``answer`` returns, and counts those under way; no listings."""
 
     def __init__(self, answers: Iterator[str], hold_until: int = 0) -> None:
         self.num_requests = 0
         self.most_at_once = 0
         self.hold_until = hold_until
         """Answers wait until so many requests have come."""
+        self.listing = "200 OK"
+        """How it answers who lists the marks of evictions, of which it has none."""
         self._now = 0
         self._answers = answers
         self._enough = asyncio.Event()
@@ -489,8 +496,10 @@ class AnsweringServer:
         """Answer the requests of one connection."""
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")).strip():
-                status = "404 Not Found"
-                if b"is-anybody-there" not in head:
+                status, body = "404 Not Found", ""
+                if b"list-type=2" in head:
+                    status, body = self.listing, NO_OBJECTS.decode()
+                elif b"is-anybody-there" not in head:
                     self.num_requests += 1
                     self._now += 1
                     self.most_at_once = max(self.most_at_once, self._now)
@@ -499,7 +508,7 @@ class AnsweringServer:
                     await self._enough.wait()
                     status = next(self._answers)
                     self._now -= 1
-                writer.write(f"HTTP/1.1 {status}\r\nContent-Length: 0\r\n\r\n".encode())
+                writer.write(f"HTTP/1.1 {status}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
                 await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -532,7 +541,7 @@ async def answering(
 
 
 class GreedyServer:
-    """Answers every GET but the first with a body without end, or one that repeats the request."""
+    """Answers every GET of an object but the first with a body without end, or one that repeats the request."""
 
     def __init__(self, *, repeats: bool) -> None:
         self.repeats = repeats
@@ -545,6 +554,8 @@ class GreedyServer:
             while (head := await reader.readuntil(b"\r\n\r\n")).strip():
                 if b"is-anybody-there" in head:
                     writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n")
+                elif b"list-type=2" in head:
+                    writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(NO_OBJECTS), NO_OBJECTS))
                 elif self.repeats:
                     writer.write(b"HTTP/1.1 400 Bad\r\nContent-Length: %d\r\n\r\n%b" % (len(head), head))
                 else:
@@ -709,6 +720,19 @@ async def test_a_passing_failure_is_tried_again() -> None:
         with pytest.raises(BackendUnavailableError, match="503"):
             await backend.lookup_prefix([block_key(1)])
         assert server.num_requests == 3
+
+
+async def test_what_was_evicted_is_known_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a store does not say which blocks were evicted from packs, it is not asked for blocks; then it is again."""
+    monkeypatch.setattr(s3_backend, "_READ_MARKS_EVERY_S", 0.0)
+    async with answering(itertools.repeat("404 Not Found"), max_retries=0) as (backend, server):
+        server.listing = "503 Slow Down"
+        for call in (backend.lookup, backend.lookup_prefix, backend.locate):
+            with pytest.raises(BackendUnavailableError, match=r"list evicted blocks: .*503"):
+                await call([block_key(1)])
+        assert server.num_requests == 0
+        server.listing = "200 OK"
+        assert await backend.lookup([block_key(1)]) == [Outcome.MISS]
 
 
 async def test_one_failed_block_fails_alone() -> None:

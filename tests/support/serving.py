@@ -21,6 +21,7 @@ from tiered_kv import (
 )
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.values.events import Emit
+from tiered_kv_backends.nvme import NVMeBackend
 
 
 @contextmanager
@@ -88,3 +89,8 @@ async def attached(
             kv.register_kv_caches(caches, group=group)
         assert isinstance(kv, ConnectedKV)
         yield kv
+
+
+def models_in(path: Path) -> list[str]:
+    """Name the directories of models on a disk."""
+    return [each.name for each in path.iterdir() if NVMeBackend.has_left(each)]

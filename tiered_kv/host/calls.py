@@ -10,8 +10,9 @@ import inspect
 import math
 import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, update_wrapper
+from itertools import accumulate
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar
 
 import msgspec
@@ -37,7 +38,9 @@ from tiered_kv.values.results import (
     PinResult,
     PrefetchResult,
     Reason,
+    RemovalResult,
     TierFault,
+    TierRun,
 )
 
 P = ParamSpec("P")
@@ -49,6 +52,8 @@ Away: TypeAlias = Callable[[Any], T] | None
 """What a call comes to while no server is there, of its arguments; None: it raises, as it may not have been done."""
 LONG_S: Final = 60.0
 """What calls for operators may take: `flush`, `clear`, `evict`."""
+MOST_KEYS: Final = 1 << 14
+"""That one message is about: a client asks about more in parts, so that between them others have their turns."""
 _NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -84,6 +89,65 @@ def _bytes(said: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(said, np.uint8)
 
 
+def _nothing(_: list[None]) -> None:
+    return None
+
+
+def _concatenated(answers: list[NDArray[Any]]) -> NDArray[Any]:
+    return np.concatenate(answers)
+
+
+def _prefix_found(answers: list[LookupResult]) -> LookupResult:
+    runs: list[TierRun] = []
+    for answer, start in zip(answers, accumulate((each.num_blocks for each in answers), initial=0), strict=False):
+        for run in answer.runs:
+            moved = replace(run, start=start + run.start, stop=start + run.stop)
+            if runs and moved.spec is None and (runs[-1].tier, runs[-1].spec) == (moved.tier, None):
+                moved = replace(moved, start=runs.pop().start)
+            runs.append(moved)
+    return replace(
+        answers[-1],
+        num_blocks=sum(each.num_blocks for each in answers),
+        runs=tuple(runs),
+        num_bytes=sum(each.num_bytes for each in answers),
+        costs={name: cost for each in answers for name, cost in each.costs.items()},
+    )
+
+
+def _prefix_brought(answers: list[PrefetchResult]) -> PrefetchResult:
+    return PrefetchResult(
+        sum(each.num_blocks for each in answers),
+        sum(each.num_moved for each in answers),
+        tuple(fault for each in answers for fault in each.faults),
+    )
+
+
+def _prefix_pinned(answers: list[PinResult]) -> PinResult:
+    return PinResult(sum(each.num_blocks for each in answers))
+
+
+def _removed(answers: list[RemovalResult]) -> RemovalResult:
+    kept_by = dict.fromkeys(name for each in answers for name in each.kept_by)
+    return RemovalResult(sum(each.num_blocks for each in answers), tuple(kept_by))
+
+
+def _explained(answers: list[list[Explanation]]) -> list[Explanation]:
+    return [each for answer in answers for each in answer]
+
+
+_PREFIXES: Final = (LookupResult, PrefetchResult, PinResult)
+_JOINS: Final[Mapping[object, Callable[[list[Any]], Any]]] = {
+    LookupResult: _prefix_found,
+    NDArray[np.bool_]: _concatenated,
+    NDArray[np.int8]: _concatenated,
+    PrefetchResult: _prefix_brought,
+    PinResult: _prefix_pinned,
+    RemovalResult: _removed,
+    list[Explanation]: _explained,
+}
+"""How answers about parts of the keys become one; of a prefix all but the last were about the whole of theirs."""
+
+
 class Remote(Generic[P, T]):
     """One call of the face, as it passes between a client and its server.
 
@@ -97,7 +161,7 @@ class Remote(Generic[P, T]):
         is_noted: Whether nothing is answered.
         is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
         knows_past: Whether the answer depends on the weights that the client served before.
-        most_keys: That it may be about, if not any number.
+        most_keys: That one message may be about.
     """
 
     def __init__(
@@ -109,7 +173,7 @@ class Remote(Generic[P, T]):
         is_noted: bool = False,
         is_counted: bool = False,
         knows_past: bool = False,
-        most_keys: int | None = None,
+        most_keys: int = MOST_KEYS,
     ) -> None:
         """Make one of a method of `BlockCache`; the others are attributes."""
         self.name = call.__name__
@@ -131,6 +195,7 @@ class Remote(Generic[P, T]):
         self.arguments: tuple[str, ...] = self._arguments.__struct_fields__
         self._decode = wire.decoder(self._arguments)
         self._answer = _form(answer)
+        self._join = _JOINS.get(answer, _nothing)
         self._decode_answer = wire.decoder(self._answer.passed)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # noqa: ANN401 - made when the house was
@@ -160,9 +225,31 @@ class Remote(Generic[P, T]):
             raise ConfigurationError(f"{self.name}(): {error}") from None
         epoch: bytes = given.keys.epoch if self.has_keys else b""
         arguments = {name: form.hear(getattr(given, name)) for name, form in self._forms.items()}
-        if self.most_keys is not None and len(arguments["keys"]) > self.most_keys:
+        if self.has_keys and len(arguments["keys"]) > self.most_keys:
             raise ConfigurationError(f"{self.name}() of {len(arguments['keys'])} keys, {self.most_keys} at most")
         return epoch, arguments
+
+    def parts(self, given: Any) -> list[Any]:  # noqa: ANN401 - of `bind`
+        """Cut what `bind` made into what one message each may be about."""
+        num_keys = len(given.keys) if self.has_keys else 0
+        if num_keys <= self.most_keys:
+            return [given]
+        starts = range(0, num_keys, self.most_keys)
+        by_key = [name for name in ("keys", "found") if hasattr(given, name)]
+        return [
+            msgspec.structs.replace(
+                given, **{name: getattr(given, name)[start : start + self.most_keys] for name in by_key}
+            )
+            for start in starts
+        ]
+
+    def ends_with(self, answer: T, part: Any) -> bool:  # noqa: ANN401 - of `parts`
+        """Say whether nothing more is to be asked: of a prefix that ends in this part."""
+        return isinstance(answer, _PREFIXES) and answer.num_blocks < len(part.keys)
+
+    def joined(self, answers: list[T]) -> T:
+        """Make one answer of those to the parts."""
+        return answers[0] if len(answers) == 1 else self._join(answers)
 
     def answered(self, id_: int, value: object) -> Answered:
         """Say what the call has come to."""
@@ -231,8 +318,27 @@ class Asking:
         return lambda id_: Call(id_, remote.name, said, before)
 
     async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
-        """Ask the server, and wait so long for what the call comes to."""
-        return self.answer_in(await self.connection.ask(self.making(remote, given), timeout_s), remote, away, given)
+        """Ask the server, part by part if that is about many keys, and wait so long for what each comes to."""
+        parts, answers = remote.parts(given), list[T]()
+        if len(parts) > 1:
+            self.making(remote, given)  # which checks all of it
+        for part in parts:
+            answer = await self.connection.ask(self.making(remote, part), timeout_s)
+            answers.append(self.answer_in(answer, remote, away, part))
+            if remote.ends_with(answers[-1], part):
+                break
+        return remote.joined(answers)
+
+    def ask_now(self, remote: Remote[P, T], away: Away[T], given: Any, *, anywhere: bool) -> T:  # noqa: ANN401 - of `Remote.bind`
+        """`ask`, which blocks its thread, a second at most."""
+        parts, answers = remote.parts(given), list[T]()
+        until = self.connection.now_until()
+        for part in parts:
+            answer = self.connection.ask_now(self.making(remote, part, anywhere=anywhere), until, anywhere=anywhere)
+            answers.append(self.answer_in(answer, remote, away, part))
+            if remote.ends_with(answers[-1], part):
+                break
+        return remote.joined(answers)
 
     def answer_in(self, answer: Answer | None, remote: Remote[P, T], away: Away[T], given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
         """Return what a call has come to, or what it comes to while no server is there.
@@ -262,37 +368,14 @@ def _asked(
     *,
     away: Away[T] = None,
     timeout_s: float | None = None,
+    most_keys: int = MOST_KEYS,
     **may: bool,
 ) -> "Method[P, Coroutine[Any, Any, T]]":
-    """Make a coroutine method that asks the server, and waits so long."""
-    remote: Remote[P, T] = Remote(call, **may)
+    """Make a coroutine method that asks the server about so many keys at a time, and waits so long for each answer."""
+    remote: Remote[P, T] = Remote(call, most_keys=most_keys, **may)
 
     async def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await kv._asking.ask(remote, away, timeout_s, remote.bind(*args, **kwargs))  # noqa: SLF001 - ours
-
-    return _named(asked, remote, call)
-
-
-def _asked_in_parts(
-    call: Callable[Concatenate[Any, P], Coroutine[Any, Any, list[T]]],
-    *,
-    most_keys: int,
-    away: Away[list[T]],
-    timeout_s: float,
-    **may: bool,
-) -> "Method[P, Coroutine[Any, Any, list[T]]]":
-    """Make a coroutine method that asks the server about so many keys at a time: the server answers no more at once."""
-    remote: Remote[P, list[T]] = Remote(call, most_keys=most_keys, **may)
-
-    async def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> list[T]:
-        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
-        asking.making(remote, given)  # which checks all of them
-        answers: list[T] = []
-        for start in range(0, max(1, len(given.keys)), most_keys):
-            part = msgspec.structs.replace(given, keys=given.keys[start : start + most_keys])
-            answer: list[T] = await asking.ask(remote, away, timeout_s, part)
-            answers += answer
-        return answers
 
     return _named(asked, remote, call)
 
@@ -304,9 +387,7 @@ def _asked_now(
     remote: Remote[P, T] = Remote(call, **may)
 
     def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
-        answer = asking.connection.ask_now(asking.making(remote, given, anywhere=anywhere), anywhere=anywhere)
-        return asking.answer_in(answer, remote, away, given)
+        return kv._asking.ask_now(remote, away, remote.bind(*args, **kwargs), anywhere=anywhere)  # noqa: SLF001 - ours
 
     return _named(asked, remote, call)
 
@@ -319,14 +400,13 @@ def _started(
 
     def started(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
         asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
-        make = asking.making(remote, given)
+        asking.making(remote, given)  # which checks it
 
         async def ask() -> T:
             try:
-                answer = await asking.connection.ask(make, math.inf)
+                return await asking.ask(remote, away, math.inf, given)
             except asyncio.CancelledError:
                 return cancelled
-            return asking.answer_in(answer, remote, away, given)
 
         task = asking.connection.here().tasks.spawn(ask(), f"{remote.name} {len(given.keys)} blocks")
         return Handle(task, partial(_cancel, task))
@@ -340,7 +420,8 @@ def _noted(call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False)
 
     def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
         asking = kv._asking  # noqa: SLF001 - ours
-        asking.connection.send(asking.making(remote, remote.bind(*args, **kwargs), anywhere=anywhere)(0))
+        for part in remote.parts(remote.bind(*args, **kwargs)):
+            asking.connection.send(asking.making(remote, part, anywhere=anywhere)(0))
 
     return _named(noted, remote, call)
 
@@ -400,9 +481,7 @@ class AskedCalls(BlockCache):
     evict = _asked(BlockCache.evict, timeout_s=LONG_S, changes=True)
     clear = _asked(BlockCache.clear, timeout_s=LONG_S, changes=True, is_of_all=True)
     flush = _asked(BlockCache.flush, timeout_s=LONG_S, is_of_all=True)
-    explain = _asked_in_parts(
-        BlockCache.explain, most_keys=1024, away=_nothing_explained, timeout_s=LONG_S, knows_past=True
-    )
+    explain = _asked(BlockCache.explain, most_keys=1024, away=_nothing_explained, timeout_s=LONG_S, knows_past=True)
     stats = _asked_now(BlockCache.stats, away=lambda _: _NO_STATISTICS, is_counted=True)
 
     def __init__(self, asking: Asking) -> None:

@@ -12,7 +12,7 @@ How a client's loads and stores begin: checked in the caller's thread, and start
 
 import asyncio
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, TypeVar
@@ -504,6 +504,11 @@ class FarStore(Moving[StoreResult]):
         """Call back, on the event loop, once it is known what became of the blocks, or will not be."""
         self._settled.add_done_callback(callback)
 
+    def drop(self, reason: Reason, tiers: Iterable[str]) -> None:
+        """End it before it has begun: no block of it comes to any of these tiers."""
+        self._settled.set_result(tuple(TierStore(tier, dropped=len(self._keys)) for tier in tiers))
+        self.refuse(reason)
+
     def lose(self) -> None:
         """See `Transferring.lose`: nobody keeps what is copied from now on."""
         if not self._settled.done():
@@ -625,7 +630,7 @@ class Starts:
         store.when_settled(self._say_settled)
         if self.is_draining:
             self.num_refused += len(request.keys)
-            store.refuse(Reason.DRAINING)
+            store.drop(Reason.DRAINING, [tier.name for tier in there.attached.tiers] if there is not None else [])
         else:
             store.start(there, request.message)
         request.side.tasks.watch(store.ended, store.revoke)

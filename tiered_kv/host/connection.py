@@ -10,6 +10,7 @@ What a client has in its own process while it is open, whatever server there is:
 import asyncio
 import socket
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
@@ -300,13 +301,17 @@ class Connection:
             return None
         return _raised(await self.there.ask(make, self.timeout_s if timeout_s is None else timeout_s))
 
-    def ask_now(self, make: Callable[[int], wire.Message], *, anywhere: bool = False) -> Answer | None:
-        """`ask` that blocks its thread, a second at most; any thread may call it from ``anywhere``."""
+    def now_until(self) -> float:
+        """Return when a call that blocks its thread from now on has to end, a second from now at most."""
+        return time.monotonic() + min(self.timeout_s, _NOW_S)
+
+    def ask_now(self, make: Callable[[int], wire.Message], until: float, *, anywhere: bool = False) -> Answer | None:
+        """`ask` that blocks its thread ``until`` then; any thread may call it from ``anywhere``."""
         self.here(anywhere=anywhere)
         there = self.there
-        if there is None:
+        if there is None or (left_s := until - time.monotonic()) <= 0.0:
             return None
-        return _raised(there.ask_now(make, min(self.timeout_s, _NOW_S)))
+        return _raised(there.ask_now(make, left_s))
 
     def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
         """Return the results of submissions that have ended, in any thread, after the end too."""

@@ -5,11 +5,8 @@ are known, those that clients have attached for and those whose blocks an earlie
 by resizing the others, lent as `lending` says, and the others' again once it is reclaimed. What each is to have is
 decided at once; to get there each goes its own way, and waits for no other's.
 
-Directories of models on disks: which there are, and how one goes that nobody uses any more.
-
-What is deleted is what an NVMe tier has made and nobody holds: a directory of this user's alone, with a holder file,
-folders of blocks, the page that its disk is probed by and what it says of itself, and nothing else. Anything of others
-in it, or a tier that has it open, keeps it whole.
+Directories of models on disks are named by what equal models have in common. Which of them a tier has used, and how one
+goes that nobody uses any more, its medium knows.
 
 One model of a server: its cache, what it has of every tier that the server owns, and who uses it.
 
@@ -17,13 +14,9 @@ A server's tiers as its settings have them, and the part that one model's cache 
 """
 
 import asyncio
-import fcntl
 import gc
 import hashlib
-import os
 import re
-import shutil
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -33,7 +26,9 @@ from typing import Any, Final
 from tiered_kv.cache.checks import metrics_of
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.host.lending import Claim, divided, rights
+from tiered_kv.media.backend import SlotBackend
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
+from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
@@ -48,64 +43,6 @@ from tiered_kv.values.loop_calls import LoopCalls
 
 DIRECTORY_DIGITS: Final = 32
 _DIRECTORY: Final = re.compile(f"[0-9a-f]{{{DIRECTORY_DIGITS}}}")
-_HOLDER: Final = "holder"
-_FILES: Final = frozenset({_HOLDER, "probe", "member", "member.new"})
-_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
-_OTHERS_MAY_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
-
-
-def left_in(path: Path) -> list[str]:
-    """Name the directories of models in a directory; others' are none, whatever they are called."""
-    with suppress(OSError):
-        return [each.name for each in path.iterdir() if _DIRECTORY.fullmatch(each.name) and _is_a_models(each)]
-    return []
-
-
-def delete(path: Path) -> bool:
-    """Delete a model's directory; return whether it is gone. Blocks the thread for as long as its files take."""
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return True
-    except OSError:
-        return False
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # which an open tier has
-        if not _is_a_models(path) or not _is_ours(fd):
-            return False
-        for name in os.listdir(fd):  # noqa: PTH208 - a Path has no descriptors
-            if name not in _FILES:
-                shutil.rmtree(name, dir_fd=fd)
-            elif name != _HOLDER:
-                os.unlink(name, dir_fd=fd)
-        os.unlink(_HOLDER, dir_fd=fd)  # the last: without it this would be no model's at the next start
-        path.rmdir()
-    except OSError:
-        return False
-    else:
-        return True
-    finally:
-        os.close(fd)
-
-
-def _is_a_models(path: Path) -> bool:
-    with suppress(OSError):
-        return not path.is_symlink() and stat.S_ISREG((path / _HOLDER).lstat().st_mode)
-    return False
-
-
-def _is_ours(fd: int) -> bool:
-    """Say whether all that lies in a directory is what a tier of this user's keeps there."""
-    about = os.fstat(fd)
-    if about.st_uid != os.geteuid() or about.st_mode & _OTHERS_MAY_WRITE:
-        return False
-    with os.scandir(fd) as entries:
-        return all(
-            each.is_dir(follow_symlinks=False)
-            if _FOLDER.fullmatch(each.name)
-            else each.name in _FILES and each.is_file(follow_symlinks=False)
-            for each in entries
-        )
 
 
 @dataclass(eq=False)
@@ -228,6 +165,27 @@ class TierParts:
         paths = path if isinstance(path, tuple) else (path,)
         return cls(tier_name(settings), facts["capacity"], tuple(map(Path, paths)), settings)
 
+    def left(self) -> list[str]:
+        """Name the directories of models that are there; others' are none, whatever they are called."""
+        found: list[str] = []
+        for path in self.paths:
+            with suppress(OSError):
+                found += [
+                    each.name
+                    for each in path.iterdir()
+                    if _DIRECTORY.fullmatch(each.name) and self._medium().has_left(each)
+                ]
+        return found
+
+    def delete(self, directory: str) -> list[Path]:
+        """Delete a model's directories, and return those that stay. Blocks the thread as long as their files take."""
+        return [path / directory for path in self.paths if not self._medium().delete_left(path / directory)]
+
+    def _medium(self) -> type[SlotBackend]:
+        """Return the class of a medium that has directories."""
+        found = resolve(self._settings.medium)
+        return found if issubclass(found, SlotBackend) else SlotBackend
+
     def part(self, directory: str, capacity: int) -> TierSettings:
         """Return the settings of one model's part, which may become the whole."""
         if not self.capacity:
@@ -284,13 +242,12 @@ class Shares:
         self._emit = emit
         self._tiers = tiers_in(settings)
         self._owned = [tier for tier in self._tiers if tier.capacity]
-        self._paths = [path for tier in self._tiers for path in tier.paths]
         self._tasks = Tasks()
         self._changed = asyncio.Event()
         self._shares: dict[str, Share] = {}
         now = asyncio.get_running_loop().time()
-        for path in self._paths:
-            for directory in left_in(path):
+        for tier in self._tiers:
+            for directory in tier.left():
                 self._shares.setdefault(directory, Share(directory, unused_since=now))
         for share, right in self._rights(list(self)).items():
             share.right = right
@@ -418,10 +375,9 @@ class Shares:
             except Exception as error:  # noqa: BLE001 - whatever a medium raises: nothing of it is to stay
                 log("error", "host.close_failed", exc_info=error)
             share.cache = share.page = None
-        for path in self._paths:
-            is_gone = await in_a_thread(LoopCalls(asyncio.get_running_loop()), delete, path / share.directory)
-            if not is_gone:
-                log("warning", "host.directory_kept", path=str(path / share.directory))
+        for tier in self._tiers:
+            for kept in await in_a_thread(LoopCalls(asyncio.get_running_loop()), tier.delete, share.directory):
+                log("warning", "host.directory_kept", path=str(kept))
         del self._shares[share.directory]
         log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
         self._divide_by_right()

@@ -153,7 +153,8 @@ def error_of(kind: str, why: str) -> TieredKVError:
 
 
 M = TypeVar("M")
-_MESSAGES_A_TURN: Final = 64
+_MESSAGES_A_TURN: Final = 8
+"""Of one client: to begin a load takes up to a millisecond, and the others wait for as long."""
 _READ_ON_BYTES: Final = 1 << 20
 """What one client may have sent that is not looked at yet; of a frame that is longer, the frame."""
 _UNREAD_BYTES: Final = 8 << 20

@@ -23,6 +23,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar, Final, Protocol, Self, TypeVar, overload
 
 import numpy as np
@@ -417,6 +418,20 @@ class SlotBackend(_Tier):
     """
 
     makes_records: ClassVar[bool] = False
+
+    @classmethod
+    def has_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
+        """Say whether a directory is one that such a tier has used. Of a medium without any it says False."""
+        return False
+
+    @classmethod
+    def delete_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
+        """Delete a directory that such a tier has used, and return whether it is gone.
+
+        Nothing is deleted while a tier has it open, nor if anything lies in it that no tier has made. Blocks the thread
+        for as long as its files take.
+        """
+        return False
 
     @abstractmethod
     async def open(self, context: BackendContext) -> list[Recovered]:

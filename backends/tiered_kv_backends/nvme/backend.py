@@ -6,6 +6,7 @@ are moved at once.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -31,6 +32,7 @@ from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.store import Store
+from tiered_kv_backends.nvme.upkeep import delete_left, has_left
 
 _NAMED: Final = ("io", "io_reason", "last_error")
 """Facts of a directory that are listed for all."""
@@ -48,6 +50,16 @@ class NVMeBackend(SlotBackend):
         self.settings = self.Settings.of(settings)
         self._open_disks: Disks | None = None
         self._shapes: tuple[RecordShape, ...] = ()
+
+    @classmethod
+    def has_left(cls, path: Path) -> bool:
+        """Say whether a directory is one that such a tier has used: no link, and with the file of its holder."""
+        return has_left(path)
+
+    @classmethod
+    def delete_left(cls, path: Path) -> bool:
+        """Delete it if it is this user's alone, no tier has it open, and all in it is what tiers make."""
+        return delete_left(path)
 
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Take the directories and read their ledgers; where those are damaged, the headers of the records too.

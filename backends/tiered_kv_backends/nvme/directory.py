@@ -39,7 +39,7 @@ from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.ledger import Ledger
 
-_OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
+OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def open_root(path: Path) -> int:
@@ -104,7 +104,7 @@ def _ours(fd: int, name: str) -> int:
     if status.st_uid != files().geteuid():
         files().close(fd)
         raise _refused(name, f"belongs to user {status.st_uid}, not to user {files().geteuid()}")
-    if status.st_mode & _OTHERS_MAY_WRITE:
+    if status.st_mode & OTHERS_MAY_WRITE:
         files().close(fd)
         raise _refused(name, f"has mode {stat.S_IMODE(status.st_mode):04o}, others may write to it")
     return fd
@@ -114,11 +114,13 @@ def _refused(name: str, why: str) -> OSError:
     return PermissionError(errno.EPERM, why, name)
 
 
-_FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
+FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
 HOLDER = "holder"
+EXCLUSIVE: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
+"""How a directory is locked by who has it open."""
 _ADVICE = "the NVMe tier needs a directory that it can write to, and nobody else"
 
 
@@ -304,7 +306,7 @@ def folders_in(fd: int) -> list[str]:
 
 def _folders(fd: int) -> list[FolderEntry]:
     """Return the folders that a tier has made. Other programs call theirs by 64 digits too, container engines do."""
-    found = [each for each in files().entries(fd) if each.is_folder and _FINGERPRINT.fullmatch(each.name)]
+    found = [each for each in files().entries(fd) if each.is_folder and FINGERPRINT.fullmatch(each.name)]
     return [each for each in found if _is_ours(fd, each.name)]
 
 
@@ -344,7 +346,7 @@ class _Lock:
         self._fd = files().open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
         self._held.add(self)
         try:
-            files().flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            files().flock(self._fd, EXCLUSIVE)
         except BlockingIOError:
             self.release()
             raise ConfigurationError(
@@ -421,7 +423,7 @@ def explained(
         raise ConfigurationError(f"{name}: {why}; {advice}") from error
 
 
-_PROBE: Final = "probe"
+PROBE: Final = "probe"
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
@@ -456,7 +458,7 @@ def page_problem(folder_fd: int, flags: int, spare: str) -> str:
     page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
     try:
         try:
-            fd = open_file(folder_fd, _PROBE, flags)
+            fd = open_file(folder_fd, PROBE, flags)
             try:
                 num_written = files().pwritev(fd, [page], 0)
                 files().fsync(fd)  # else a page cache would answer for the disk

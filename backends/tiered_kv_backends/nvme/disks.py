@@ -37,7 +37,7 @@ from tiered_kv_backends.nvme.ledger import Entries, Order
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.store import Store, Threads
 
-_NAME: Final = "member"
+MEMBER: Final = "member"
 _COPY_BYTES: Final = 4096
 _NUM_COPIES: Final = 2
 
@@ -90,9 +90,9 @@ def look_into(path: Path) -> tuple[Member, Site]:
         site = Site.OWN_DISK
         if files().is_on_system_disk(root):
             site = Site.SYSTEM_DISK if there else Site.EMPTY_ON_SYSTEM_DISK
-        if _NAME not in there:
+        if MEMBER not in there:
             return Member(), site
-        file = open_file(root, _NAME)
+        file = open_file(root, MEMBER)
         opened.callback(files().close, file)
         copies = [_parsed(files().pread(file, _COPY_BYTES, n * _COPY_BYTES)) for n in range(_NUM_COPIES)]
         return max(filter(None, copies), key=lambda copy: copy.turn, default=Member()), site
@@ -107,7 +107,7 @@ def write_member(path: Path, member: Member) -> None:
     with contextlib.ExitStack() as opened:
         root = open_root(path)
         opened.callback(files().close, root)
-        file = open_file(root, _NAME)
+        file = open_file(root, MEMBER)
         opened.callback(files().close, file)
         said = json.dumps({"id": member.id, "turn": member.turn, "ids": sorted(member.ids)}).encode()
         copy = b"%s %b" % (xxhash.xxh3_64_hexdigest(said).encode(), said)
@@ -165,7 +165,7 @@ def make_empty(path: Path) -> None:
         for folder in folders:
             files().remove_tree(folder, dir_fd=root)
         with contextlib.suppress(FileNotFoundError):
-            files().unlink(_NAME, dir_fd=root)
+            files().unlink(MEMBER, dir_fd=root)
 
 
 _UNMOUNTED: Final = "it is empty, and on the system's disk, as the others are not: is its own mounted?"

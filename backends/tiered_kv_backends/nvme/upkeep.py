@@ -1,8 +1,17 @@
-"""Deleting a tenant's blocks from an NVMe tier's directory. For a job of your own, while no cache has it open."""
+"""Deleting a tenant's blocks from an NVMe tier's directory. For a job of your own, while no cache has it open.
+
+Directories that tiers have left: which are such, and how one goes that nobody uses any more.
+
+What is deleted is what a tier has made and nobody holds: a directory of this user's alone, with a holder file, folders
+of blocks, the page that its disk is probed by and what it says of itself, and nothing else. Anything of others in it,
+or a tier that has it open, keeps it whole.
+"""
 
 import asyncio
 import contextlib
 import errno
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -14,13 +23,26 @@ from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.nvme.directory import HOLDER, folders_in, open_file, open_folder, taken
+from tiered_kv_backends.nvme.directory import (
+    EXCLUSIVE,
+    FINGERPRINT,
+    HOLDER,
+    OTHERS_MAY_WRITE,
+    PROBE,
+    folders_in,
+    open_file,
+    open_folder,
+    taken,
+)
+from tiered_kv_backends.nvme.disks import MEMBER
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
 _SLOTS_AT_ONCE: Final = 4096
 _BYTES_AT_ONCE: Final = 1 << 20
+_LEFT: Final = frozenset({HOLDER, PROBE, MEMBER, f"{MEMBER}.new"})
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
@@ -105,3 +127,65 @@ def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | No
             if key.namespace.fingerprint == fingerprint and not (start + at) % shape.stride_bytes:
                 return shape
     return None
+
+
+def has_left(path: Path) -> bool:
+    """See `NVMeBackend.has_left`."""
+    try:
+        fd = files().open(path, _FOLDER)
+    except OSError:
+        return False
+    try:
+        return _is_file(fd, HOLDER)
+    finally:
+        files().close(fd)
+
+
+def delete_left(path: Path) -> bool:
+    """See `NVMeBackend.delete_left`."""
+    try:
+        fd = files().open(path, _FOLDER)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    try:
+        files().flock(fd, EXCLUSIVE)  # which an open tier has
+        if not _is_file(fd, HOLDER) or not _has_made_all(fd):
+            return False
+        for each in files().entries(fd):
+            if each.is_folder:
+                files().remove_tree(each.name, dir_fd=fd)
+            elif each.name != HOLDER:
+                files().unlink(each.name, dir_fd=fd)
+        files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for again
+        files().rmdir(path)
+    except OSError:
+        return False
+    else:
+        return True
+    finally:
+        files().close(fd)
+
+
+def _is_file(folder_fd: int, name: str) -> bool:
+    """Say whether there is a file of this name, and no link to one."""
+    try:
+        fd = files().open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
+    except OSError:
+        return False
+    try:
+        return stat.S_ISREG(files().fstat(fd).st_mode)
+    finally:
+        files().close(fd)
+
+
+def _has_made_all(fd: int) -> bool:
+    """Say whether all that lies in a directory is what a tier of this user's keeps there."""
+    about = files().fstat(fd)
+    if about.st_uid != files().geteuid() or about.st_mode & OTHERS_MAY_WRITE:
+        return False
+    return all(
+        each.is_folder if FINGERPRINT.fullmatch(each.name) else each.name in _LEFT and _is_file(fd, each.name)
+        for each in files().entries(fd)
+    )

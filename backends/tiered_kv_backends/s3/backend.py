@@ -13,7 +13,15 @@ from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, O
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.specs import ObjectLoadStoreSpec
-from tiered_kv_backends.s3.client import BEGIN_WITHIN, S3Settings, make_store, translate, translate_opening
+from tiered_kv_backends.s3.client import (
+    BEGIN_WITHIN,
+    REQUEST_WITHIN,
+    S3Settings,
+    make_store,
+    translate,
+    translate_opening,
+)
+from tiered_kv_backends.s3.doomed import MARKS, MOST_MARKS, Doomed, is_mark, mark_of
 from tiered_kv_backends.s3.packing import Packing, Unit
 from tiered_kv_backends.s3.presence import Answers, count_blocks
 from tiered_kv_backends.s3.upkeep import open_inventory
@@ -22,6 +30,10 @@ if TYPE_CHECKING:  # it is in the client's type stubs alone
     from obstore import BytesStream
 
 T = TypeVar("T")
+
+_READ_MARKS_EVERY_S = 30.0
+"""So long a block that another process has evicted from a pack that it could not name may be served here."""
+_LISTED_AT_ONCE = 1000
 
 
 class S3Backend(Backend):
@@ -44,9 +56,11 @@ class S3Backend(Backend):
     async def open(self, context: BackendContext) -> None:
         """Make the client and ask for an object that is not there, so that what cannot work is said now.
 
+        Where blocks lie in packs, read which were evicted from packs that nobody could name.
+
         Raises:
             ConfigurationError: No such bucket, refused credentials, a failed TLS handshake, an option that is not one.
-            BackendUnavailableError: Nobody answers within ``connect_timeout_s``.
+            BackendUnavailableError: Nobody answers within ``connect_timeout_s``, or the evictions cannot be read.
         """
         probe = make_store(self.settings, is_probe=True)
         try:
@@ -60,6 +74,8 @@ class S3Backend(Backend):
         self._answers = Answers(context.clock, self.settings.answer_ttl_s)
         self._reading = asyncio.Semaphore(self.settings.connections)
         self._writing = asyncio.Semaphore(self.settings.connections)
+        self._doomed, self._read_marks_at = Doomed(), self._clock()
+        await self._read_marks(self._deadline())
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key by one or two questions each. Exact at that moment."""
@@ -141,20 +157,19 @@ class S3Backend(Backend):
         """
         check_lengths(keys, blocks)
         deadline = self._deadline()
-        units = [part for unit in self._packing.units(keys) for part in _as_written(unit, blocks)]
+        units = [part for unit in await self._units(keys, deadline) for part in _as_written(unit, blocks)]
         writes = [self._write_unit(unit, keys, blocks, deadline) for unit in units]
         try:
-            outcomes = await _outcomes(units, writes)
-            self._packing.spare(key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.STORED)
-            return outcomes
+            return await _outcomes(units, writes)
         finally:
             self._answers.drop(keys)
 
     async def delete(self, keys: Sequence[BlockKey]) -> bool:
         """Forget the keys, by requests of 1,000; with a key of a pack its neighbours in the pack.
 
-        A block that may lie in a pack of which this process does not know the last key is found by nobody here, and
-        deleted with its pack by the first call that has that key.
+        A block that may lie in a pack of which this process does not know the last key is found by nobody here, from
+        now on, and is marked so on the store: nobody finds it who opens or reads the marks later. It is deleted with
+        its pack by the first call that has that key.
 
         Returns:
             Whether there is no such block among them; with no keys, among all that were to be deleted.
@@ -163,34 +178,77 @@ class S3Backend(Backend):
             BackendUnavailableError: The store did not take it.
         """
         if not keys:
-            return not self._packing.may_have_doomed
-        units = self._packing.units(keys)
-        doomed = [
-            key
-            for unit in units
-            for key in keys[unit.start : unit.stop]
-            if unit.pack is None and self._packing.is_packed(key)
-        ]
-        self._packing.doom(doomed)
+            return not self._doomed.may_be_served
+        units, deadline = self._packing.units(keys), self._deadline()
+        unnamed = [key for unit in units if unit.pack is None for key in keys[unit.start : unit.stop]]
+        single, packed = self._packing.parted(unnamed)
+        self._doomed.add(single, may_be_packed=False)
+        self._doomed.add(packed, may_be_packed=True)
+        self._answers.refute(keys, keys)
+        await asyncio.gather(*(self._put(mark_of(key), b"", deadline) for key in packed))
         names = dict.fromkeys(key.path for key in keys)
         names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
-        self._answers.refute(keys, keys)
-        await self._delete_all([*names], self._deadline())
-        return self._packing.is_single(doomed)
+        await self._delete_all([*names], deadline)
+        return not packed
 
     async def _units(self, keys: Sequence[BlockKey], deadline: float) -> list[Unit]:
-        """Cut a batch that is asked for, and delete the packs in it that have doomed blocks.
+        """Cut a batch that is asked for or written. Packs in it that have doomed blocks are deleted first.
 
         Raises:
             BackendUnavailableError: The store did not take that: nothing may be said of what these packs have.
         """
         units = self._packing.units(keys)
-        if doomed := self._packing.doomed(keys, units):
-            self._answers.refute(keys, ())
-            await self._delete_all([*doomed], deadline)
-            for mine in doomed.values():
-                self._packing.spare(mine)
+        await self._read_marks(deadline)
+        doomed: dict[str, list[str]] = {}
+        for pack, suspects in self._doomed.suspects(keys, units).items():
+            each = await asyncio.gather(*(self._is_doomed(mark, deadline) for mark in suspects))
+            if marks := [mark for mark, is_so in zip(suspects, each, strict=True) if is_so]:
+                doomed[pack] = marks
+        if not doomed:
+            return units
+        self._answers.refute(keys, ())
+        if self.settings.read_only:  # others delete it
+            return [part for unit in units for part in (unit.singles if unit.pack in doomed else [unit])]
+        marks = [mark for each in doomed.values() for mark in each]
+        await self._delete_all([*doomed], deadline)
+        await self._delete_all(marks, deadline)  # after the packs: else these would be served if it ended between
+        self._doomed.spare(marks)
         return units
+
+    async def _is_doomed(self, mark: str, deadline: float) -> bool:
+        """Ask for a mark that may be on the store: another process may have deleted it since, and stored a new pack."""
+        return self._doomed.is_own(mark) or await self._exists(mark, deadline)
+
+    async def _read_marks(self, deadline: float) -> None:
+        """Read anew which blocks were evicted from packs that nobody could name, unless that was done lately.
+
+        Raises:
+            BackendUnavailableError: The store failed to answer.
+        """
+        now = self._clock()
+        if not self._packing.is_on or now < self._read_marks_at:
+            return
+        self._read_marks_at = now + _READ_MARKS_EVERY_S
+        try:
+            marks, are_all = await self._request(self._reading, deadline, "list evicted blocks", self._list_marks)
+        except BaseException:
+            self._read_marks_at = now
+            raise
+        self._doomed.read(marks, are_all=are_all)
+
+    async def _list_marks(self) -> tuple[frozenset[str], bool]:
+        """List marks within the time of one request, and say whether these are all: a listing need have no end."""
+        marks, num_listed = set[str](), 0
+        async with asyncio.timeout(REQUEST_WITHIN * self.settings.timeout_s):
+            for shape in self._context.groups:
+                async for some in obstore.list(
+                    self._store, f"{MARKS}/{shape.fingerprint.hex()}", chunk_size=_LISTED_AT_ONCE
+                ):
+                    marks.update(each["path"] for each in some if is_mark(each["path"]))
+                    num_listed += len(some)
+                    if num_listed >= MOST_MARKS:
+                        return frozenset(marks), False
+        return frozenset(marks), True
 
     async def _delete_all(self, names: list[str], deadline: float) -> None:
         try:
@@ -270,6 +328,11 @@ class S3Backend(Backend):
     ) -> list[Outcome]:
         name = unit.pack or keys[unit.start].path
         body = [segment for block in blocks[unit.start : unit.stop] for segment in block.segments]
+        await self._put(name, body, deadline)
+        self._packing.saw(keys[unit.start : unit.stop], is_single=unit.pack is None)
+        return [Outcome.STORED] * (unit.stop - unit.start)
+
+    async def _put(self, name: str, body: Sequence[memoryview] | bytes, deadline: float) -> None:
         mode: Literal["create", "overwrite"] = "create" if self.settings.create_only else "overwrite"
         try:
             await self._request(
@@ -282,8 +345,6 @@ class S3Backend(Backend):
             pass  # by this name it is the same block
         except FileNotFoundError as error:
             raise BackendUnavailableError(f"store: the bucket of {self.settings.place} is gone") from error
-        self._packing.saw(keys[unit.start : unit.stop], is_single=unit.pack is None)
-        return [Outcome.STORED] * (unit.stop - unit.start)
 
     async def _delete_one(self, name: str, deadline: float) -> None:
         with suppress(FileNotFoundError):

@@ -28,7 +28,7 @@ from tiered_kv_backends.paths import scrub
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
 # retry has begun; so a call has ended by 0.95 of the time that the cache waits for it.
 BEGIN_WITHIN: Final = 0.5
-_REQUEST: Final = 0.3
+REQUEST_WITHIN: Final = 0.3
 _RETRY_WITHIN: Final = 0.15
 
 _S3_SCHEMES: Final = ("s3", "s3a")
@@ -140,7 +140,7 @@ def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
             return cast("ObjectStore", make(settings.url, mkdir=True))
         if scheme == "memory":
             return cast("ObjectStore", make(settings.url))
-        request_s = settings.connect_timeout_s if is_probe else _REQUEST * settings.timeout_s
+        request_s = settings.connect_timeout_s if is_probe else REQUEST_WITHIN * settings.timeout_s
         client: dict[str, object] = {
             "allow_http": (settings.endpoint or "").startswith("http://"),
             "connect_timeout": timedelta(seconds=min(settings.connect_timeout_s, request_s)),

@@ -3,7 +3,7 @@
 The blocks of a prompt are cut into groups of ``size`` positions, aligned to position 0. A group that is written whole
 is one object, a pack, named by its last key: the chain makes that key name all before it. A group that is written in
 parts is stored block by block. So the pack of a block can be named by whoever knows the last key of its group, from the
-batch at hand or from an earlier one. Who deletes a block and cannot, dooms it: its pack goes as soon as it is known.
+batch at hand or from an earlier one. Who deletes a block and cannot, dooms it, see ``doomed.py``.
 """
 
 from collections import OrderedDict
@@ -42,6 +42,11 @@ class Unit:
         """Whether the keys are a whole pack."""
         return self.pack is not None and self.stop - self.start == self.size
 
+    @property
+    def singles(self) -> "list[Unit]":
+        """The same keys, each on its own."""
+        return [Unit(at, at + 1) for at in range(self.start, self.stop)]
+
 
 class Packing:
     """Cuts batches into units, and remembers the last keys of groups it has seen, and which blocks lay singly.
@@ -55,8 +60,6 @@ class Packing:
             size: OrderedDict() for size in set(self._sizes.values())
         }
         self._single: OrderedDict[bytes, None] = OrderedDict()
-        self._doomed: OrderedDict[BlockKey, bool] = OrderedDict()  # and whether it lay singly, as far as was seen
-        self._has_lost_doomed = False
 
     def saw(self, keys: Iterable[BlockKey], *, is_single: bool) -> None:
         """Remember of blocks that have just been stored or read whether each was an object of its own."""
@@ -73,37 +76,18 @@ class Packing:
         """Whether each of these was an object of its own lately: to ask for their pack first costs a round trip."""
         return all(key.hash in self._single for key in keys)
 
-    def doom(self, keys: Iterable[BlockKey]) -> None:
-        """Remember blocks that are to be deleted from packs that nobody knows yet."""
-        for key in keys:
-            self._doomed[key] = self.is_single([key])
-            self._doomed.move_to_end(key)
-        while len(self._doomed) > _MAX_REMEMBERED:
-            _, is_single = self._doomed.popitem(last=False)
-            self._has_lost_doomed |= not is_single
-
     @property
-    def may_have_doomed(self) -> bool:
-        """Whether packs that nobody knows may have blocks that were to be deleted."""
-        return self._has_lost_doomed or not all(self._doomed.values())
+    def is_on(self) -> bool:
+        """Whether any blocks may lie in packs."""
+        return any(size > 1 for size in self._sizes.values())
 
-    def doomed(self, keys: Sequence[BlockKey], units: Iterable[Unit]) -> dict[str, list[BlockKey]]:
-        """Return the packs of a batch that are to be deleted, and for which of its blocks."""
-        packs: dict[str, list[BlockKey]] = {}
-        for unit in units if self._doomed else ():
-            mine = [key for key in keys[unit.start : unit.stop] if key in self._doomed]
-            if unit.pack is not None and mine:
-                packs.setdefault(unit.pack, []).extend(mine)
-        return packs
-
-    def spare(self, keys: Iterable[BlockKey]) -> None:
-        """Doom these no longer: their pack is gone, or they have been stored anew."""
-        for key in keys if self._doomed else ():
-            self._doomed.pop(key, None)
-
-    def is_packed(self, key: BlockKey) -> bool:
-        """Whether blocks such as this may lie in packs."""
-        return self._sizes.get(key.namespace.fingerprint, 1) > 1
+    def parted(self, keys: Iterable[BlockKey]) -> tuple[list[BlockKey], list[BlockKey]]:
+        """Return those of the blocks that lay singly lately, and those that may lie in packs; the rest never do."""
+        parts: tuple[list[BlockKey], list[BlockKey]] = [], []
+        for key in keys:
+            if self._sizes.get(key.namespace.fingerprint, 1) > 1:
+                parts[not self.is_single([key])].append(key)
+        return parts
 
     def units(self, keys: Sequence[BlockKey]) -> list[Unit]:
         """Cut a batch: every key is in one unit, in order."""

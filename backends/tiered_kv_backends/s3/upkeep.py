@@ -19,6 +19,7 @@ from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
 from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.s3.client import S3Settings, make_store, translate
+from tiered_kv_backends.s3.doomed import MARKS, is_mark, without_mark
 
 _AT_ONCE = 1000
 _MOST_EPOCHS = 1 << 16
@@ -96,6 +97,8 @@ async def collect_epochs(
 ) -> int:
     """Delete the blocks of old weights: of every epoch but those named, if nothing was stored in it lately.
 
+    With them go the marks of blocks that were evicted from packs which nobody could name.
+
     Args:
         settings: As of the tier.
         keep_weights: `ModelIdentity.weights`, or what `advance_epoch` was given, of all that is still served. A store
@@ -118,20 +121,23 @@ async def collect_epochs(
     try:
         async for blocks in _blocks(store):
             for path, stored in blocks.items():
+                if is_mark(path):
+                    continue  # an eviction is no use of an epoch
                 epoch = _folder(path, 2)
                 is_known = epoch in is_idle or len(is_idle) < _MOST_EPOCHS
                 if is_known and epoch.rpartition("/")[2] not in kept:
                     is_idle[epoch] = is_idle.get(epoch, True) and stored <= before
         for epoch in [epoch for epoch, idle in is_idle.items() if idle]:
-            async for blocks in _blocks(store, epoch):
-                deleted += await _delete(store, [*blocks])
+            for folder in (epoch, f"{MARKS}/{epoch}"):
+                async for blocks in _blocks(store, folder):
+                    deleted += await _delete(store, [*blocks])
     except (BaseError, OSError, ValueError) as error:
         raise translate(error, "collect epochs", settings) from error
     return deleted
 
 
 async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
-    """Delete the blocks of one salt, of every model, epoch and shard.
+    """Delete the blocks of one salt, of every model, epoch and shard, and what was noted of their evictions.
 
     Returns:
         How many objects were deleted.
@@ -152,17 +158,21 @@ async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: st
 
 
 def _folder(path: str, depth: int) -> str:
-    """Return the folder of an object of ours so many levels down: ``fingerprint/epoch/shard/salt``."""
-    return "/".join(path.split("/")[:depth])
+    """Return the folder of a block, or that a mark is about, so many levels down: ``fingerprint/epoch/shard/salt``."""
+    return "/".join(without_mark(path).split("/")[:depth])
 
 
 async def _blocks(store: ObjectStore, folder: str | None = None) -> AsyncIterator[dict[str, datetime]]:
-    """Yield the blocks and packs in a folder of ours, or all, and when each was stored, up to 1,000 at a time.
+    """Yield the blocks, packs and marks in a folder of ours, or all, and when each was stored, up to 1,000 at a time.
 
     No more is kept of a listing, which a hostile store may never end.
     """
     async for objects in obstore.list(store, folder, chunk_size=_AT_ONCE):
-        yield {each["path"]: each["last_modified"] for each in objects if RECORD.fullmatch(each["path"])}
+        yield {
+            each["path"]: each["last_modified"]
+            for each in objects
+            if RECORD.fullmatch(each["path"]) or is_mark(each["path"])
+        }
 
 
 async def _delete(store: ObjectStore, paths: list[str]) -> int:

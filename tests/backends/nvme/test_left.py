@@ -1,0 +1,105 @@
+"""Directories that NVMe tiers have left: they go whole, and nothing of others does."""
+
+import fcntl
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tiered_kv_backends.nvme import NVMeBackend
+
+NAME = "0123456789abcdef" * 2
+
+
+def left_behind(path: Path) -> Path:
+    """Make a directory as an NVMe tier leaves it."""
+    made = path / NAME
+    (made / ("ab" * 32)).mkdir(parents=True, mode=0o700)
+    made.chmod(0o700)
+    (made / "holder").write_text("1\n")
+    (made / ("ab" * 32) / "slab").write_bytes(b"x" * 4096)
+    for name in ("probe", "member", "member.new"):
+        (made / name).write_bytes(b"x")
+    return made
+
+
+def test_a_directory_that_a_tier_has_left_goes_whole(tmp_path: Path) -> None:
+    """And one that is gone already is gone."""
+    made = left_behind(tmp_path)
+    assert NVMeBackend.has_left(made)
+    assert NVMeBackend.delete_left(made)
+    assert not made.exists()
+    assert NVMeBackend.delete_left(made)
+
+
+def _foreign_file(made: Path) -> None:
+    (made / "notes.txt").write_text("mine")
+
+
+def _foreign_folder(made: Path) -> None:
+    (made / "results").mkdir()
+
+
+def _folder_for_a_file(made: Path) -> None:
+    (made / "probe").unlink()
+    (made / "probe").mkdir()
+
+
+def _link_for_a_folder(made: Path) -> None:
+    (made.parent / "elsewhere").mkdir()
+    (made / ("cd" * 32)).symlink_to(made.parent / "elsewhere")
+
+
+def _no_holder(made: Path) -> None:
+    (made / "holder").unlink()
+
+
+def _link_for_the_holder(made: Path) -> None:
+    (made / "holder").unlink()
+    (made / "holder").symlink_to(made / ("ab" * 32) / "slab")
+
+
+def _for_all(made: Path) -> None:
+    made.chmod(0o777)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        _foreign_file,
+        _foreign_folder,
+        _folder_for_a_file,
+        _link_for_a_folder,
+        _no_holder,
+        _link_for_the_holder,
+        _for_all,
+    ],
+)
+def test_a_directory_of_others_never_goes(spoil: Callable[[Path], None], tmp_path: Path) -> None:
+    """Whatever it is called: with anything in it that no tier has made nothing of it is deleted."""
+    made = left_behind(tmp_path)
+    spoil(made)
+    before = sorted(tmp_path.rglob("*"))
+    assert not NVMeBackend.delete_left(made)
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_directory_that_a_tier_has_open_stays(tmp_path: Path) -> None:
+    """Another server's, or an engine's own: it is locked."""
+    made = left_behind(tmp_path)
+    fd = os.open(made, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert not NVMeBackend.delete_left(made)
+    os.close(fd)
+    assert NVMeBackend.delete_left(made)
+
+
+def test_a_link_is_no_directory(tmp_path: Path) -> None:
+    """What a link leads to is kept, and so is the link."""
+    made = left_behind(tmp_path)
+    elsewhere = made.rename(tmp_path / "elsewhere")
+    made.symlink_to(elsewhere)
+    assert not NVMeBackend.has_left(made)
+    assert not NVMeBackend.delete_left(made)
+    assert (elsewhere / "holder").exists()

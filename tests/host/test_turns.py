@@ -1,0 +1,78 @@
+"""One client after the other: whatever one asks for, the others are answered in between.
+
+Turns are counted, not time.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.caches import until
+from tests.support.serving import attached, serving
+from tiered_kv import BlockKeys, ConfigurationError
+from tiered_kv.host import protocol, wire
+from tiered_kv.host.calls import CALLS, MOST_KEYS
+from tiered_kv.host.protocol import Keys
+
+KEYS = prompt(8)
+EPOCH = b"e" * 32
+MANY = BlockKeys(bytes(32) * (MOST_KEYS + 1), block_size=KEYS.block_size)
+OTHERS: dict[str, dict[str, Any]] = {"pin": {"ttl_s": 1.0}, "count_lookup": {"found": np.ones(len(MANY), np.bool_)}}
+"""What else a call needs, by its name."""
+
+
+async def test_a_flood_of_one_client_lets_the_others_in_after_a_few_messages() -> None:
+    """However much of one has come, each turn of the loop takes a few of each client's messages."""
+    taken: list[str] = []
+    flooding: wire.Link[Any] = wire.Link(
+        protocol.request_from, lambda _: taken.append("flood"), lambda: None, broken=taken.append
+    )
+    small: wire.Link[Any] = wire.Link(
+        protocol.request_from, lambda _: taken.append("small"), lambda: None, broken=taken.append
+    )
+    flooding.data_received(wire.frame(protocol.Ping(1)) * 200)
+    for number in range(5):
+        small.data_received(wire.frame(protocol.Ping(number)))
+        await asyncio.sleep(0)
+    last = len(taken) - taken[::-1].index("small")
+    assert taken.count("small") == 5
+    assert taken[:last].count("flood") <= 5 * 8
+    await until(lambda: taken.count("flood") == 200)
+
+
+@pytest.mark.parametrize("name", sorted(name for name, remote in CALLS.items() if remote.has_keys))
+def test_what_one_message_may_be_about_is_bounded(name: str) -> None:
+    """Of every call: the server refuses more, and a client asks in parts, of which each is taken."""
+    remote = CALLS[name]
+    given = remote.bind(MANY, **OTHERS.get(name, {}))
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {len(MANY)} keys, {remote.most_keys} at most"):
+        remote.heard(remote.said(given, Keys.of(MANY, EPOCH)))
+    parts = remote.parts(given)
+    assert [each.keys.start for each in parts] == list(range(0, len(MANY), remote.most_keys))
+    heard = [remote.heard(remote.said(each, Keys.of(each.keys, EPOCH)))[1] for each in parts]
+    assert sum(len(each["keys"]) for each in heard) == len(MANY)
+    if name == "count_lookup":
+        assert [len(each["found"]) for each in heard] == [len(each["keys"]) for each in heard]
+
+
+async def test_others_are_answered_between_the_parts_of_a_large_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client asks for the next part when it has the answer to one, and stops where the prefix ends."""
+    engine, other = AnyEngine(num_blocks=64), AnyEngine()
+    many, said = prompt(48, seed=1), list[int]()
+    monkeypatch.setattr(CALLS["lookup"], "most_keys", 4)
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine) as kv, attached(server, other) as neighbour:
+            await kv.store(many[:40], engine.fill(many[:40], range(40)))
+            looking = asyncio.ensure_future(kv.lookup(many))
+            while not looking.done():
+                await neighbour.lookup(KEYS[:4])
+                said.append(1)
+            found = await looking
+            assert (found.num_blocks, [(run.start, run.stop) for run in found.runs]) == (40, [(0, 40)])
+            assert len(said) >= 5
