@@ -319,7 +319,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
 
     async def evict(*, at_once: bool) -> None:
         since, names = world.known.moment(), names_of(keys, requests.weights)
-        world.known.forget_kept(names)
+        world.known.removing(names)
         evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
         world.known.removed(names, since, requests.now, "evicted", weakly=bool(evicted.kept_by))
         if at_once and names == names_of(keys, requests.weights):
