@@ -13,12 +13,15 @@ from typer.testing import CliRunner
 from tiered_kv.cli.app import app
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
+from tiered_kv.testing.simulation.scenes import CLIENTS, drawn_theme
+from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.keys import epoch_digest
 
 SAMPLE = range(20)
+NUM_CLIENT_SEEDS = 4
 STEPS = 100
 MOST_SEEDS = 60
 """Within which a planted bug is to be found."""
@@ -33,6 +36,20 @@ def test_a_sample_of_seeds_finds_nothing_and_does_the_same_twice() -> None:
         assert not first.failure, f"seed {seed}: {first.failure}"
         if seed % 4 == 0:
             assert simulate(seed, STEPS).digest == first.digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_seeds_about_clients_of_a_server_find_nothing() -> None:
+    """Clients die, hang, say what they should not, are cut off, and come back; and a run of that can be repeated."""
+    seeds = [seed for seed in range(200) if drawn_theme(Tape(seed))[0] is CLIENTS[0]][:NUM_CLIENT_SEEDS]
+    assert len(seeds) == NUM_CLIENT_SEEDS
+    digests = set()
+    for seed in seeds:
+        report = simulate(seed, STEPS)
+        assert not report.failure, f"seed {seed}: {report.failure}"
+        digests.add(report.digest)
+    assert simulate(seeds[0], STEPS).digest in digests
 
 
 def test_a_run_is_the_same_in_another_process() -> None:
