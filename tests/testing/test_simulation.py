@@ -141,7 +141,9 @@ def test_a_checkpoint_of_what_was_there_before_enters_no_record() -> None:
     files.mount(disk)
     slab, ledger = (files.open(f"/sim/disk/{name}", os.O_RDWR | os.O_CREAT) for name in ("slab", "ledger"))
     before, after = (b"TKVSLOT2" + name * 32 + bytes(24) for name in (b"a", b"b"))
+    files.pwritev(slab, [memoryview(bytes(8192))], 0)
     files.pwrite(ledger, before, 0)
+    assert not disk.unentered
     files.pwritev(slab, [memoryview(bytes(8192))], 0)
     files.pwrite(ledger, before, 0)
     assert len(disk.unentered) == 1

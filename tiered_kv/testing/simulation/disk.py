@@ -120,7 +120,7 @@ class Disk:
         gone: An errno that every call raises while the disk is away; 0 while it is there.
         era: How often another disk has come in its place: what was open then is of no use.
         unentered: Slots, by their folder's number, that were begun to be written and are not in their ledger since; and
-            which name that had there before, which a checkpoint may write once more.
+            the name of the block before where the ledger has it, which a checkpoint may write once more.
     """
 
     def __init__(
@@ -146,6 +146,8 @@ class Disk:
         self._names_come_along = names_come_along
         self._num_nodes = 1
         self.unentered: dict[tuple[int, int], bytes] = {}
+        self.entered: dict[tuple[int, int], bytes] = {}
+        """Under which name the ledger has the record of a slot."""
         self.root = _Node(1, {})
         self._names: list[tuple[_Node, str, _Node | None, _Node | None]] = []
         """Of names that changed and may be lost: whose folder, which, what it was and is."""
@@ -541,7 +543,8 @@ class SimulatedFiles(Files):
         each, wanted, start = self._of(fd), sum(map(len, buffers)), offset
         if each.name == "slab":
             for slot in self._slots(each, start, wanted, RECORD_BYTES):
-                each.disk.unentered.setdefault(slot, self._entered(each, slot[1]))
+                name = self._entered(each, slot[1])
+                each.disk.unentered.setdefault(slot, name if each.disk.entered.get(slot) == name else b"")
         lent = list(map(bytes, buffers))
         each.disk.spend(wanted, each.name)
         check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
@@ -557,8 +560,10 @@ class SimulatedFiles(Files):
             self._turns.pause(0.1)
         if each.name == "ledger":
             for slot in self._slots(each, start, moved, _ENTRY_BYTES):
-                if each.disk.unentered.get(slot) != self._entered(each, slot[1]):
-                    each.disk.unentered.pop(slot, None)
+                name = self._entered(each, slot[1])
+                if each.disk.unentered.get(slot, name) != name:
+                    del each.disk.unentered[slot]
+                    each.disk.entered[slot] = name
         return moved
 
     @staticmethod
