@@ -57,12 +57,22 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep each file of tests that start servers or programs in one process: they share what they start."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep each file of tests that start servers or programs, or build the site, in one process: they share them.
+
+    Where several processes test, they begin with what takes long: else the last of them works alone in the end. In one
+    process files stay together, for the same reason.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=_length)
     for item in items:
-        for folder in ("servers", "examples"):
-            if item.path.is_relative_to(TESTS / folder):
-                item.add_marker(pytest.mark.xdist_group(item.path.stem))
+        if any(item.path.is_relative_to(TESTS / each) for each in ("servers", "examples", "test_docs_site.py")):
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _length(item: pytest.Item) -> int:
+    """Order tests as far as is known before they run: those with a time limit of their own, slow ones, all others."""
+    return 0 if item.get_closest_marker("timeout") else 1 if item.get_closest_marker("slow") else 2
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

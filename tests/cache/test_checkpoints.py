@@ -10,6 +10,7 @@ from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import Block, CacheLimits, GPULoadStoreSpec, Outcome
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.values.events import TierFailed, TierStalled
 from tiered_kv.values.keys import Names
 
@@ -34,6 +35,25 @@ async def test_a_checkpoint_that_hangs_ends_a_flush_in_time() -> None:
         await until_idle(kv)
         await kv.evict(KEYS, tier="cpu")
         assert (await kv.load(KEYS, INTO)).by_tier == {"disk": 4}
+
+
+async def test_who_waits_for_bytes_in_flight_is_told_of_a_checkpoint_that_hangs() -> None:
+    """A load, too, gives up a tier that is bypassed: whoever has the bytes may look at the medium for ever."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=SOON_S)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        budget = inside(kv).chains[0].storage[0].budget
+        give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))
+        load = kv.start_load(KEYS, INTO, deadline_s=600.0)
+        await until(lambda: budget.room.num_waiting == 1)
+        disk.on_checkpoint.hold()
+        await kv.flush(sync=True)
+        await until(lambda: load.done)
+        assert (await load).num_blocks == 0
+        assert disk.on_read.num_calls == 0
+        give_back()
+        disk.on_checkpoint.release()
+        await until_idle(kv)
 
 
 async def test_what_waits_behind_a_checkpoint_gives_up() -> None:

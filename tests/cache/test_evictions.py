@@ -15,6 +15,7 @@ from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.media.backend import Recovered
 from tiered_kv.tiers import owned
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.values.events import TierFailed
 
@@ -202,6 +203,46 @@ async def test_evicted_while_written_to_a_shared_tier() -> None:
         assert (await kv.lookup(KEYS)).num_blocks == 0
         await until(lambda: shared.num_records == 0)
         await until_idle(kv)
+
+
+async def test_evicted_before_its_turn_to_be_read_from_a_shared_tier() -> None:
+    """The medium has said that it has the block, and has it yet: nobody reads it any more."""
+    shared, engine = ScriptedBackend(), Engine()
+    async with open_cache(shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        budget = inside(kv).chains[0].storage[0].budget
+        give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))
+        load = kv.start_load(KEYS, INTO)
+        await until(lambda: budget.room.num_waiting == 1)
+        shared.on_delete.hold()
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: shared.on_delete.num_held == 1)
+        give_back()
+        assert (await load).num_blocks == 0
+        assert shared.on_read.num_calls == 0
+        shared.on_delete.release()
+        await evicting
+        await until_idle(kv)
+
+
+async def test_evicted_while_it_waits_for_room_on_the_host() -> None:
+    """A block of the GPU pool that goes down later goes no further than it has come."""
+    slots, engine, host = ScriptedSlotBackend(), Engine(), {"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}
+    async with open_cache({"medium": "gpu", "capacity": 64 * PAYLOAD_BYTES}, host, slots, engine=engine) as kv:
+        slots.on_write.hold()
+        room = inside(kv).chains[0].room
+        for seed in range(1, 20):
+            keys = prompt(4, seed=seed)
+            await kv.store(keys, engine.compute(keys))
+            await until(lambda: kv.stats().transfers == 0 or room.num_waiting > 0 or slots.on_write.num_held > 0)
+        await until(lambda: room.num_waiting > 0)
+        evicting = asyncio.create_task(kv.evict(keys))
+        await until(lambda: kv.lookup_nowait(keys).num_blocks == 0)
+        slots.on_write.release()
+        await evicting
+        await until_idle(kv)
+        assert kv.lookup_nowait(keys).num_blocks == 0
+        assert (await kv.load(keys, INTO)).num_blocks == 0
 
 
 async def test_evicted_while_written_to_an_owned_tier() -> None:

@@ -92,11 +92,11 @@ def _missed_blocks_are_not_counted(patch: pytest.MonkeyPatch) -> None:
 
 QUICKLY_FOUND: list[Plant] = [
     _a_cancelled_call_leaves_its_copies_running,
-    _deadlines_do_not_hold_for_copies,
     _some_leases_leak,
     _missed_blocks_are_not_counted,
 ]
 FOUND_IN_A_MINUTE: list[Plant] = [
+    _deadlines_do_not_hold_for_copies,
     _loads_ignore_new_weights,
     _reads_are_not_verified,
     _blocks_of_all_weights_have_one_name,

@@ -27,6 +27,8 @@ from statistics import median_low
 from types import CodeType, ModuleType
 from typing import Final
 
+import pytest
+
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 TABLE: Final = pathlib.Path(__file__).with_suffix(".toml")
 PAGE: Final = ROOT / "docs/explanation/planted-bugs.md"
@@ -86,6 +88,7 @@ class Planted:
         changes: What makes it.
         scene: The scene that aims at it; empty where anything finds it.
         unfound: Why the simulation does not find it; empty where it does.
+        test: Which test fails with it where the simulation does not find it: a file and a function, as pytest names it.
     """
 
     name: str
@@ -93,6 +96,12 @@ class Planted:
     changes: tuple[Change, ...]
     scene: str
     unfound: str
+    test: str
+
+    @property
+    def why_not(self) -> str:
+        """Say why the simulation does not find it, and what does; empty where it finds it."""
+        return f"{self.unfound}: `{self.test}`" if self.unfound else ""
 
 
 @dataclass(frozen=True)
@@ -119,6 +128,7 @@ def all_planted() -> list[Planted]:
             tuple(Change(each["module"], each["before"], each["after"]) for each in (row, *row.get("also", ()))),
             row.get("scene", ""),
             row.get("unfound", ""),
+            row.get("test", ""),
         )
         for row in tomllib.loads(TABLE.read_text())["planted"]
     ]
@@ -267,6 +277,24 @@ def _forked(changes: Sequence[Change], first: int, most_seeds: int, steps: int, 
     return Found(**lines[0])
 
 
+def fails_with(planted: Planted) -> bool:
+    """Say whether the test that is named for a bug fails where that is planted, and passes where it is not."""
+    has_failed = _tested(planted.changes, planted.test) == pytest.ExitCode.TESTS_FAILED
+    return has_failed and _tested((), planted.test) == pytest.ExitCode.OK
+
+
+def _tested(changes: Sequence[Change], test: str) -> int:
+    """Run one test in a process of its own that has a bug."""
+    if not (child := os.fork()):
+        code = int(pytest.ExitCode.INTERNAL_ERROR)
+        try:
+            plant(changes)
+            code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", str(ROOT / test)]))
+        finally:
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
 def _write(fd: int, said: dict[str, object]) -> None:
     os.write(fd, json.dumps(said).encode() + b"\n")
 
@@ -284,7 +312,7 @@ def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0, *
     most = "at most " if aimed and planted.scene else ""
     seeds = f"{most}{middle} ({ranges})" if middle else f"over {most_seeds} ({ranges})" if found else "not tried"
     kinds = ", ".join(kind for kind, _ in Counter(each.kind for each in found if each.seeds).most_common(2))
-    why_not = f"not found: {planted.unfound}" if planted.unfound else "not found" if found else ""
+    why_not = f"not found: {planted.why_not}" if planted.unfound else "not found" if found else ""
     how = kinds if middle else f"{kinds}, in one range only" if kinds else why_not
     files = ", ".join(dict.fromkeys(f"`{pathlib.Path(each.module).name}`" for each in planted.changes))
     return f"| {planted.name} | {planted.kind} | {files} | {seeds} | {how} |\n"
@@ -325,6 +353,8 @@ def main() -> None:
         num_ranges = 1 if planted.unfound else given.ranges
         found = look_in_all(planted, num_ranges, given.seeds, given.steps, aimed=given.aimed)
         medians[planted.name] = median(found)
+        if planted.test and not fails_with(planted):
+            raise SystemExit(f"{planted.test} does not find {planted.name!r}")
         row = row_of(planted, found, given.seeds, aimed=given.aimed)
         print(row, *(f"    {each.seeds}: {each.failure}" for each in found if each.seeds), sep="\n", flush=True)  # noqa: T201
         if given.write:

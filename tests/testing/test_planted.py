@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.testing.planted import HEAD, PAGE, ROOT, Change, NotPlantedError, all_planted
-from tiered_kv.testing.simulation.scenes import SCENES
+from tiered_kv.testing.simulation.scenes import CLIENTS, SCENES
 
 QUICK = (
     "a revoked copy runs all the same",
@@ -65,17 +65,38 @@ def test_the_page_has_each_bug() -> None:
 
 
 def test_each_bug_is_found_or_its_row_says_why_not() -> None:
-    """The median of its seeds, or a reason; a bug that has both has been found since, and needs none."""
+    """The median of its seeds, or a reason and a test; a bug that has both has been found since, and needs none."""
     for each, (name, _, _, seeds, how) in zip(all_planted(), rows(), strict=True):
         is_found = re.match(r"(at most )?\d+ \(", seeds) is not None
         assert is_found != bool(each.unfound), f"{name}: {seeds}"
         if each.unfound:
-            assert how == f"not found: {each.unfound}", name
+            assert how == f"not found: {each.why_not}", name
+            path, test = each.test.split("::")
+            assert f"def {test}(" in (ROOT / path).read_text(), name
+
+
+@pytest.mark.slow
+def test_a_test_that_is_named_for_a_bug_fails_with_it() -> None:
+    """And one that does not, as it looks at something else, is told from it."""
+    program = """
+from dataclasses import replace
+import torch  # once, for all processes that run a test
+from tests.testing.planted import all_planted, fails_with
+planted = {each.name: each for each in all_planted()}
+its = planted["a medium that cannot describe itself ends statistics"]
+others = replace(planted["what leaves the books is not told to the medium"], test=its.test)
+print([fails_with(each) for each in (its, others)])
+"""
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "backends")])}
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.splitlines()[-1] == "[True, False]"
 
 
 def test_each_scene_that_aims_at_a_bug_is_acted() -> None:
     """Seeds are about it, so that `--aimed` finds some."""
-    acted = {scene.__name__ for scene, _ in SCENES}
+    acted = {scene.__name__ for scene, _ in (*SCENES, CLIENTS)}
     assert {each.scene for each in all_planted()} <= acted | {""}
 
 

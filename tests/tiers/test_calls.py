@@ -6,7 +6,9 @@ import random
 import pytest
 
 from tests.support.caches import until
-from tiered_kv.tiers.calls import Calls
+from tiered_kv.media.backend import Begun, Outcome
+from tiered_kv.tiers.calls import Answer, Calls
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.events import Event, TierFailed
@@ -56,3 +58,33 @@ async def test_an_interrupt_is_the_programs_own() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         calls.ask("describe", interrupted, None)
+
+
+async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
+    """Of a tier that fails one call is the probe: where the medium has to wait before it can begin, another one is."""
+    now = 0.0
+    health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: now, rng=random.Random(1))
+    calls = Calls(health, Tasks())
+
+    async def fail() -> None:
+        raise OSError("no")
+
+    async def answer() -> int:
+        return 1
+
+    def cannot_begin() -> Begun | None:
+        return None
+
+    def ended(answer: Answer[list[Outcome]]) -> None:
+        raise AssertionError("no call was made")
+
+    for _ in range(3):
+        assert not (await calls.make("read", fail)).is_well
+    assert not (await calls.make("read", answer)).was_made
+    now = 10.0
+    assert not calls.begin(
+        "read", cannot_begin, ended, allowed=(), num_blocks=1, waiter=Waiter(Kind.LOAD), on_late=asyncio.Event().set,
+        tasks=Tasks(),
+    )  # fmt: skip
+    assert (await calls.make("read", answer)).is_well
+    assert not health.open_breakers()

@@ -40,6 +40,7 @@ from tiered_kv.host.wire import Link
 from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings
+from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 
@@ -72,7 +73,7 @@ class AttachedClient:
         self._has_ended = True
         if self._pidfd >= 0:
             asyncio.get_running_loop().remove_reader(self._pidfd)
-            os.close(self._pidfd)
+            files().close(self._pidfd)
         self.session.end()
         self.link.close()
         log("info", "host.client_ended", client=self.session.name)
@@ -107,7 +108,7 @@ def _pidfd_of(connection: socket.socket) -> int:
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
     pid, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     with suppress(OSError):
-        return os.pidfd_open(pid) if pid > 0 else -1  # 0: of a PID namespace that is not ours
+        return system().pidfd_open(pid) if pid > 0 else -1  # 0: of a PID namespace that is not ours
     return -1
 
 

@@ -139,7 +139,7 @@ class RedisBackend(Backend):
             gone = await server.count([command(b"UNLINK", names[i]) for i in which])
             return [each if isinstance(each, str) else Outcome.MISS for each in gone]
 
-        num_failed = (await self._ask_all("delete", names, unlink)).count(Outcome.FAILED)
+        num_failed = len(keys) - (await self._ask_all("delete", names, unlink)).count(Outcome.MISS)
         if num_failed:
             raise BackendUnavailableError(f"{self._servers}: {num_failed} of {len(keys)} blocks could not be deleted")
 

@@ -31,6 +31,7 @@ RECORD_BYTES: Final = 8192
 """Of any block in a slab of the NVMe tier: a header and a payload."""
 _ENTRY_BYTES: Final = 64
 """Of one slot in the ledger beside it."""
+_NAME_IN_ENTRY: Final = slice(8, 40)
 
 
 @dataclass
@@ -118,7 +119,8 @@ class Disk:
         capacity_bytes: What fits.
         gone: An errno that every call raises while the disk is away; 0 while it is there.
         era: How often another disk has come in its place: what was open then is of no use.
-        unentered: Slots, by their folder's number, that were begun to be written and are not in their ledger since.
+        unentered: Slots, by their folder's number, that were begun to be written and are not in their ledger since; and
+            the name of the block before where the ledger has it, which a checkpoint may write once more.
     """
 
     def __init__(
@@ -143,7 +145,9 @@ class Disk:
         self._turns = turns
         self._names_come_along = names_come_along
         self._num_nodes = 1
-        self.unentered: set[tuple[int, int]] = set()
+        self.unentered: dict[tuple[int, int], bytes] = {}
+        self.entered: dict[tuple[int, int], bytes] = {}
+        """Under which name the ledger has the record of a slot."""
         self.root = _Node(1, {})
         self._names: list[tuple[_Node, str, _Node | None, _Node | None]] = []
         """Of names that changed and may be lost: whose folder, which, what it was and is."""
@@ -538,7 +542,9 @@ class SimulatedFiles(Files):
         """See `os.pwritev`. Who is killed meanwhile leaves a part."""
         each, wanted, start = self._of(fd), sum(map(len, buffers)), offset
         if each.name == "slab":
-            each.disk.unentered |= self._slots(each, start, wanted, RECORD_BYTES)
+            for slot in self._slots(each, start, wanted, RECORD_BYTES):
+                name = self._entered(each, slot[1])
+                each.disk.unentered.setdefault(slot, name if each.disk.entered.get(slot) == name else b"")
         lent = list(map(bytes, buffers))
         each.disk.spend(wanted, each.name)
         check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
@@ -553,7 +559,11 @@ class SimulatedFiles(Files):
             offset, left, moved = offset + n, left - n, moved + n
             self._turns.pause(0.1)
         if each.name == "ledger":
-            each.disk.unentered -= self._slots(each, start, moved, _ENTRY_BYTES)
+            for slot in self._slots(each, start, moved, _ENTRY_BYTES):
+                name = self._entered(each, slot[1])
+                if each.disk.unentered.get(slot, name) != name:
+                    del each.disk.unentered[slot]
+                    each.disk.entered[slot] = name
         return moved
 
     @staticmethod
@@ -562,6 +572,14 @@ class SimulatedFiles(Files):
         assert each.folder is not None
         slots = range(offset // slot_bytes, -(-(offset + num_bytes) // slot_bytes))
         return {(each.folder.number, slot) for slot in slots}
+
+    @staticmethod
+    def _entered(each: _Open, slot: int) -> bytes:
+        """Return the name that the ledger of a file's folder has for a slot."""
+        assert each.folder is not None
+        ledger = (each.folder.entries or {}).get("ledger")
+        at = slot * _ENTRY_BYTES
+        return b"" if ledger is None else bytes(ledger.data[at + _NAME_IN_ENTRY.start : at + _NAME_IN_ENTRY.stop])
 
     def _number(self) -> int:
         self._next_fd += 1

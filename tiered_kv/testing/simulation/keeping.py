@@ -24,7 +24,7 @@ class Keeping(Requester):
         if is_from_memory:
             known.taken_from_memory(names)
         else:
-            known.forget_kept(names)
+            known.removing(names)
         result = await self.within(TIMEOUT_S + COPIES_S, "evict", self.kv.evict(keys, tier=tier))
         if is_from_memory:
             known.taken_from_memory(names)
@@ -38,7 +38,7 @@ class Keeping(Requester):
         if numbers[3] % 3:
             return
         known, since = self.world.known, self.world.known.moment()
-        known.forget_kept()
+        known.removing()
         result = await self.within(TIMEOUT_S + COPIES_S, "clear", self.kv.clear())
         if self.shape.is_owned:
             known.removed(known.all_names(), since, self.now, "cleared", weakly=bool(result.kept_by))

@@ -165,6 +165,13 @@ class Known:
         for name in names:
             self._use(self._of(name))
 
+    def removing(self, names: Iterable[Name] | None = None) -> None:
+        """A call begins that takes blocks away, or any: who flushes meanwhile is promised none, if it never returns."""
+        self.forget_kept(names)
+        for name in self._blocks if names is None else names:
+            block = self._of(name)
+            block.is_whole, block.is_taken = False, block.num_storing > 0
+
     def removed(self, names: Iterable[Name], since: int, now: float, why: str, *, weakly: bool) -> None:
         """A call that takes blocks away, begun at the moment ``since``, has returned."""
         for block in map(self._of, names):

@@ -27,6 +27,7 @@ PLAIN: Final = (1, 1, 10, 2)
 COMPUTED_LATER: Final = (1, 0, 10, 2)
 """The same behind an event that fires 0.2 s later."""
 _COPY_S: Final = 0.005
+_SLOW_WRITE_S: Final = 0.05
 _LONGEST_STALL_S: Final = 30.0
 _LATE_DELETION_S: Final = (1.5, 3.0)
 
@@ -166,24 +167,54 @@ async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None
 
 
 async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
-    """Blocks are evicted while they go from one tier to the next: they arrive nowhere."""
-    world, kv = requests.world, requests.kv
+    """Blocks are evicted while they go from one tier to the next, or wait for room there: they arrive nowhere."""
+    world = requests.world
     before = world.gpu_s, world.slow_copies
     world.gpu_s, world.slow_copies = _COPY_S, 1.0
     try:
+        if numbers[2] % 2:
+            await _evict_behind_a_full_host(requests, numbers)
+            return
         for i in range(4):
             others, keys = [fresh(world.number()) for _ in range(numbers[1] >> i & 3)], fresh(world.number())
             await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in (*others, keys)))
             await asyncio.sleep(0.002 * (numbers[3] >> 3 * i & 7))
-            evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
-            await asyncio.sleep(0.1)
-            await requests.do("flush", (0, 0, 0, 1))
+            await _arrive_nowhere(requests, [keys])
             if requests.ending:
                 return
-            if not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
-                raise WrongAnswer("came back", "blocks were evicted on their way from tier to tier, and are there")
     finally:
         world.gpu_s, world.slow_copies = before
+
+
+async def _evict_behind_a_full_host(requests: "Requests", numbers: "Numbers") -> None:
+    """Evict what waits in the GPU pool, as slots of the host are being written to disks that take a while."""
+    world = requests.world
+    with world.slow():
+        for disk in world.disks:
+            disk.faults.latency_s = _SLOW_WRITE_S
+        world.known.forget_kept()
+        world.has_flooded = True
+        for i in range(3):
+            prompts = [fresh(world.number()) for _ in range(8)]
+            for keys in prompts:
+                await requests.transfer(keys, PLAIN, is_load=False)
+            await asyncio.sleep(0.005 * (numbers[3] >> 3 * i & 7))
+            await _arrive_nowhere(requests, prompts)
+            if requests.ending:
+                return
+
+
+async def _arrive_nowhere(requests: "Requests", prompts: Sequence[BlockKeys]) -> None:
+    """Evict blocks, and see that they are not there once nothing is on its way."""
+    kv = requests.kv
+    evicted = await asyncio.gather(*(requests.within(LONGEST_S, "evict", kv.evict(keys)) for keys in prompts))
+    await asyncio.sleep(0.1)
+    await requests.do("flush", (0, 0, 0, 1))
+    if requests.ending:
+        return
+    for keys, each in zip(prompts, evicted, strict=True):
+        if not each.kept_by and kv.lookup_nowait(keys).num_blocks:
+            raise WrongAnswer("came back", "blocks were evicted on their way from tier to tier, and are there")
 
 
 async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:

@@ -6,6 +6,7 @@ what has left the books of a tier while its medium was not told, and waits that 
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
@@ -319,7 +320,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
 
     async def evict(*, at_once: bool) -> None:
         since, names = world.known.moment(), names_of(keys, requests.weights)
-        world.known.forget_kept(names)
+        world.known.removing(names)
         evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
         world.known.removed(names, since, requests.now, "evicted", weakly=bool(evicted.kept_by))
         if at_once and names == names_of(keys, requests.weights):
@@ -457,6 +458,20 @@ SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
 )
 
 
+async def serve(requests: "Requests", numbers: "Numbers") -> None:
+    """Clients of a server that has this cache come and go; see `clients`, which needs what a server does."""
+    from tiered_kv.testing.simulation.clients import serve_clients  # noqa: PLC0415 - an extra, see `HAS_HOST`
+
+    await serve_clients(requests, numbers)
+
+
+HAS_HOST: Final = find_spec("msgspec") is not None
+"""Whether the extra ``host`` is there: without it no seed is about clients."""
+_CLIENTS: Final = 0.06
+CLIENTS: Final[tuple[Scene, Callable[[Shape], bool]]] = (serve, lambda shape: shape.codec == "none")
+"""Drawn apart from the others, so that the seeds which are not about it are as they were."""
+
+
 def scene_for(shape: Shape, number: int) -> Scene:
     """Choose one that means something to such tiers."""
     scenes = [scene for scene, is_for in SCENES if is_for(shape)]
@@ -465,12 +480,14 @@ def scene_for(shape: Shape, number: int) -> Scene:
 
 def suits(scene: Scene, shape: Shape) -> bool:
     """Say whether a scene means something to such tiers."""
-    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in SCENES)
+    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in (*SCENES, CLIENTS))
 
 
 def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
     """Draw the scene that a seed is about, or none, and tiers that it means something to."""
     theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
+    if HAS_HOST and tape.chance("clients", _CLIENTS):
+        theme = CLIENTS[0]
     for _ in range(_MOST_DRAWN):
         shape = drawn_shape(tape)
         if suits(theme, shape):
