@@ -125,9 +125,10 @@ def main(model: str) -> None:
     answers: dict[str, Any] = {name: said(call) for name, call in cases.items()}
     right.parallel_config.data_parallel_index = 3  # of a dense model every replica has data_parallel_rank 0
     replica: Any = Configuration.of(right, kv_cache(FULL)).below.settings
-    layout: Any = Configuration.of(right, kv_cache(FULL, WINDOW, UNEQUAL, KEPT_STATES))
+    layout: Any = Configuration.of(right, kv_cache(FULL, WINDOW, UNEQUAL, KEPT_STATES, CHUNKS))
     answers["groups of ours"] = [
-        [group.table, group.num_blocks, group.page_bytes, list(group.layer_names)] for group in layout.groups
+        [group.table, group.num_blocks, group.chunk_tokens, group.page_bytes, list(group.layer_names)]
+        for group in layout.groups
     ]
     answers["path"] = str(replica.tiers[0].path)
     print(json.dumps(answers))

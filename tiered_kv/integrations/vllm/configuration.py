@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -127,6 +128,7 @@ class EngineGroup:
         layer_names: Of its layers.
         page_bytes: Of one layer's part of a block.
         num_blocks: How many of the last blocks of a prefix a request needs to go on behind it; None: all.
+        chunk_tokens: Of these no more than its last chunk of so many tokens; None: there are no chunks.
         is_handed_over: Whether vLLM says which blocks to store, as they are in no table.
     """
 
@@ -137,7 +139,21 @@ class EngineGroup:
     layer_names: tuple[str, ...]
     page_bytes: int
     num_blocks: int | None = None
+    chunk_tokens: int | None = None
     is_handed_over: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a request needs all blocks of a prefix, and keeps them."""
+        return self.num_blocks is None and self.chunk_tokens is None
+
+    def num_left(self, num_tokens: int) -> int:
+        """Count the first blocks that are of no use to a request behind so many tokens: it gives them back."""
+        if self.is_whole:
+            return 0
+        if self.chunk_tokens is not None:
+            return num_tokens // self.chunk_tokens * self.chunk_tokens // self.block_size
+        return max(0, (num_tokens - 1) // self.block_size + 1 - (self.num_blocks or 0))
 
 
 @dataclass(frozen=True)
@@ -209,12 +225,12 @@ class Configuration:
     @property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
-        return len(self.groups) == 1 and self.main.num_blocks is None
+        return len(self.groups) == 1 and self.main.is_whole
 
     @property
     def main(self) -> EngineGroup:
         """The group whose blocks are counted: one that needs them all, if there is one."""
-        return next((group for group in self.groups if group.num_blocks is None), self.groups[0])
+        return next((group for group in self.groups if group.is_whole), self.groups[0])
 
 
 def below_of(given: Mapping[str, Any]) -> Below:
@@ -283,31 +299,31 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
             raise ConfigurationError(
                 f"layers that share a block table keep it in ways of their own ({named}). {_WITHOUT}"
             )
-        ((num_blocks, is_handed_over),) = kinds
+        (kind,) = kinds
         block_size = group.kv_cache_spec.block_size
         by_page: dict[int, list[str]] = {}
         for name, spec in specs.items():
             by_page.setdefault(int(spec.page_size_bytes), []).append(name)
         for page_bytes, names in by_page.items():
             each = block_size // (hash_size or block_size)
-            groups.append(
-                EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, num_blocks, is_handed_over)
-            )
+            groups.append(EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, *kind))
     return tuple(groups)
 
 
-def _kind_of(spec: Any) -> tuple[int | None, bool]:
-    """Return how many of the last blocks a layer needs, and whether vLLM says which they are. By exact types.
+def _kind_of(spec: Any) -> tuple[int | None, int | None, bool]:
+    """Return how many of the last blocks a layer needs, its chunks, and whether vLLM says which. By exact types.
 
     Types that derive from these free blocks as they go, keep nothing to find, or share them otherwise.
     """
     kind, size = type(spec), spec.block_size
     if kind in {FullAttentionSpec, MLAAttentionSpec}:
-        return None, False
+        return None, None, False
     if kind is SlidingWindowSpec and spec.sliding_window > 1:
-        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False
+        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), None, False
+    if kind is ChunkedLocalAttentionSpec:
+        return None, spec.attention_chunk_size, False
     if kind is MambaSpec and spec.mamba_cache_mode == "align":
-        return 1, True
+        return 1, None, True
     if kind is MambaSpec:
         raise ConfigurationError(
             f"this model has recurrent layers, and mamba_cache_mode is {spec.mamba_cache_mode!r}: tiered_kv keeps the "
@@ -315,7 +331,7 @@ def _kind_of(spec: Any) -> tuple[int | None, bool]:
             f"Or else: {_WITHOUT[0].lower()}{_WITHOUT[1:]}"
         )
     raise ConfigurationError(
-        f"tiered_kv keeps the blocks of full attention, MLA, sliding windows and recurrent states, and this model has "
+        f"tiered_kv keeps the blocks of full attention, MLA, windows, chunks and recurrent states, and this model has "
         f"{kind.__name__}: of that vLLM keeps no block for each token of a prefix. {_WITHOUT}"
     )
 
