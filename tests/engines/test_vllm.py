@@ -344,7 +344,7 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes"):
+    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages"):
         assert said[name] == "nothing", name
     assert said["groups of ours"] == [
         [0, None, None, 16384, ["layer0"]],
@@ -362,7 +362,8 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "latent window": "this model has SlidingWindowMLASpec",
         "subclass": "this model has RSWASpec",
         "one of them": "this model has RSWASpec",
-        "stages": "pipeline_parallel_size is 2",
+        "an empty stage": "block table 0 has no layer in this pipeline stage",
+        "pieces": "decode_context_parallel_size is 2",
         "sleep": "enable_sleep_mode: vLLM 0.32",
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",

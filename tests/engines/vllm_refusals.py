@@ -88,8 +88,12 @@ def main(model: str) -> None:
     in_one_piece.scheduler_config.enable_chunked_prefill = False  # as vLLM does it, whatever was asked for
     elsewhere = config()
     elsewhere.model_config.model = "nobody/has-this"
-    in_stages = config()
+    in_stages, in_pieces = config(), config()
     in_stages.parallel_config.pipeline_parallel_size = 2
+    in_pieces.parallel_config.decode_context_parallel_size = 2
+    empty = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=kv_cache(FULL).kv_cache_tensors, kv_cache_groups=[KVCacheGroupSpec([], FULL)]
+    )
     asleep = config()
     asleep.model_config.enable_sleep_mode = True  # which no CPU has
     os.environ.pop("PYTHONHASHSEED", None)
@@ -108,6 +112,8 @@ def main(model: str) -> None:
         "states": lambda: Configuration.of(right, kv_cache(STATES)),
         "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
         "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),
+        "an empty stage": lambda: Configuration.of(in_stages, empty),
+        "pieces": lambda: Configuration.of(in_pieces, kv_cache(FULL)),
         "sleep": lambda: Configuration.of(asleep, kv_cache(FULL)),
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
         "in one piece": lambda: Configuration.of(in_one_piece, kv_cache(MLA)),

@@ -86,6 +86,7 @@ def folder_of(model: str, revision: str | None) -> str | None:
 
 GATHERED_S: Final = 1.0
 """For how long blocks gather in host memory before they are written to storage, where it has room for them."""
+STAGES_ARE_EQUAL: Final = "all stages must have as many layers of each kind: choose another pipeline_parallel_size"
 _WITHOUT: Final = "Serve this model without this connector"
 CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
 """What of the settings is the cache's, and not the adapter's."""
@@ -128,8 +129,8 @@ class EngineGroup:
         layer_names: Of its layers.
         page_bytes: Of one layer's part of a block.
         num_blocks: How many of the last blocks of a prefix a request needs to go on behind it; None: all.
-        chunk_tokens: Of these no more than its last chunk of so many tokens; None: there are no chunks.
         is_handed_over: Whether vLLM says which blocks to store, as they are in no table.
+        chunk_tokens: Of these no more than its last chunk of so many tokens; None: there are no chunks.
     """
 
     number: int
@@ -139,8 +140,8 @@ class EngineGroup:
     layer_names: tuple[str, ...]
     page_bytes: int
     num_blocks: int | None = None
-    chunk_tokens: int | None = None
     is_handed_over: bool = False
+    chunk_tokens: int | None = None
 
     @property
     def is_whole(self) -> bool:
@@ -164,7 +165,8 @@ class Configuration:
         connector: How it behaves.
         below: What the cache is made of, or whose it is.
         model: Whose blocks these are.
-        num_ranks: Of tensor parallelism.
+        num_ranks: Workers that have a part of each block: of each pipeline stage its tensor parallel ranks.
+        num_stages: Of pipeline parallelism.
         groups: The KV groups.
         num_engine_blocks: In vLLM's cache.
         num_step_blocks: That a step may fill.
@@ -177,6 +179,7 @@ class Configuration:
     below: Below
     model: ModelIdentity
     num_ranks: int
+    num_stages: int
     groups: tuple[EngineGroup, ...]
     num_engine_blocks: int
     num_step_blocks: int
@@ -197,18 +200,20 @@ class Configuration:
                 f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: then vLLM answers a request with "
                 'nothing where a block is gone between its lookup and its load. Set it to "recompute"'
             )
-        _check_parallel(vllm_config.parallel_config)
+        parallel = vllm_config.parallel_config
+        _check_parallel(parallel)
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
         _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
-        extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
+        extra = with_rank(dict(transfer.kv_connector_extra_config), parallel.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
         return cls(
             connector=connector,
             below=below_of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
-            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            num_stages=parallel.pipeline_parallel_size,
             groups=groups,
             num_engine_blocks=kv_cache_config.num_blocks,
             num_step_blocks=vllm_config.scheduler_config.max_num_batched_tokens // groups[0].block_size,
@@ -258,9 +263,12 @@ def below_of(given: Mapping[str, Any]) -> Below:
 
 
 def _check_parallel(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            raise ConfigurationError(f"{name} is {size}: tiered_kv keeps blocks of tensor and data parallel ranks only")
+            raise ConfigurationError(
+                f"{name} is {size}: then a block's tokens lie on {size} ranks. tiered_kv keeps blocks whose layers or "
+                "heads do, of pipeline, tensor and data parallelism"
+            )
 
 
 def _check_hashes(cache: Any) -> None:
@@ -293,6 +301,8 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
     groups: list[EngineGroup] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _specs(group)
+        if not specs:
+            raise ConfigurationError(f"block table {table} has no layer in this pipeline stage: {STAGES_ARE_EQUAL}")
         kinds = {_kind_of(spec) for spec in specs.values()}
         if len(kinds) > 1 or not getattr(group, "enable_kv_transfer", True):
             named = ", ".join(dict.fromkeys(type(spec).__name__ for spec in specs.values()))
@@ -310,20 +320,20 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
     return tuple(groups)
 
 
-def _kind_of(spec: Any) -> tuple[int | None, int | None, bool]:
-    """Return how many of the last blocks a layer needs, its chunks, and whether vLLM says which. By exact types.
+def _kind_of(spec: Any) -> tuple[int | None, bool, int | None]:
+    """Return how many of the last blocks a layer needs, whether vLLM says which, and its chunks. By exact types.
 
     Types that derive from these free blocks as they go, keep nothing to find, or share them otherwise.
     """
     kind, size = type(spec), spec.block_size
     if kind in {FullAttentionSpec, MLAAttentionSpec}:
-        return None, None, False
+        return None, False, None
     if kind is SlidingWindowSpec and spec.sliding_window > 1:
-        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), None, False
+        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False, None
     if kind is ChunkedLocalAttentionSpec:
-        return None, spec.attention_chunk_size, False
+        return None, False, spec.attention_chunk_size
     if kind is MambaSpec and spec.mamba_cache_mode == "align":
-        return 1, None, True
+        return 1, True, None
     if kind is MambaSpec:
         raise ConfigurationError(
             f"this model has recurrent layers, and mamba_cache_mode is {spec.mamba_cache_mode!r}: tiered_kv keeps the "
