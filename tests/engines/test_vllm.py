@@ -370,6 +370,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",
+        "runner": "Set VLLM_USE_V2_MODEL_RUNNER=0",
         "version": "vLLM 0.32 and 0.33, and this is vLLM 0.40.1",
     }.items():
         assert words in said[name], name

@@ -97,6 +97,14 @@ def main(model: str) -> None:
     asleep = config()
     asleep.model_config.enable_sleep_mode = True  # which no CPU has
     os.environ.pop("PYTHONHASHSEED", None)
+
+    def by_runner_v2() -> Configuration:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        try:
+            return Configuration.of(right, kv_cache(FULL, KEPT_STATES))
+        finally:
+            del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
         "latents": lambda: Configuration.of(right, kv_cache(MLA)),
@@ -126,6 +134,7 @@ def main(model: str) -> None:
             config(transfer={"kv_connector_extra_config": {"connect": "unix:///run/kv.sock", "tiers": ["cpu"]}}),
             kv_cache(FULL),
         ),
+        "runner": by_runner_v2,
         "version": lambda: check_version("0.40.1"),
     }
     answers: dict[str, Any] = {name: said(call) for name, call in cases.items()}

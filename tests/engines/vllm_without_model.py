@@ -232,14 +232,14 @@ class Engine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
 
         scheduled = self.scheduler.schedule()
+        meta = scheduled.kv_connector_metadata
+        self.worker.before_computing(meta)  # as vLLM's runner: what it empties next may be a preempted request's yet
         for block in scheduled.new_block_ids_to_zero or ():
             for pages in self._pages:
                 pages[block] = 0
         for copy in scheduled.kv_cache_block_copies or ():
             for pages in self._pages:
                 pages[copy.dst_block_id] = pages[copy.src_block_id]
-        meta = scheduled.kv_connector_metadata
-        self.worker.before_computing(meta)
         names = list(scheduled.num_scheduled_tokens)
         sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
         self.worker.start_loads(meta)

@@ -205,6 +205,7 @@ class Configuration:
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
         _check_sleep(vllm_config.model_config)
+        _check_runner(vllm_config, kv_cache_config)
         groups = _groups_of(kv_cache_config)
         extra = with_rank(dict(transfer.kv_connector_extra_config), parallel.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
@@ -293,6 +294,15 @@ def _check_sleep(model: Any) -> None:
     """Refuse to sleep where vLLM tells its connectors nothing of it: a copy would read memory that is gone."""
     if VERSION == "0.32" and getattr(model, "enable_sleep_mode", False):
         raise ConfigurationError("enable_sleep_mode: vLLM 0.32 sleeps beside copies under way; 0.33 waits for them")
+
+
+def _check_runner(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse a runner that empties blocks before connectors hear whose they were."""
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        raise ConfigurationError(
+            "vLLM empties new blocks of this model, and its model runner V2 does so before it tells connectors who was "
+            "preempted: what these had would be stored as zeros. Set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
 
 
 def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
