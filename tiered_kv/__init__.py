@@ -9,7 +9,7 @@ What needs torch is imported when it is first asked for: a router that reads eve
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, full, state, window
+from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, chunk, full, state, window
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import (
     Backend,
@@ -307,6 +307,7 @@ __all__ = [
     "WritePolicy",
     "__version__",
     "check_lengths",
+    "chunk",
     "default_size",
     "encode_record",
     "epoch_digest",

@@ -20,6 +20,7 @@ from tiered_kv import (
     KVLayout,
     LayoutMismatchError,
     TieredKV,
+    chunk,
     full,
     state,
     window,
@@ -57,6 +58,15 @@ def test_a_window_counts_tokens_in_front_of_the_next(width: int, num_blocks: int
     assert set(range(needed.start, needed.start + len(needed))) == seen
 
 
+@given(st.integers(1, 40), st.integers(0, 24), st.integers(0, 24))
+def test_a_chunk_needs_what_lies_in_it(width: int, first: int, num_blocks: int) -> None:
+    """Of a whole prompt or its rest: the blocks with tokens of the chunk of the next token, which may be none."""
+    keys, position = KEYS[0][first:], (first + num_blocks) * 4
+    seen = {token // 4 for token in range(position // width * width, position) if token // 4 >= first}
+    needed = chunk(keys, width).at(num_blocks * 4)
+    assert set(range(needed.start, needed.start + len(needed))) == {each for each in seen if each < 24}
+
+
 def found(needs: Sequence[GroupNeed], there: Sequence[Sequence[bool]], *, is_prefix: bool = False) -> tuple[int, int]:
     """Return what a search finds where these blocks are there, and how often it asks."""
     search, num_asked = find_longest(needs), 0
@@ -68,7 +78,7 @@ def found(needs: Sequence[GroupNeed], there: Sequence[Sequence[bool]], *, is_pre
             for need in asked:
                 start = need.keys.start - needs[0].keys.start * needs[0].keys.block_size // need.keys.block_size
                 mask = np.array(there[need.keys.group][start : start + len(need.keys)], np.bool_)
-                masks.append(np.logical_and.accumulate(mask) if is_prefix and need.num_blocks is None else mask)
+                masks.append(np.logical_and.accumulate(mask) if is_prefix and need.is_whole else mask)
             asked = search.send(masks)
     except StopIteration as end:
         return int(end.value), num_asked
@@ -83,7 +93,8 @@ def test_the_longest_length_that_satisfies_all(data: st.DataObject) -> None:
     for group, size in enumerate(sizes):
         keys = prompt((TOKENS + first) // size, group=group, block_size=size)[first // size :]
         width = data.draw(st.none() | st.just(0) | st.integers(1, 40))
-        needs.append(full(keys) if width is None else window(keys, width) if width else state(keys))
+        last = data.draw(st.sampled_from([window, chunk]))
+        needs.append(full(keys) if width is None else last(keys, width) if width else state(keys))
         has = st.sampled_from([True, True, True, False]) if data.draw(st.booleans()) else st.booleans()
         there.append(data.draw(st.lists(has, min_size=len(keys), max_size=len(keys))))
     expected = max(n for n in range(0, TOKENS + 1, math.lcm(*sizes)) if satisfied(needs, there, n))
@@ -192,6 +203,9 @@ async def test_what_was_found_in_part_is_cut_before_it_is_loaded() -> None:
         pytest.param(window(KEYS[0], 8), 2, TOKENS, id="a whole window"),
         pytest.param(window(KEYS[0], 8), 1, 0, id="a part of a window"),
         pytest.param(window(KEYS[0], TOKENS), 6, 24, id="a part of a window from the start"),
+        pytest.param(chunk(KEYS[0], 40), 4, TOKENS, id="a whole chunk"),
+        pytest.param(chunk(KEYS[0], 40), 1, 84, id="a part of a chunk"),
+        pytest.param(chunk(KEYS[0], 48), 0, TOKENS, id="a chunk that is over"),
     ],
 )
 def test_what_is_in_place(need: GroupNeed, arrived: int, length: int) -> None:

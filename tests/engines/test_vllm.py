@@ -344,31 +344,33 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    for name in ("right", "latents", "in chunks", "groups", "window", "hybrid", "sizes"):
+    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages"):
         assert said[name] == "nothing", name
     assert said["groups of ours"] == [
-        [0, None, 16384, ["layer0"]],
-        [1, 2, 16384, ["layer1"]],
-        [2, None, 16384, ["layer0"]],
-        [2, None, 32768, ["layer1"]],
-        [3, 1, 128, ["layer3"]],
+        [0, None, None, 16384, ["layer0"]],
+        [1, 2, None, 16384, ["layer1"]],
+        [2, None, None, 16384, ["layer0"]],
+        [2, None, None, 32768, ["layer1"]],
+        [3, 1, None, 128, ["layer3"]],
+        [4, None, 64, 16384, ["layer4"]],
     ]
     assert said["path"] == "/kv/3", "each data parallel replica has a directory of its own"
     for name, words in {
         "policy": 'Set it to "recompute"',
         "no states": "mamba_cache_mode is 'none'",
         "states": "serve this model without this connector",
-        "chunks": "this model has ChunkedLocalAttentionSpec",
         "latent window": "this model has SlidingWindowMLASpec",
         "subclass": "this model has RSWASpec",
         "one of them": "this model has RSWASpec",
-        "stages": "pipeline_parallel_size is 2",
+        "an empty stage": "block table 0 has no layer in this pipeline stage",
+        "pieces": "decode_context_parallel_size is 2",
         "sleep": "enable_sleep_mode: vLLM 0.32",
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",
+        "runner": "Set VLLM_USE_V2_MODEL_RUNNER=0",
         "version": "vLLM 0.32 and 0.33, and this is vLLM 0.40.1",
     }.items():
         assert words in said[name], name

@@ -8,10 +8,14 @@ import pytest
 
 from environments import Environment
 
-SHAPES: Final = ("full", "windows", "gemma", "one window", "two windows", "small blocks", "states", "pages", "draft")
+SHAPES: Final = (
+    "full", "windows", "gemma", "one window", "two windows", "small blocks", "chunks", "states", "parts of states",
+    "pages", "latents", "draft",
+)  # fmt: skip
 FAULTS: Final = {
     "one window block short": "windows",
     "full attention as a window": "windows",
+    "half a chunk": "chunks",
     "one end too far": "windows",
     "the block before": "full",
     "the block behind": "windows",
@@ -26,6 +30,7 @@ FAULTS: Final = {
     "nothing kept": "full",
     "flushed too late": "full",
     "a draft forgotten": "draft",
+    "an indexer forgotten": "latents",
     "loads claimed": "windows",
 }
 """What is wrong with the connector, and a model that shows it."""

@@ -120,5 +120,5 @@ def main(wanted: Wanted) -> None:
 
 
 if __name__ == "__main__":
-    os.environ.update({**QUIET, **(ONE_PROCESS if "tensor_parallel_size" not in sys.argv[1] else SEVERAL)})
+    os.environ.update({**QUIET, **(ONE_PROCESS if "parallel_size" not in sys.argv[1] else SEVERAL)})
     main(Wanted(**json.loads(sys.argv[1])))

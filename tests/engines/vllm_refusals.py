@@ -88,11 +88,23 @@ def main(model: str) -> None:
     in_one_piece.scheduler_config.enable_chunked_prefill = False  # as vLLM does it, whatever was asked for
     elsewhere = config()
     elsewhere.model_config.model = "nobody/has-this"
-    in_stages = config()
+    in_stages, in_pieces = config(), config()
     in_stages.parallel_config.pipeline_parallel_size = 2
+    in_pieces.parallel_config.decode_context_parallel_size = 2
+    empty = KVCacheConfig(
+        num_blocks=8, kv_cache_tensors=kv_cache(FULL).kv_cache_tensors, kv_cache_groups=[KVCacheGroupSpec([], FULL)]
+    )
     asleep = config()
     asleep.model_config.enable_sleep_mode = True  # which no CPU has
     os.environ.pop("PYTHONHASHSEED", None)
+
+    def by_runner_v2() -> Configuration:
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
+        try:
+            return Configuration.of(right, kv_cache(FULL, KEPT_STATES))
+        finally:
+            del os.environ["VLLM_USE_V2_MODEL_RUNNER"]
+
     cases = {
         "right": lambda: Configuration.of(right, kv_cache(FULL)),
         "latents": lambda: Configuration.of(right, kv_cache(MLA)),
@@ -108,6 +120,8 @@ def main(model: str) -> None:
         "states": lambda: Configuration.of(right, kv_cache(STATES)),
         "sizes": lambda: Configuration.of(right, kv_cache(UNEQUAL)),
         "stages": lambda: Configuration.of(in_stages, kv_cache(FULL)),
+        "an empty stage": lambda: Configuration.of(in_stages, empty),
+        "pieces": lambda: Configuration.of(in_pieces, kv_cache(FULL)),
         "sleep": lambda: Configuration.of(asleep, kv_cache(FULL)),
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
         "in one piece": lambda: Configuration.of(in_one_piece, kv_cache(MLA)),
@@ -120,14 +134,16 @@ def main(model: str) -> None:
             config(transfer={"kv_connector_extra_config": {"connect": "unix:///run/kv.sock", "tiers": ["cpu"]}}),
             kv_cache(FULL),
         ),
+        "runner": by_runner_v2,
         "version": lambda: check_version("0.40.1"),
     }
     answers: dict[str, Any] = {name: said(call) for name, call in cases.items()}
     right.parallel_config.data_parallel_index = 3  # of a dense model every replica has data_parallel_rank 0
     replica: Any = Configuration.of(right, kv_cache(FULL)).below.settings
-    layout: Any = Configuration.of(right, kv_cache(FULL, WINDOW, UNEQUAL, KEPT_STATES))
+    layout: Any = Configuration.of(right, kv_cache(FULL, WINDOW, UNEQUAL, KEPT_STATES, CHUNKS))
     answers["groups of ours"] = [
-        [group.table, group.num_blocks, group.page_bytes, list(group.layer_names)] for group in layout.groups
+        [group.table, group.num_blocks, group.chunk_tokens, group.page_bytes, list(group.layer_names)]
+        for group in layout.groups
     ]
     answers["path"] = str(replica.tiers[0].path)
     print(json.dumps(answers))

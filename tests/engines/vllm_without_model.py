@@ -53,8 +53,10 @@ class Wanted:
 def specs(shape: str) -> list[Any]:
     """Return what the layers of a model are like, a group each."""
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - takes seconds, and the environment is set first
+        ChunkedLocalAttentionSpec,
         FullAttentionSpec,
         MambaSpec,
+        MLAAttentionSpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -65,7 +67,12 @@ def specs(shape: str) -> list[Any]:
     def window(width: int, size: int = 16, num: int = 1) -> Any:
         return SlidingWindowSpec(**heads(size, num), sliding_window=width)
 
+    def latents(size: int) -> Any:
+        return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=size * ROW // 4, dtype=torch.float32)
+
     full = FullAttentionSpec(**heads())
+    chunk = ChunkedLocalAttentionSpec(**heads(), attention_chunk_size=96)
+    indexed = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": latents(4), "b": latents(1)})
     state = MambaSpec(block_size=64, shapes=((64,),), dtypes=(torch.float32,), mamba_cache_mode="align")
     unequal = UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs={"a": full, "b": FullAttentionSpec(**heads(num=2))})
     return {
@@ -75,8 +82,11 @@ def specs(shape: str) -> list[Any]:
         "one window": [window(33)],
         "two windows": [full, window(17), window(70)],
         "small blocks": [FullAttentionSpec(**heads(32)), window(40, 16, 2)],
+        "chunks": [full, chunk, chunk],
         "states": [FullAttentionSpec(**heads(64)), state, state],
+        "parts of states": [FullAttentionSpec(**heads(64)), state],
         "pages": [unequal, window(40, 16, 3)],
+        "latents": [indexed],
         "draft": [full, window(40), full],
     }[shape]
 
@@ -130,11 +140,8 @@ class Engine:
             max_num_batched_tokens=128, max_num_seqs=8, enable_prefix_caching=True, enable_chunked_prefill=True,
             kv_transfer_config=KVTransferConfig(**wanted.transfer), **wanted.engine,
         ).create_engine_config()  # fmt: skip
-        self._make_groups(wanted.shape)
+        self._make_groups(wanted.shape, config.cache_config)
         config.cache_config.num_gpu_blocks = wanted.num_blocks
-        if wanted.shape == "states":
-            config.cache_config.mamba_cache_mode = "align"
-            config.cache_config.block_size = self.specs[0].block_size  # by which the scheduler cuts prompts
         groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(self.names, self.specs, strict=True)]
         groups[-1].is_eagle_group = wanted.shape == "draft"
         self._drafts = set(self.names[-1] if groups[-1].is_eagle_group else ())
@@ -177,9 +184,14 @@ class Engine:
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._num_free = self._pool.get_num_free_blocks()
 
-    def _make_groups(self, shape: str) -> None:
-        """Name the layers of each group."""
+    def _make_groups(self, shape: str, cache_config: Any) -> None:
+        """Name the layers of each group, and configure what vLLM does for such a model."""
         self.specs, self.names = specs(shape), []
+        if "states" in shape:
+            cache_config.mamba_cache_mode = "align"
+            cache_config.block_size = self.specs[0].block_size  # by which the scheduler cuts prompts
+        if shape == "parts of states":
+            cache_config.prefix_match_unit = 16
         for number, spec in enumerate(self.specs):
             if hasattr(spec, "kv_cache_specs"):
                 inner = {f"{number}.{name}": each for name, each in spec.kv_cache_specs.items()}
@@ -220,14 +232,14 @@ class Engine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
 
         scheduled = self.scheduler.schedule()
+        meta = scheduled.kv_connector_metadata
+        self.worker.before_computing(meta)  # as vLLM's runner: what it empties next may be a preempted request's yet
         for block in scheduled.new_block_ids_to_zero or ():
             for pages in self._pages:
                 pages[block] = 0
         for copy in scheduled.kv_cache_block_copies or ():
             for pages in self._pages:
                 pages[copy.dst_block_id] = pages[copy.src_block_id]
-        meta = scheduled.kv_connector_metadata
-        self.worker.before_computing(meta)
         names = list(scheduled.num_scheduled_tokens)
         sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
         self.worker.start_loads(meta)
@@ -296,6 +308,8 @@ class Engine:
             return is_right and bool(table[target])
         rows = memory.view(len(memory), size, -1, ROW)
         begin = max(0, first - spec.sliding_window + 1) if getattr(spec, "sliding_window", None) else 0
+        if chunk := getattr(spec, "attention_chunk_size", None):
+            begin = first // chunk * chunk
 
         def places(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
             at = torch.arange(start, end)

@@ -92,7 +92,8 @@ def _state_before(engine: "Engine") -> None:
 
 def _forget_group(engine: "Engine") -> None:
     """Load nothing of the last group, as of a draft's that nobody thinks of."""
-    planner, last = engine.scheduling._planner, len(engine.specs) - 1  # noqa: SLF001 - ours
+    planner = engine.scheduling._planner  # noqa: SLF001 - ours
+    last = len(engine.scheduling._configuration.groups) - 1  # noqa: SLF001
     plan_load = planner.plan_load
 
     def plan_others(keys: Any, into: Any, **more: Any) -> Any:
@@ -177,6 +178,7 @@ FAULTS: Final[dict[str, Callable[["Engine"], None]]] = {
         engine, num_blocks=lambda g: (g.num_blocks and g.num_blocks - 1) or g.num_blocks
     ),
     "full attention as a window": lambda engine: _wider(engine, num_blocks=lambda g: g.num_blocks or 2),
+    "half a chunk": lambda engine: _wider(engine, chunk_tokens=lambda g: g.chunk_tokens and g.chunk_tokens // 2),
     "one end too far": lambda engine: _find_more(engine, 1),
     "the block before": lambda engine: _shift_load(engine, -1),
     "the block behind": lambda engine: _shift_load(engine, 1),
@@ -188,6 +190,7 @@ FAULTS: Final[dict[str, Callable[["Engine"], None]]] = {
     "the state before": _state_before,
     "a group forgotten": _forget_group,
     "a draft forgotten": _forget_group,
+    "an indexer forgotten": _forget_group,
     "another's blocks": _load_anothers,
     "nothing kept": _keep_nothing,
     "flushed too late": _flush_too_late,

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import GenerationConfig, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tests.support.serving import serving
@@ -336,15 +336,15 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
             )  # fmt: skip
 
 
-def test_a_model_with_a_window_is_refused_at_once() -> None:
-    """Its layers do not have every token's KV."""
-    config = MistralConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=1, sliding_window=64,
+def test_a_model_with_states_is_refused_at_once() -> None:
+    """Its layers have no KV of each token."""
+    config = Lfm2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, layer_types=["conv", "full_attention"],
     )  # fmt: skip
     with (
-        pytest.raises(ConfigurationError, match="sliding window"),
-        open_tiered(MistralForCausalLM(config), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w"),
+        pytest.raises(ConfigurationError, match="has layers that keep LinearAttentionLayer"),
+        open_tiered(Lfm2ForCausalLM(config), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w"),
     ):
         pass
 

@@ -1,19 +1,21 @@
 """What the connector for vLLM stores, and when: imitated, step by step. A real vLLM is in `tests/engines`."""
 
 import asyncio
+import itertools
 import random
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
-from tiered_kv import BlockKeys, BlockState, Outcomes
+from tiered_kv import BlockKeys, BlockState, ConfigurationError, KVLayout, Outcomes
 from tiered_kv.replay import BlockCost, TierPlan, replay
 from tiered_kv.traces import Request as Asked
 from tiered_kv.traces import Trace
@@ -222,6 +224,36 @@ def test_blocks_are_kept_until_every_rank_has_copied_them() -> None:
         copying.set_result(Outcomes(job, 1, 3))
         engine.settle()
         assert engine.num_free == num_free
+
+
+def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two stages of two ranks have four parts of a block, of which none is read as another's or as a whole model's.
+
+    Stages that keep different numbers of layers are refused, with these.
+    """
+    moving = VLLM.moving
+    with opened(ROOMY) as engine:
+        one = engine.workers[0]
+        wanted = replace(one._configuration, num_ranks=4, num_stages=2)  # noqa: SLF001 - ours
+        ranks, tags = [], {one.hello().layout.groups[0].tag}
+        for stage, rank in itertools.product(range(2), range(2)):
+            monkeypatch.setattr(moving, "get_pp_group", lambda stage=stage: SimpleNamespace(rank_in_group=stage))
+            monkeypatch.setattr(moving, "get_tensor_model_parallel_rank", lambda rank=rank: rank)
+            worker = moving.MovingSide(None, wanted)
+            worker.register_kv_caches(engine.memory[0])
+            ranks.append(worker.hello().rank)
+            tags.add(worker.hello().layout.groups[0].tag)
+        assert ranks == [0, 1, 2, 3]
+        assert len(tags) == 2
+        (uneven,) = wanted.groups
+        more = replace(uneven, layer_names=(*uneven.layer_names, "another"))
+        layout = replace(one.hello().layout.groups[0], num_layers=len(more.layer_names))
+        others = [
+            replace(one.hello(), rank=rank, **({"layout": KVLayout((layout,)), "groups": (more,)} if rank > 1 else {}))
+            for rank in range(4)
+        ]
+        with pytest.raises(ConfigurationError, match=r"layers of each KV group.*all stages must have as many"):
+            VLLM.scheduling.SchedulingSide(wanted).open(others)
 
 
 def test_a_request_whose_copies_have_ended_leaves_at_once() -> None:

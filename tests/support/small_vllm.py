@@ -49,7 +49,8 @@ def pretended() -> dict[str, ModuleType]:
         "KVCacheEvent", "BlockStored", "BlockRemoved", "CacheHitSource", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
-        "AttentionLayerBase", "SlidingWindowSpec", "MambaSpec", "SupportsHMA", "KVConnectorTransferResults",
+        "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
+        "KVConnectorTransferResults",
     )  # fmt: skip
     names: dict[str, object] = {name: type(name, (Base,), {}) for name in bases}
     names |= {
@@ -58,6 +59,7 @@ def pretended() -> dict[str, ModuleType]:
         "generate_block_hash_extra_keys": None,
         "to_event_extra_keys": None,
         "get_layers_from_vllm_config": lambda *_: {},
+        "get_pp_group": None,
         "get_tensor_model_parallel_rank": lambda: 0,
         "group_kernel_blocks": as_blocks,
     }
@@ -249,7 +251,8 @@ class SmallVLLM:
             connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
             below=VLLM.configuration.below_of(below),
             model=ModelIdentity("small", weights="w0"),
-            num_ranks=num_ranks, groups=groups or (group(),), num_engine_blocks=num_blocks + 1, num_step_blocks=16,
+            num_ranks=num_ranks, num_stages=1, groups=groups or (group(),),
+            num_engine_blocks=num_blocks + 1, num_step_blocks=16,
             loads=role != "kv_producer", stores=role != "kv_consumer",
             tells_events=False,
         )  # fmt: skip

@@ -419,7 +419,7 @@ class BlockCache(TransferCalls):
         asked_of = self.namespace()
 
         async def there(need: GroupNeed) -> NDArray[np.bool_]:
-            if need.num_blocks is not None:
+            if not need.is_whole:
                 return await self.presence(need.keys)
             return np.arange(len(need.keys)) < (await self.lookup(need.keys)).num_blocks
 

@@ -1,8 +1,9 @@
 """Models with several KV groups: what each group needs of a prompt, and the longest length that satisfies all.
 
 A full-attention group needs every block from the first one on; a sliding-window group only those that its window can
-still see; of a recurrent state one block holds all before its end. A length counts when each group has what it needs
-there: a hole outside every window costs nothing. So all kinds are one: so many of the last blocks, or all of them.
+still see; one that attends within chunks those of the next token's chunk; of a recurrent state one block holds all
+before its end. A length counts when each group has what it needs there: a hole outside every window costs nothing. So
+all kinds are one: a run of blocks that ends at the length, and begins where it says.
 """
 
 import math
@@ -23,21 +24,30 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class GroupNeed:
-    """One KV group's keys of a prompt, and what a model needs of them: made by `full`, `window` and `state`.
+    """One KV group's keys of a prompt, and what a model needs of them: made by `full`, `window`, `chunk` and `state`.
 
     Attributes:
         keys: Of the whole prompt, or of its rest: all groups' keys begin at the same token.
         num_blocks: How many of the last blocks are needed, or None for all of them.
+        chunk_tokens: Of these no more than the last chunk of so many tokens, counted from the prompt's begin; or None.
     """
 
     keys: BlockKeys
     num_blocks: int | None = None
+    chunk_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.keys, BlockKeys):
             raise ConfigurationError(f"what a KV group needs is said by its BlockKeys, got {type(self.keys).__name__}")
         if self.num_blocks is not None:
             object.__setattr__(self, "num_blocks", as_int("a window, in blocks,", self.num_blocks, least=1))
+        if self.chunk_tokens is not None:
+            object.__setattr__(self, "chunk_tokens", as_int("a chunk, in tokens,", self.chunk_tokens, least=1))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every block is needed, from the first one on."""
+        return self.num_blocks is None and self.chunk_tokens is None
 
     def until(self, num_tokens: int) -> "GroupNeed":
         """Return the need of the prompt's first ``num_tokens`` tokens, from the first key's start on.
@@ -45,12 +55,21 @@ class GroupNeed:
         What `TieredKV.lookup_groups` found may be shorter than what was asked: load the needs until there.
         """
         num_blocks = as_int("num_tokens", num_tokens) // self.keys.block_size
-        return GroupNeed(self.keys[:num_blocks], self.num_blocks)
+        return replace(self, keys=self.keys[:num_blocks])
 
     def at(self, num_tokens: int) -> BlockKeys:
         """Return the keys that are needed for the prompt to go on at ``num_tokens`` from the first key's start on."""
         stop = num_tokens // self.keys.block_size
-        return self.keys[0 if self.num_blocks is None else max(0, stop - self.num_blocks) : stop]
+        return self.keys[int(self.firsts(np.array([stop]))[0]) : stop]
+
+    def firsts(self, stops: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return for each of some numbers of keys the first that is needed where the prompt goes on behind them."""
+        firsts = np.zeros_like(stops) if self.num_blocks is None else stops - self.num_blocks
+        if self.chunk_tokens is not None:
+            tokens = (self.keys.start + stops) * self.keys.block_size
+            begun = tokens // self.chunk_tokens * self.chunk_tokens
+            firsts = np.maximum(firsts, begun // self.keys.block_size - self.keys.start)
+        return np.maximum(0, firsts)
 
 
 def full(keys: BlockKeys) -> GroupNeed:
@@ -63,6 +82,11 @@ def window(keys: BlockKeys, num_tokens: int) -> GroupNeed:
     need = GroupNeed(keys)  # checks the keys
     num_blocks = -(-as_int("a window, in tokens,", num_tokens, least=1) // keys.block_size)
     return replace(need, num_blocks=num_blocks)
+
+
+def chunk(keys: BlockKeys, num_tokens: int) -> GroupNeed:
+    """Say that a group attends within chunks of ``num_tokens``, the first of which begins with the prompt (Llama 4)."""
+    return GroupNeed(keys, chunk_tokens=as_int("a chunk, in tokens,", num_tokens, least=1))
 
 
 def state(keys: BlockKeys) -> GroupNeed:
@@ -104,7 +128,7 @@ def check_needs(needs: Sequence[GroupNeed]) -> int:
     """
     if not isinstance(needs, list | tuple) or not needs or not all(isinstance(need, GroupNeed) for need in needs):
         raise ConfigurationError(
-            "say what each KV group needs: [full(keys), window(other_keys, num_tokens), state(more_keys)]"
+            "say what each KV group needs: [full(keys), window(other_keys, num_tokens), state(more_keys)], or chunk"
         )
     groups = [need.keys.group for need in needs]
     if len(set(groups)) < len(groups):
@@ -128,11 +152,11 @@ def find_longest(needs: Sequence[GroupNeed]) -> Generator[list[GroupNeed], list[
     """
     step = check_needs(needs)
     length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
-    if wholes := [need.until(length) for need in needs if need.num_blocks is None]:  # they cut the most
+    if wholes := [need.until(length) for need in needs if need.is_whole]:  # they cut the most
         length = longest_of(wholes, (yield wholes), range(0, length + 1, step))
-    ends = [need.until(length) for need in needs if need.num_blocks is not None]
+    ends = [need.until(length) for need in needs if not need.is_whole]
     if length and ends:
-        there = yield [GroupNeed(need.at(length), need.num_blocks) for need in ends]
+        there = yield [replace(need, keys=need.at(length)) for need in ends]
         if not all(mask.all() for mask in there):  # mostly they are: then nobody is asked for all others
             length = longest_of(ends, (yield ends), range(0, length + 1, step))
     return length
@@ -152,7 +176,7 @@ def longest_of(needs: Sequence[GroupNeed], there: Sequence[Mask], lengths: range
         behind_holes = np.where(mask, 0, np.arange(1, len(mask) + 1))
         first = np.maximum.accumulate(np.append([0], behind_holes))  # of the run of blocks that ends at each stop
         stops = tokens // need.keys.block_size
-        is_served &= first[stops] <= (0 if need.num_blocks is None else np.maximum(0, stops - need.num_blocks))
+        is_served &= first[stops] <= need.firsts(stops)
     return int(tokens[is_served][-1])
 
 

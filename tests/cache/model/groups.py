@@ -1,5 +1,7 @@
 """Rules of several KV groups, and of several ranks: what counts is what all of them have."""
 
+from collections.abc import Callable
+
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
@@ -8,7 +10,7 @@ from tests.cache.model.machine import LONG_S, Machine
 from tests.cache.model.world import VirtualWorld
 from tests.support.any_layout import MODEL
 from tests.support.caches import Recorder
-from tiered_kv import GroupNeed, GroupsLoad, ModelIdentity, Shard, TieredKV, full, state, window
+from tiered_kv import BlockKeys, GroupNeed, GroupsLoad, ModelIdentity, Shard, TieredKV, chunk, full, state, window
 
 HEADS, LATENTS = PROMPTS[0], PROMPTS[-1]
 """Of the same tokens."""
@@ -17,11 +19,18 @@ HEADS, LATENTS = PROMPTS[0], PROMPTS[-1]
 class Groups(Machine):
     """A model with heads and latents."""
 
-    @rule(num_latents=st.integers(0, len(LATENTS)), width=st.none() | st.integers(0, 20), is_load=st.booleans())
-    def find_both(self, num_latents: int, width: int | None, *, is_load: bool) -> None:
+    @rule(
+        num_latents=st.integers(0, len(LATENTS)),
+        width=st.none() | st.integers(0, 20),
+        last=st.sampled_from([window, chunk]),
+        is_load=st.booleans(),
+    )
+    def find_both(
+        self, num_latents: int, width: int | None, last: Callable[[BlockKeys, int], GroupNeed], *, is_load: bool
+    ) -> None:
         """Find or load what both groups need at the longest length: all of it could be there, and is right."""
         latents = LATENTS[:num_latents]
-        other = full(latents) if width is None else window(latents, width) if width else state(latents)
+        other = full(latents) if width is None else last(latents, width) if width else state(latents)
         needs = [full(HEADS[: 2 * num_latents]), other]
         if not is_load:
             found = self.run(self.cache.lookup_groups(needs), LONG_S)

@@ -6,7 +6,7 @@ computed them; blocks that a step has completed are stored beside the next step;
 still read is waited for. All three run in the thread of the generation loop, which so owns all that is kept here.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,6 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from tiered_kv.cache.blocking import BlockingTieredKV
+from tiered_kv.integrations.transformers.past import Part
 from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
@@ -28,13 +29,16 @@ _VERSION: Final = "5.23"
 
 
 @contextmanager
-def tiered_batches(model: PreTrainedModel, kv: BlockingTieredKV, group: KVGroup, salt: str | bytes) -> Iterator[None]:
+def tiered_batches(
+    model: PreTrainedModel, kv: BlockingTieredKV, parts: Sequence[Part], salt: str | bytes
+) -> Iterator[None]:
     """Have every continuous batching of a model that begins in this block use the tiers."""
     begin: Any = model.init_continuous_batching
     managers: list[Any] = []
     bound: list[tuple[Any, TieredBlocks]] = []
 
     def begin_tiered(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what it wraps
+        group = _group_of(parts)
         manager = begin(*args, **kwargs)
         _check(manager, group)
         managers.append(manager)
@@ -196,6 +200,20 @@ class TieredBlocks:
                 ledger.cached_blocks[block] = None  # nobody's until the search that comes next shares it
             else:  # it was here, behind one that was not
                 pool.free_blocks(allocator.index, [block])
+
+
+def _group_of(parts: Sequence[Part]) -> KVGroup:
+    """Return the one KV group that continuous batching can share.
+
+    Raises:
+        ConfigurationError: There are others.
+    """
+    if len(parts) > 1 or parts[0].window is not None:
+        raise ConfigurationError(
+            "continuous batching of transformers shares no prefix of layers with windows, and keeps no latents of MLA: "
+            "use generate with TieredModel.past(), or generate_batch outside of open_tiered"
+        )
+    return parts[0].group
 
 
 def _check(manager: Any, group: KVGroup) -> None:  # noqa: ANN401 - a ContinuousBatchingManager

@@ -5,22 +5,21 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer
-from transformers.generation.continuous_batching.utils import find_head_dim, find_num_key_value_heads
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
-from tiered_kv.integrations.transformers.past import Staging, TieredCache
+from tiered_kv.integrations.transformers.past import Part, Staging, TieredCache
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
-from tiered_kv.values.layout import KVGroup, KVLayout
+from tiered_kv.values.layout import KVGroup, KVLayout, Order
 
 _STAGING_BYTES: Final = 32 * 1024 * 1024
 """Host memory through which blocks of `TieredCache` pass; one block at least."""
@@ -36,12 +35,12 @@ class TieredModel:
         block_size: Tokens a block has.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: BlockingTieredKV, group: KVGroup, salt: str | bytes) -> None:
+    def __init__(self, model: PreTrainedModel, kv: BlockingTieredKV, parts: list[Part], salt: str | bytes) -> None:
         """Made by `open_tiered` only."""
         self.kv = kv
-        self.block_size = group.block_size
+        self.block_size = parts[0].group.block_size
         self._model = model
-        self._staging = Staging(kv, group, max(1, _STAGING_BYTES // group.payload_bytes), salt)
+        self._staging = Staging(kv, parts, _STAGING_BYTES, salt)
 
     def past(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TieredCache:
         """Return a cache that begins with what the tiers have of these prompts, for one ``model.generate``.
@@ -72,7 +71,7 @@ def open_tiered(
     blocks that they complete. Nothing of transformers is changed but this one model, and that until the block ends.
 
     Args:
-        model: As ``from_pretrained`` returned it, in one process, with full attention in all layers.
+        model: As ``from_pretrained`` returned it, in one process, with full attention or windows in its layers.
         settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
             by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
@@ -84,19 +83,43 @@ def open_tiered(
         ConfigurationError: The settings, a model that can't be served so, or weights that nobody named.
         BackendUnavailableError: A tier cannot be reached.
     """
-    config = model.config.get_text_config(decoder=True)
     _check(model)
-    group = KVGroup(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=find_num_key_value_heads(config),
-        head_dim=find_head_dim(config),
-        dtype=str(model.dtype).removeprefix("torch."),
-        block_size=block_size,
-    )
-    below = Below.of(settings)
-    cache = below.cache(model=identity_of(model, weights), layout=KVLayout((group,)), device=model.device)
-    with open_blocking(cache) as kv, tiered_batches(model, kv, group, salt):
-        yield TieredModel(model, kv, group, salt)
+    parts = _parts_of(model, block_size)
+    layout = KVLayout(tuple(part.group for part in parts))
+    cache = Below.of(settings).cache(model=identity_of(model, weights), layout=layout, device=model.device)
+    with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
+        yield TieredModel(model, kv, parts, salt)
+
+
+def _parts_of(model: PreTrainedModel, block_size: int) -> list[Part]:
+    """Return what a model keeps of a token, as one computed token shows it.
+
+    Raises:
+        ConfigurationError: It keeps nothing, or keys and values of several heads that differ in size.
+    """
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    alike: dict[tuple[int | None, tuple[int, int], tuple[int, int], torch.dtype], list[int]] = {}
+    for number, layer in enumerate(cast("list[DynamicLayer]", cache.layers)):  # as `_check` has seen
+        if layer.keys is None or layer.values is None:
+            raise ConfigurationError(f"layer {number} of {type(model).__name__} keeps no KV of a token: not served")
+        heads, others = ((states.shape[1], states.shape[3]) for states in (layer.keys, layer.values))
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        alike.setdefault((window, heads, others, layer.keys.dtype), []).append(number)
+    parts: list[Part] = []
+    for (window, heads, others, dtype), layers in alike.items():
+        if heads != others and (heads[0], others[0]) != (1, 1):
+            raise ConfigurationError(
+                f"{type(model).__name__} keeps keys of {heads[0]} heads of {heads[1]} and values of {others[0]} of "
+                f"{others[1]}: not served"
+            )
+        order: Order = "NHD" if heads == others else "MLA"
+        kept = [((0, 1), heads)] if heads == others else [((0,), heads), ((1,), others)]
+        for planes, (num_heads, dim) in kept:
+            group = KVGroup(len(layers), num_heads, dim, str(dtype).removeprefix("torch."), block_size, order)
+            parts.append(Part(group, len(parts), tuple(layers), planes, window))
+    return parts
 
 
 def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIdentity:
@@ -127,21 +150,16 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise `ConfigurationError` if this model's KV is not one group of K and V of every token, all of it here."""
-    config = model.config.get_text_config(decoder=True)
+    """Raise `ConfigurationError` if this model keeps anything but K and V, or latents, of tokens; or not all here."""
     kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
-    if others := {kind.__name__ for kind in kinds if kind is not DynamicLayer}:
+    if others := {kind.__name__ for kind in kinds if kind not in (DynamicLayer, DynamicSlidingWindowLayer)}:
         raise ConfigurationError(
-            f"only models with full attention in all layers are served: {type(model).__name__} has layers that keep "
-            f"{', '.join(sorted(others))}, which do not have every token's KV (a sliding window, a state, an index)"
+            f"models with full attention and windows are served: {type(model).__name__} has layers that keep "
+            f"{', '.join(sorted(others))}: no KV of each token, or more than that (a state, an index)"
         )
     if model.config.is_encoder_decoder:
         raise ConfigurationError(
             f"{type(model).__name__} is an encoder and a decoder: its KV is not of its prompt alone"
-        )
-    if getattr(config, "kv_lora_rank", None) or getattr(config, "v_head_dim", None):
-        raise ConfigurationError(
-            f"{type(model).__name__} keeps keys and values of different dimensions here (MLA, expanded): not served"
         )
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) != 1 or "meta" in devices or (getattr(model, "_tp_size", None) or 1) > 1:

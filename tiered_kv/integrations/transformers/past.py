@@ -6,21 +6,45 @@ two has stored, the other finds.
 """
 
 import threading
-from collections.abc import Iterator
-from typing import Any, Final, cast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tiered_kv.cache.blocking import BlockingTieredKV
+from tiered_kv.cache.groups import Mask
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.specs import CPULoadStoreSpec
 
-_POOL: Final = "transformers"
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors of some layers, which are kept as one KV group.
+
+    Attributes:
+        group: Shape of a block.
+        number: Of the group.
+        layers: Which.
+        planes: Of each layer its keys and values, 0 and 1, or one of both: latents of MLA, and what lies beside them.
+        window: How many tokens a layer sees, the next one included; None: all.
+    """
+
+    group: KVGroup
+    number: int
+    layers: tuple[int, ...]
+    planes: tuple[int, ...]
+    window: int | None = None
+
+    def first(self, num_tokens: int) -> int:
+        """Return the first block that is needed to go on behind so many tokens."""
+        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.group.block_size
 
 
 class Staging:
@@ -28,50 +52,66 @@ class Staging:
 
     Attributes:
         kv: The cache.
-        group: Shape of a block, NHD.
+        parts: Of the model.
+        block_size: Tokens a block has, of each part.
         salt: Keeps tenants apart.
     """
 
-    def __init__(self, kv: BlockingTieredKV, group: KVGroup, num_blocks: int, salt: str | bytes) -> None:
-        """Take ``num_blocks`` of memory."""
-        self.kv, self.group, self.salt = kv, group, salt
-        shape = (num_blocks, group.num_layers, 2, group.block_size, group.num_kv_heads, group.head_dim)
-        self._blocks = torch.zeros(shape, dtype=getattr(torch, group.dtype))
+    def __init__(self, kv: BlockingTieredKV, parts: Sequence[Part], num_bytes: int, salt: str | bytes) -> None:
+        """Take ``num_bytes`` of memory, or what one block of each part needs."""
+        self.kv, self.parts, self.salt = kv, tuple(parts), salt
+        self.block_size = parts[0].group.block_size
+        num_blocks = max(1, num_bytes // sum(part.group.payload_bytes for part in parts))
+        self._blocks = []
+        for part in parts:
+            of = part.group
+            shape = (num_blocks, of.num_layers, len(part.planes), of.block_size, of.num_kv_heads, of.head_dim)
+            self._blocks.append(torch.zeros(shape, dtype=getattr(torch, of.dtype)))
+            kv.register_host_pool(_pool(part), self._blocks[-1], group=part.number)
         self._lock = threading.Lock()  # of the blocks
-        kv.register_host_pool(_POOL, self._blocks)
 
-    def load(self, keys: BlockKeys) -> Iterator[tuple[int, Tensor]]:
-        """Load a prefix piece by piece, up to the first block that can't be had.
+    def keys(self, part: Part, tokens: Any) -> BlockKeys:  # noqa: ANN401 - an array of numpy's
+        """Name the blocks of a part."""
+        return hash_blocks(tokens, block_size=self.block_size, salt=self.salt, group=part.number)
+
+    def load(self, part: Part, keys: BlockKeys) -> Iterator[tuple[int, Tensor]]:
+        """Load neighbouring blocks piece by piece, up to the first that can't be had.
 
         Yields:
-            How many blocks came before, and the next ones' KV, ``(L, 2, H, tokens, D)``: to be copied at once.
+            How many blocks came before, and the next ones' KV, ``(L, planes, H, tokens, D)``: to be copied at once.
         """
-        for start in range(0, len(keys), len(self._blocks)):
-            piece = keys[start : start + len(self._blocks)]
+        blocks = self._blocks[part.number]
+        for start in range(0, len(keys), len(blocks)):
+            piece = keys[start : start + len(blocks)]
             with self._lock:
-                arrived = self.kv.load(piece, CPULoadStoreSpec(range(len(piece)), pool=_POOL)).num_blocks
+                arrived = self.kv.load(piece, CPULoadStoreSpec(range(len(piece)), pool=_pool(part))).num_blocks
                 if arrived:
-                    yield start, self._blocks[:arrived].permute(1, 2, 4, 0, 3, 5).flatten(3, 4)
+                    yield start, blocks[:arrived].permute(1, 2, 4, 0, 3, 5).flatten(3, 4)
             if arrived < len(piece):
                 return
 
-    def store(self, keys: BlockKeys, layers: list[tuple[Tensor, Tensor]]) -> None:
+    def store(self, part: Part, keys: BlockKeys, layers: list[list[Tensor]]) -> None:
         """Store blocks.
 
         Args:
+            part: Whose.
             keys: Of the blocks.
-            layers: Each layer's K and V of their tokens, ``(H, tokens, D)``. Free again when this returns.
+            layers: Each layer's planes of their tokens, ``(H, tokens, D)``. Free again when this returns.
         """
-        size = self.group.block_size
-        for start in range(0, len(keys), len(self._blocks)):
-            piece = keys[start : start + len(self._blocks)]
+        size, into = self.block_size, self._blocks[part.number]
+        for start in range(0, len(keys), len(into)):
+            piece = keys[start : start + len(into)]
             tokens = slice(start * size, (start + len(piece)) * size)
             with self._lock:
                 for number, planes in enumerate(layers):
                     for plane, states in enumerate(planes):
                         blocks = states[:, tokens].reshape(len(states), len(piece), size, -1)
-                        self._blocks[: len(piece), number, plane].copy_(blocks.permute(1, 2, 0, 3))
-                self.kv.store(piece, CPULoadStoreSpec(range(len(piece)), pool=_POOL))
+                        into[: len(piece), number, plane].copy_(blocks.permute(1, 2, 0, 3))
+                self.kv.store(piece, CPULoadStoreSpec(range(len(piece)), pool=_pool(part)))
+
+
+def _pool(part: Part) -> str:
+    return f"transformers {part.number}"
 
 
 class TieredCache(DynamicCache):
@@ -94,6 +134,10 @@ class TieredCache(DynamicCache):
     ) -> None:
         """Made by `TieredModel.past` only."""
         super().__init__(config=config)
+        for layer in self.layers:
+            if isinstance(layer, DynamicSlidingWindowLayer):
+                # It has to keep what it leaves behind: others may go on there.
+                layer.activate_past_recording()  # type: ignore[no-untyped-call]  # transformers' is not
         self._staging = staging
         self._prompts = input_ids.detach().cpu()
         self._pads = _left_pads(self._prompts, attention_mask)
@@ -114,16 +158,19 @@ class TieredCache(DynamicCache):
         Raises:
             ConfigurationError: They are of another number of rows, or not what the model's config says.
         """
-        group = self._staging.group
-        wanted = (len(self._pads), group.num_kv_heads, group.head_dim)
-        for states in (key_states, value_states):
-            if (states.shape[0], states.shape[1], states.shape[3]) != wanted or states.dtype != getattr(
-                torch, group.dtype
-            ):
-                raise ConfigurationError(
-                    f"KV of {tuple(states.shape)} and {states.dtype} in a cache of {wanted[0]} rows, {wanted[1]} heads "
-                    f"of {wanted[2]} and {group.dtype}: it serves one sequence a row, without beams"
-                )
+        for part in self._staging.parts:
+            if layer_idx not in part.layers:
+                continue
+            group = part.group
+            wanted = (len(self._pads), group.num_kv_heads, group.head_dim)
+            for states in [(key_states, value_states)[plane] for plane in part.planes]:
+                if (states.shape[0], states.shape[1], states.shape[3]) != wanted or states.dtype != getattr(
+                    torch, group.dtype
+                ):
+                    raise ConfigurationError(
+                        f"KV of {tuple(states.shape)} and {states.dtype} in a cache of {wanted[0]} rows, {wanted[1]} "
+                        f"heads of {wanted[2]} and {group.dtype}: it serves one sequence a row, without beams"
+                    )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
@@ -153,57 +200,117 @@ class TieredCache(DynamicCache):
                 f"{tuple(self._prompts.shape)}: store() takes what generate() returned for them"
             )
         num_blocks = 0
-        length = min(self.get_seq_length(), sequences.shape[1])
+        size, length = self._staging.block_size, min(self.get_seq_length(), sequences.shape[1])
         for row, pad in enumerate(self._pads):
             tokens = sequences[row, pad:length].numpy()
-            loaded, size = self._loaded[row], self._staging.group.block_size
-            keys = hash_blocks(tokens, block_size=size, salt=self._staging.salt)[loaded:]
-            first, last = pad + loaded * size, pad + (loaded + len(keys)) * size
-            self._staging.store(keys, [self._states(number, row, first, last) for number in range(len(self.layers))])
-            self._loaded[row] += len(keys)
-            num_blocks += len(keys)
+            for part in self._staging.parts:
+                begun = max(0, self._begin(part.layers[0]) - pad)  # before it a window's layers have nothing
+                first = max(self._loaded[row], -(-begun // size))
+                keys = self._staging.keys(part, tokens)[first:]
+                places = slice(pad + first * size, pad + (first + len(keys)) * size)
+                states = [[self._states(layer, plane, row, places) for plane in part.planes] for layer in part.layers]
+                self._staging.store(part, keys, states)
+                num_blocks += len(keys)
+            self._loaded[row] = max(self._loaded[row], len(tokens) // size)
         return num_blocks
 
     def _load(self, device: torch.device) -> None:
-        """Load as much as every row has from its first token on: all rows go on at the same place."""
-        size, width = self._staging.group.block_size, self._prompts.shape[1]
+        """Load what every row needs to go on at one place, the last one at which all have that."""
+        staging, width = self._staging, self._prompts.shape[1]
         keys = [
             # One token at least is left to compute: it is what the next one is sampled from.
-            hash_blocks(tokens[pad : width - 1].numpy(), block_size=size, salt=self._staging.salt)
+            [staging.keys(part, tokens[pad : width - 1].numpy()) for part in staging.parts]
             for tokens, pad in zip(self._prompts, self._pads, strict=True)
         ]
-        found = [self._staging.kv.lookup(each).num_blocks for each in keys]
-        length = self._common(found)
-        rows = [each[: -(-max(0, length - pad) // size)] for each, pad in zip(keys, self._pads, strict=True)]
-        if not any(rows):
-            return
-        group = self._staging.group
-        shape = (group.num_layers, 2, len(rows), group.num_kv_heads, length, group.head_dim)
-        states = torch.zeros(shape, dtype=getattr(torch, group.dtype), device=device)  # zeros where rows are padded
-        for row, (wanted, pad) in enumerate(zip(rows, self._pads, strict=True)):
-            for start, piece in self._staging.load(wanted):
-                first = pad + start * size
-                last = min(first + piece.shape[3], length)
-                states[:, :, row, :, first:last] = piece[:, :, :, : last - first]
-                self._loaded[row] = start + piece.shape[3] // size
-        length = min(length, self._common(self._loaded))
-        self._loaded = [max(0, length - pad) // size for pad in self._pads]
-        if not any(self._loaded):
-            return
-        self.num_loaded_tokens = [max(0, length - pad) for pad in self._pads]
-        for number, (keys_of_layer, values_of_layer) in enumerate(states[..., :length, :]):
-            self.update(keys_of_layer, values_of_layer, number)
+        there = [[self._there(*each) for each in zip(staging.parts, of, strict=True)] for of in keys]
+        found, length, states = 0, self._longest(there), list[Tensor]()
+        while length:
+            states = [self._empty(part, length, device) for part in staging.parts]
+            for row, pad in enumerate(self._pads):
+                of_row = zip(staging.parts, keys[row], there[row], states, strict=True)
+                for part, each, mask, into in of_row:
+                    self._load_row(part, each, mask, into[:, :, row], length - pad)
+            found, length = length, self._longest(there)
+            if length == found or not any(part.window for part in staging.parts):
+                break  # else a window begins sooner than what was loaded: what came is at hand by now
+        self._loaded = [max(0, length - pad) // staging.block_size for pad in self._pads]
+        if any(self._loaded):
+            self.num_loaded_tokens = [max(0, length - pad) for pad in self._pads]
+            self._begin_at(length, found, states)
 
-    def _states(self, layer: int, row: int, first: int, last: int) -> tuple[Tensor, Tensor]:
+    def _begin_at(self, length: int, found: int, states: list[Tensor]) -> None:
+        """Have all layers go on at ``length``, with each part's KV, which ends before ``found``."""
+        planes: dict[int, dict[int, Tensor]] = {}
+        for part, of_part in zip(self._staging.parts, states, strict=True):
+            skipped = found - of_part.shape[4]  # tokens that lie before those of a window
+            for layer, tensors in zip(part.layers, of_part, strict=True):
+                for plane, tensor in zip(part.planes, tensors, strict=True):
+                    planes.setdefault(layer, {})[plane] = tensor[:, :, : length - skipped]
+        for layer, of_layer in sorted(planes.items()):
+            self.update(of_layer[0], of_layer[1], layer)
+            if isinstance(window := self.layers[layer], DynamicSlidingWindowLayer):
+                window.cumulative_length = length
+
+    def _there(self, part: Part, keys: BlockKeys) -> Mask:
+        """Say which blocks of a row's part could be loaded, ``(len(keys),)``."""
+        if part.window is not None:
+            return self._staging.kv.presence(keys)
+        return np.arange(len(keys)) < self._staging.kv.lookup(keys).num_blocks
+
+    def _empty(self, part: Part, length: int, device: torch.device) -> Tensor:
+        """Return zeros, ``(L, planes, rows, H, tokens, D)``, for the tokens that a part needs behind ``length``."""
+        of = part.group
+        num_tokens = length if part.window is None else min(length, part.window - 1)
+        shape = (of.num_layers, len(part.planes), len(self._pads), of.num_kv_heads, num_tokens, of.head_dim)
+        return torch.zeros(shape, dtype=getattr(torch, of.dtype), device=device)
+
+    def _load_row(self, part: Part, keys: BlockKeys, there: Mask, into: Tensor, num_tokens: int) -> None:
+        """Load what a row needs to go on behind so many of its tokens.
+
+        Args:
+            part: Of the row.
+            keys: Of the row.
+            there: Which of its blocks could be loaded; of those that did not come it is taken back.
+            into: ``(L, planes, H, tokens, D)``, the last of which is the one before.
+            num_tokens: May be 0 or less: then nothing is needed.
+        """
+        size, num_tokens = self._staging.block_size, max(0, num_tokens)
+        before = num_tokens - into.shape[3]  # the row's token that comes first, of which there are none below 0
+        first, stop, num_arrived = part.first(num_tokens), -(-num_tokens // size), 0
+        for start, piece in self._staging.load(part, keys[first:stop]):
+            num_arrived = start + piece.shape[3] // size
+            begin = (first + start) * size
+            end = min(begin + piece.shape[3], num_tokens)
+            skipped = max(0, before - begin)
+            into[:, :, :, begin + skipped - before : end - before] = piece[:, :, :, skipped : end - begin]
+        there[first + num_arrived : stop] = False
+
+    def _begin(self, layer: int) -> int:
+        """Return the first place of which a layer has KV."""
+        of_layer = cast("DynamicLayer", self.layers[layer])
+        return of_layer.get_seq_length() - (0 if of_layer.keys is None else of_layer.keys.shape[-2])
+
+    def _states(self, layer: int, plane: int, row: int, places: slice) -> Tensor:
         of_layer = cast("DynamicLayer", self.layers[layer])
         if of_layer.keys is None or of_layer.values is None:
             raise ConfigurationError(f"layer {layer} has no KV: store() comes after generate() with this cache")
-        return of_layer.keys[row, :, first:last], of_layer.values[row, :, first:last]
+        begin = self._begin(layer)
+        return (of_layer.keys, of_layer.values)[plane][row, :, places.start - begin : places.stop - begin]
 
-    def _common(self, num_blocks: list[int]) -> int:
-        """Return the position up to which every row has its KV, if each has so many blocks."""
-        ends = zip(self._pads, num_blocks, strict=True)
-        return min(pad + each * self._staging.group.block_size for pad, each in ends)
+    def _longest(self, there: list[list[Mask]]) -> int:
+        """Return the last place at which every row has what each part needs, if these of its blocks are there."""
+        size, width = self._staging.block_size, self._prompts.shape[1]
+        lengths = np.arange(width)
+        is_served = np.ones(width, np.bool_)
+        for pad, of_row in zip(self._pads, there, strict=True):
+            tokens = np.maximum(0, lengths - pad)
+            for part, mask in zip(self._staging.parts, of_row, strict=True):
+                stops = -(-tokens // size)
+                behind_holes = np.where(mask, 0, np.arange(1, len(mask) + 1))
+                begun = np.maximum.accumulate(np.append([0], behind_holes))  # of the run that ends at each stop
+                firsts = np.zeros_like(tokens) if part.window is None else np.maximum(0, tokens - part.window + 1)
+                is_served &= (stops <= len(mask)) & (begun[np.minimum(stops, len(mask))] <= firsts // size)
+        return int(lengths[is_served][-1])
 
 
 def _left_pads(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:

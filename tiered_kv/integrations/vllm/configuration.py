@@ -13,6 +13,7 @@ from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
 from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
@@ -85,6 +86,7 @@ def folder_of(model: str, revision: str | None) -> str | None:
 
 GATHERED_S: Final = 1.0
 """For how long blocks gather in host memory before they are written to storage, where it has room for them."""
+STAGES_ARE_EQUAL: Final = "all stages must have as many layers of each kind: choose another pipeline_parallel_size"
 _WITHOUT: Final = "Serve this model without this connector"
 CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
 """What of the settings is the cache's, and not the adapter's."""
@@ -128,6 +130,7 @@ class EngineGroup:
         page_bytes: Of one layer's part of a block.
         num_blocks: How many of the last blocks of a prefix a request needs to go on behind it; None: all.
         is_handed_over: Whether vLLM says which blocks to store, as they are in no table.
+        chunk_tokens: Of these no more than its last chunk of so many tokens; None: there are no chunks.
     """
 
     number: int
@@ -138,6 +141,20 @@ class EngineGroup:
     page_bytes: int
     num_blocks: int | None = None
     is_handed_over: bool = False
+    chunk_tokens: int | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether a request needs all blocks of a prefix, and keeps them."""
+        return self.num_blocks is None and self.chunk_tokens is None
+
+    def num_left(self, num_tokens: int) -> int:
+        """Count the first blocks that are of no use to a request behind so many tokens: it gives them back."""
+        if self.is_whole:
+            return 0
+        if self.chunk_tokens is not None:
+            return num_tokens // self.chunk_tokens * self.chunk_tokens // self.block_size
+        return max(0, (num_tokens - 1) // self.block_size + 1 - (self.num_blocks or 0))
 
 
 @dataclass(frozen=True)
@@ -148,7 +165,8 @@ class Configuration:
         connector: How it behaves.
         below: What the cache is made of, or whose it is.
         model: Whose blocks these are.
-        num_ranks: Of tensor parallelism.
+        num_ranks: Workers that have a part of each block: of each pipeline stage its tensor parallel ranks.
+        num_stages: Of pipeline parallelism.
         groups: The KV groups.
         num_engine_blocks: In vLLM's cache.
         num_step_blocks: That a step may fill.
@@ -161,6 +179,7 @@ class Configuration:
     below: Below
     model: ModelIdentity
     num_ranks: int
+    num_stages: int
     groups: tuple[EngineGroup, ...]
     num_engine_blocks: int
     num_step_blocks: int
@@ -181,18 +200,21 @@ class Configuration:
                 f"kv_load_failure_policy is {transfer.kv_load_failure_policy!r}: then vLLM answers a request with "
                 'nothing where a block is gone between its lookup and its load. Set it to "recompute"'
             )
-        _check_parallel(vllm_config.parallel_config)
+        parallel = vllm_config.parallel_config
+        _check_parallel(parallel)
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
         _check_sleep(vllm_config.model_config)
+        _check_runner(vllm_config, kv_cache_config)
         groups = _groups_of(kv_cache_config)
-        extra = with_rank(dict(transfer.kv_connector_extra_config), vllm_config.parallel_config.data_parallel_index)
+        extra = with_rank(dict(transfer.kv_connector_extra_config), parallel.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
         return cls(
             connector=connector,
             below=below_of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
             model=model_identity(vllm_config, connector.weights),
-            num_ranks=vllm_config.parallel_config.tensor_parallel_size,
+            num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
+            num_stages=parallel.pipeline_parallel_size,
             groups=groups,
             num_engine_blocks=kv_cache_config.num_blocks,
             num_step_blocks=vllm_config.scheduler_config.max_num_batched_tokens // groups[0].block_size,
@@ -209,12 +231,12 @@ class Configuration:
     @property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
-        return len(self.groups) == 1 and self.main.num_blocks is None
+        return len(self.groups) == 1 and self.main.is_whole
 
     @property
     def main(self) -> EngineGroup:
         """The group whose blocks are counted: one that needs them all, if there is one."""
-        return next((group for group in self.groups if group.num_blocks is None), self.groups[0])
+        return next((group for group in self.groups if group.is_whole), self.groups[0])
 
 
 def below_of(given: Mapping[str, Any]) -> Below:
@@ -242,9 +264,12 @@ def below_of(given: Mapping[str, Any]) -> Below:
 
 
 def _check_parallel(parallel: Any) -> None:
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name, 1)) > 1:
-            raise ConfigurationError(f"{name} is {size}: tiered_kv keeps blocks of tensor and data parallel ranks only")
+            raise ConfigurationError(
+                f"{name} is {size}: then a block's tokens lie on {size} ranks. tiered_kv keeps blocks whose layers or "
+                "heads do, of pipeline, tensor and data parallelism"
+            )
 
 
 def _check_hashes(cache: Any) -> None:
@@ -271,43 +296,54 @@ def _check_sleep(model: Any) -> None:
         raise ConfigurationError("enable_sleep_mode: vLLM 0.32 sleeps beside copies under way; 0.33 waits for them")
 
 
+def _check_runner(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse a runner that empties blocks before connectors hear whose they were."""
+    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
+        raise ConfigurationError(
+            "vLLM empties new blocks of this model, and its model runner V2 does so before it tells connectors who was "
+            "preempted: what these had would be stored as zeros. Set VLLM_USE_V2_MODEL_RUNNER=0"
+        )
+
+
 def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
     """Return our KV groups: of each of vLLM's one for each size of page that its layers have."""
     hash_size = kv_cache_config.hash_block_size
     groups: list[EngineGroup] = []
     for table, group in enumerate(kv_cache_config.kv_cache_groups):
         specs = _specs(group)
+        if not specs:
+            raise ConfigurationError(f"block table {table} has no layer in this pipeline stage: {STAGES_ARE_EQUAL}")
         kinds = {_kind_of(spec) for spec in specs.values()}
         if len(kinds) > 1 or not getattr(group, "enable_kv_transfer", True):
             named = ", ".join(dict.fromkeys(type(spec).__name__ for spec in specs.values()))
             raise ConfigurationError(
                 f"layers that share a block table keep it in ways of their own ({named}). {_WITHOUT}"
             )
-        ((num_blocks, is_handed_over),) = kinds
+        (kind,) = kinds
         block_size = group.kv_cache_spec.block_size
         by_page: dict[int, list[str]] = {}
         for name, spec in specs.items():
             by_page.setdefault(int(spec.page_size_bytes), []).append(name)
         for page_bytes, names in by_page.items():
             each = block_size // (hash_size or block_size)
-            groups.append(
-                EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, num_blocks, is_handed_over)
-            )
+            groups.append(EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, *kind))
     return tuple(groups)
 
 
-def _kind_of(spec: Any) -> tuple[int | None, bool]:
-    """Return how many of the last blocks a layer needs, and whether vLLM says which they are. By exact types.
+def _kind_of(spec: Any) -> tuple[int | None, bool, int | None]:
+    """Return how many of the last blocks a layer needs, whether vLLM says which, and its chunks. By exact types.
 
     Types that derive from these free blocks as they go, keep nothing to find, or share them otherwise.
     """
     kind, size = type(spec), spec.block_size
     if kind in {FullAttentionSpec, MLAAttentionSpec}:
-        return None, False
+        return None, False, None
     if kind is SlidingWindowSpec and spec.sliding_window > 1:
-        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False
+        return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False, None
+    if kind is ChunkedLocalAttentionSpec:
+        return None, False, spec.attention_chunk_size
     if kind is MambaSpec and spec.mamba_cache_mode == "align":
-        return 1, True
+        return 1, True, None
     if kind is MambaSpec:
         raise ConfigurationError(
             f"this model has recurrent layers, and mamba_cache_mode is {spec.mamba_cache_mode!r}: tiered_kv keeps the "
@@ -315,7 +351,7 @@ def _kind_of(spec: Any) -> tuple[int | None, bool]:
             f"Or else: {_WITHOUT[0].lower()}{_WITHOUT[1:]}"
         )
     raise ConfigurationError(
-        f"tiered_kv keeps the blocks of full attention, MLA, sliding windows and recurrent states, and this model has "
+        f"tiered_kv keeps the blocks of full attention, MLA, windows, chunks and recurrent states, and this model has "
         f"{kind.__name__}: of that vLLM keeps no block for each token of a prefix. {_WITHOUT}"
     )
 

@@ -114,8 +114,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     # In the scheduler.
 
-    def set_xfer_handshake_metadata(self, metadata: Mapping[int, Hello]) -> None:
-        """Open the cache, the first time."""
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Hello]) -> None:
+        """Open the cache, the first time: by pipeline stage and tensor parallel rank, what each worker has."""
         self._in_scheduler().open(metadata.values())
 
     def on_new_request(self, request: Any) -> None:

@@ -90,8 +90,8 @@ class Hinting:
                 ranges = action.ranges(hashes, group.block_size, request.num_prompt_tokens)
                 for blocks in ranges:
                     first = blocks.start
-                    if group.num_blocks is not None and action.kind not in {"demote", "evict"}:
-                        first = max(first, blocks.stop - group.num_blocks)  # without the others it is of no less use
+                    if action.kind not in {"demote", "evict"}:  # without the others it is of no less use
+                        first = max(first, group.num_left(blocks.stop * group.block_size))
                     meant.append((action, self._naming.keys(group, request, first, blocks.stop)))
         if meant:
             self._call(self._hints.begin, meant, request.cache_salt or "", jobs)

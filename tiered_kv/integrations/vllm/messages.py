@@ -24,7 +24,7 @@ class Hello(KVConnectorHandshakeMetadata):
     """A worker's tensors, once it has them.
 
     Attributes:
-        rank: Its tensor parallel rank.
+        rank: Of its part of each block: tensor parallel ranks of the first pipeline stage, then those of the next.
         pid: Its process.
         layout: What a block of its part is made of. All ranks' must be equal.
         groups: The layout's groups as vLLM has them. Its scheduler is told of one layer of each block table only.

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from vllm.config import get_layers_from_vllm_config
-from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.distributed.parallel_state import get_pp_group, get_tensor_model_parallel_rank
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
@@ -31,6 +31,8 @@ class MovingSide:
         self._vllm_config = vllm_config
         self._configuration = configuration
         self._rank = get_tensor_model_parallel_rank()
+        if configuration.num_stages > 1:
+            self._rank += get_pp_group().rank_in_group * (configuration.num_ranks // configuration.num_stages)
         self._pages: list[list[torch.Tensor]] = []
         self._layout: KVLayout | None = None
         self._worker: Worker | None = None
@@ -206,7 +208,9 @@ class MovingSide:
         if device == "cpu":  # its kernels pack keys for the instructions that there are
             device += f" {torch.backends.cpu.get_cpu_capability()}"
         page = tuple(group_kernel_blocks(tensor, self._configuration.num_engine_blocks).shape[1:])
-        return f"vllm {VERSION}, {'+'.join(backends)} on {device}, {tensor.dtype} {page}"
+        tag = f"vllm {VERSION}, {'+'.join(backends)} on {device}, {tensor.dtype} {page}"
+        stages = self._configuration.num_stages
+        return f"{tag}, a stage of {stages}" if stages > 1 else tag  # which one is in the rank
 
 
 def _ended(outcomes: Outcomes) -> "Future[Outcomes]":

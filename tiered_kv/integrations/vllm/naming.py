@@ -74,7 +74,7 @@ class Naming:
     def need(self, group: EngineGroup, request: Any, first: int, stop: int) -> GroupNeed:
         """Say what a request needs of its tokens from ``first`` to ``stop``, both whole blocks of every group."""
         size = group.block_size
-        return GroupNeed(self.keys(group, request, first // size, stop // size), group.num_blocks)
+        return GroupNeed(self.keys(group, request, first // size, stop // size), group.num_blocks, group.chunk_tokens)
 
     def _digest(self, lora: Any) -> bytes:
         """Return what tells an adapter's files from all others; nothing if that is not known."""

@@ -23,7 +23,7 @@ from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.planner import Planner
-from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
+from tiered_kv.integrations.vllm.configuration import STAGES_ARE_EQUAL, Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts, hit_sources
 from tiered_kv.integrations.vllm.evicting import Evicting
 from tiered_kv.integrations.vllm.hinting import Hinting
@@ -89,6 +89,11 @@ class SchedulingSide:
             return
         wanted = self._configuration
         layouts = {hello.layout for hello in hellos}
+        if len(layouts) > 1 and wanted.num_stages > 1:
+            layers = [[len(group.layer_names) for group in hello.groups] for hello in hellos]
+            raise ConfigurationError(
+                f"ranks have {layers} layers of each KV group, or pages of different sizes: {STAGES_ARE_EQUAL}"
+            )
         if len(layouts) != 1 or sorted(hello.rank for hello in hellos) != list(range(wanted.num_ranks)):
             raise ConfigurationError(
                 f"{wanted.num_ranks} ranks of one layout are wanted, got {sorted(hellos, key=lambda each: each.rank)!r}"

@@ -124,7 +124,7 @@ class Storing:
             self._counts.store(sum(len(due.block_ids) for due in runs), 0)  # vLLM's requests need its blocks more
             return
         for due in runs:
-            if group.num_blocks is not None:
+            if not group.is_whole:
                 tracked.leaving.append(due)
             self._due.append(due)
             self._num_due += len(due.block_ids)
@@ -147,8 +147,7 @@ class Storing:
     def hold(self, tracked: Tracked, num_computed: int) -> None:
         """Hold blocks that a request has no use for behind so many tokens: it gives them back in its next step."""
         for due in list(tracked.leaving):
-            window = due.group.num_blocks or 0
-            num_left = (num_computed - 1) // due.group.block_size + 1 - window - due.first
+            num_left = due.group.num_left(num_computed) - due.first
             held = due.block_ids[due.num_held : max(0, num_left)]
             if held:
                 self._pool.touch([self._pool.blocks[block] for block in held])
