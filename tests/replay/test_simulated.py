@@ -176,6 +176,27 @@ def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
         assert auto >= computed - 0.005
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["batches", "rounds", "timers", "twice", "zipf"])
+def test_half_a_block_is_copied_at_most_for_each_asked_for(name: str) -> None:
+    """Whatever is dropped, and for no fewer hits than from storing all that is computed."""
+    trace = SYNTHETIC[name](num_requests=2_500)
+    evicted, computed = (below_engine(trace, 300, when, memory(600, policy="lhd")) for when in ("evicted", "computed"))
+    assert evicted.engine is not None
+    assert evicted.engine.copied_rate <= 0.5
+    assert evicted.hit_rate >= computed.hit_rate
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("times", "most_missed"), [(1, 0.235), (2, 0.115)])
+def test_agents_miss_little_below_an_engine_that_stores_what_it_drops(times: int, most_missed: float) -> None:
+    """Half of what they do where blocks are stored as they are computed: .49 and .21."""
+    report = below_engine(SYNTHETIC["agents"](), 250, "auto", memory(250 * times, policy="lhd"))
+    assert report.engine is not None
+    assert 1 - report.hit_rate <= most_missed
+    assert report.engine.copied_rate <= 0.5
+
+
 def test_storage_has_what_memory_has_lost_and_the_engine_never_dropped_is_nowhere_else() -> None:
     """Below, a block is written once; memory gets it each time that the engine drops it."""
     trace = trace_of([1, 2], [3, 4], [5, 6], [1, 2], [3, 4])

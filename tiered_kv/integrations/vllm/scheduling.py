@@ -23,6 +23,7 @@ from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.planner import Planner
+from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts, hit_sources
 from tiered_kv.integrations.vllm.evicting import Evicting
@@ -137,8 +138,9 @@ class SchedulingSide:
         num_blocks = 0 if is_for_more else sum(tiers[name].num_slots for name in memory)
         when = wanted.connector.store_when
         if host is not None and evicts(when, engine_blocks=wanted.num_engine_blocks, memory_blocks=num_blocks):
-            call = self._loop_calls.call
-            self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host)
+            call, num_slots = self._loop_calls.call, tiers[host].num_slots
+            budget = CopyBudget(engine_blocks=wanted.num_engine_blocks, memory_blocks=num_slots)
+            self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host, budget)
 
     def _hear_hints(self) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
