@@ -103,3 +103,39 @@ def test_what_was_passed_over_is_judged_all_the_same() -> None:
         engine.serve(16 * (number - 10))
     late = [count for first, count in engine.copied.items() if 16 * 6_000 < first < 16 * 7_900]
     assert np.mean(late) >= 16
+
+
+def test_copies_that_take_longer_than_they_save_are_not_made() -> None:
+    """One in two comes back, and a copy takes as long as to compute the block twice; others go on being made."""
+    engine = Engine()
+    for number in range(2_000):
+        engine.serve(16 * number)
+        if number % 2 and number >= 12:
+            engine.serve(16 * (number - 12))
+    before = sum(engine.copied.values())
+    engine.budget.cost = 2.0
+    for number in range(2_000, 2_200):
+        engine.serve(16 * number)
+    assert sum(engine.copied.values()) - before <= 16 * 64  # those of the period that had begun
+
+
+def test_now_and_then_it_is_tried_how_long_copies_take_now() -> None:
+    """Whoever copies nothing can't know: so what is said of the cost counts less and less, until there are some."""
+    engine = Engine()
+    engine.budget.cost = 8.0
+    for number in range(4_000):
+        engine.serve(16 * number)
+        if number >= 12:
+            engine.serve(16 * (number - 12))
+    before = sum(engine.copied.values())
+    for number in range(4_000, 6_000):
+        engine.serve(16 * number)
+        engine.serve(16 * (number - 12))
+    tried = (sum(engine.copied.values()) - before) / (2 * 16 * 2_000)
+    assert 0 < tried < 0.25
+    engine.budget.cost = 0.01
+    before = sum(engine.copied.values())
+    for number in range(6_000, 8_000):
+        engine.serve(16 * number)
+        engine.serve(16 * (number - 12))
+    assert (sum(engine.copied.values()) - before) / (2 * 16 * 2_000) > COPIES

@@ -65,6 +65,24 @@ class Paying:
 FAST, SLOW = LoadCost(0.001, 0.0001), LoadCost(0.001, 0.1)  # a block of 4 tokens is computed in 0.004 s
 
 
+def test_what_a_copy_takes_is_measured_beside_what_computing_takes() -> None:
+    """By copies and prompts of late; nothing is said of it while one is not known, or where a user has decided."""
+    of = Paying()
+    of.paying.copied(10, 0.01)
+    assert of.paying.copy_cost == 0.0
+    of.compute("first", 1000, 1.0)  # a block of 4 tokens in 0.004 s
+    assert of.paying.copy_cost == pytest.approx(0.25)
+    for _ in range(50):
+        of.paying.copied(10, 0.08)
+    assert of.paying.copy_cost == pytest.approx(2.0, rel=0.02)
+    of.paying.copied(0, 9.0)  # nothing was copied, whatever that took
+    assert of.paying.copy_cost == pytest.approx(2.0, rel=0.02)
+    told = Paying(store_when="evicted")
+    told.compute("first", 1000, 1.0)
+    told.paying.copied(10, 0.01)
+    assert told.paying.copy_cost == 0.0
+
+
 def test_all_is_loaded_while_nothing_is_known() -> None:
     """How fast the engine is, for one."""
     assert Paying().worth([("disk", 100)], disk=SLOW) == 100

@@ -210,6 +210,5 @@ def test_how_much_memory_there_is_decides_when_to_store() -> None:
     assert evicts("auto", engine_blocks=100, memory_blocks=399)
     assert not evicts("auto", engine_blocks=100, memory_blocks=400)
     assert not evicts("auto", engine_blocks=100, memory_blocks=0)
-    assert not evicts("auto", engine_blocks=100, memory_blocks=200, copy_s=0.3, compute_s=1.0)
     assert evicts("evicted", engine_blocks=100, memory_blocks=0)
     assert not evicts("computed", engine_blocks=100, memory_blocks=1)

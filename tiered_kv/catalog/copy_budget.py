@@ -41,6 +41,10 @@ class CopyBudget:
 
     Of the last level that there is room for only some are copied: those of the first part of a period, as a prompt is
     of use from its head on, and half of each prompt would be of none.
+
+    Attributes:
+        cost: What a copy takes, as a part of the time that it takes to compute the block; 0 while that is not known.
+            What comes back soon less often is not copied at all.
     """
 
     def __init__(self, *, engine_blocks: int, memory_blocks: int) -> None:
@@ -50,6 +54,9 @@ class CopyBudget:
             engine_blocks: How many the engine's own cache holds.
             memory_blocks: How many the memory below it holds.
         """
+        self.cost = 0.0
+        self._eased = 1.0  # by so much, while nothing is copied: else nobody would see that copies are cheap again
+        self._num_copied = 0  # in this period
         self._both = engine_blocks + memory_blocks
         self._ghosts = Ghosts(_GHOSTS * self._both)
         self._period = max(_LEAST_PERIOD, self._both // _PERIODS)
@@ -94,7 +101,9 @@ class CopyBudget:
             some = (levels == self._last).nonzero()[0][: self._num_of_last]
             self._num_of_last -= len(some)
             is_worth[some] = True
-        self._left -= int(np.count_nonzero(is_worth))
+        num_copied = int(np.count_nonzero(is_worth))
+        self._num_copied += num_copied
+        self._left -= num_copied
         return is_worth
 
     def _soon(self) -> float:
@@ -103,12 +112,16 @@ class CopyBudget:
 
     def _decide(self) -> None:
         allowed = COPIES * self._period + self._left / _SPREAD
-        self._is_worth = self._came_soon >= OFTEN * np.maximum(self._dropped, 1.0)
+        self._eased = 1.0 if self._num_copied else self._eased / 2
+        self._num_copied = 0
+        soon = self._came_soon / np.maximum(self._dropped, 1.0)
+        pays = soon >= self.cost * self._eased
+        self._is_worth = pays & (soon >= OFTEN)
         self._num_of_last = 0
         rates = (self._came_back + 1.0) / (self._dropped + 2.0)
         allowed -= float(self._wanted[self._is_worth].sum())
         for level in np.argsort(-rates, kind="stable").tolist():
-            if self._is_worth[level]:
+            if self._is_worth[level] or not pays[level]:
                 continue
             if self._wanted[level] > allowed:
                 self._last, self._num_of_last = level, max(0, int(allowed))

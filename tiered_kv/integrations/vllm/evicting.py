@@ -89,8 +89,14 @@ class Evicting:
             self._resident.append(keys)
             self._num_resident += len(keys)
 
-    def step(self, pool: Any) -> None:
-        """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step."""
+    def step(self, pool: Any, copy_cost: float = 0.0) -> None:
+        """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step.
+
+        Args:
+            pool: vLLM's.
+            copy_cost: See `CopyBudget.cost`.
+        """
+        self._budget.cost = copy_cost
         self._num_steps += 1
         leaving = self._leaving(pool)
         if leaving or self._num_resident >= MOST_DUE or self._num_steps >= MOST_STEPS:

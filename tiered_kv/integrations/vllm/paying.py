@@ -52,6 +52,7 @@ class Paying:
         self._counts = counts
         self._clock = clock
         self._num_tokens = self._seconds = 0.0
+        self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
@@ -60,6 +61,22 @@ class Paying:
     def tokens_per_s(self) -> float:
         """How fast prompts were computed lately; 0 while that is not known."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def copy_cost(self) -> float:
+        """What it takes to copy a block out, as a part of what it takes to compute it; 0 while that is not known.
+
+        It is not asked for where the user has said when to store.
+        """
+        if not self._num_copied or self._wanted.connector.store_when != "auto":
+            return 0.0
+        return self._copy_s / self._num_copied * self.tokens_per_s / self._wanted.main.block_size
+
+    def copied(self, num_blocks: int, seconds: float) -> None:
+        """Take note of how long a worker took to copy blocks out."""
+        if num_blocks:
+            self._num_copied = _REMEMBERED * self._num_copied + num_blocks
+            self._copy_s = _REMEMBERED * self._copy_s + seconds
 
     def step(self, num_scheduled: Mapping[str, int], tracked: Mapping[str, Tracked]) -> None:
         """Measure prompts from the step that begins them to the one that knows their first token."""

@@ -281,7 +281,7 @@ class SchedulingSide:
             if self._configuration.stores:
                 self._gather(scheduled)
                 if self._evicting is not None:
-                    self._evicting.step(self._pool)
+                    self._evicting.step(self._pool, self._paying.copy_cost)
                 self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
             if self._hinting is not None:
                 self._hinting.step(self._storing)
@@ -354,6 +354,7 @@ class SchedulingSide:
                 self._count_loaded(load, job, job.result)
             if job.direction == "store":
                 self._paying.stored(job.result.num_blocks)
+                self._paying.copied(job.result.num_blocks, job.result.moved_s)
             self._storing.ended(job)
         return bool(jobs)
 
