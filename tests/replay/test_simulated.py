@@ -13,6 +13,10 @@ BLOCK = 16 * 256
 """Bytes of a block: a slot of memory."""
 
 
+COST_OF_LARGE = BlockCost(token_bytes=BLOCK // 512, prefill_tokens_a_s=100.0)
+"""Of tokens in blocks of 512."""
+
+
 def trace_of(*prompts: Sequence[int], every_s: float = 1.0) -> Trace:
     """Make a trace of prompts, one after the other."""
     requests = [Request(n * every_s, np.array(ids), len(ids) * 16) for n, ids in enumerate(prompts)]
@@ -195,6 +199,20 @@ def test_agents_miss_little_below_an_engine_that_stores_what_it_drops(times: int
     assert report.engine is not None
     assert 1 - report.hit_rate <= most_missed
     assert report.engine.copied_rate <= 0.5
+
+
+def test_agents_that_say_when_they_are_back_find_all_in_memory() -> None:
+    """At a quarter of boundless memory, over storage, nearly as much as there; and wrong at random it costs little."""
+    trace = SYNTHETIC["agents"](num_requests=1_500)
+    quarter = memory(trace.num_blocks // 4, policy="lhd")
+    (boundless,) = (each.hit_rate for each in replay(trace, [memory(trace.num_blocks)], COST_OF_LARGE).tiers)
+    plans = [quarter, storage(None)]
+    without, right, wrong = (
+        replay(trace, plans, COST_OF_LARGE, hints=hints).tiers[0].hit_rate for hints in ("none", "right", "random")
+    )
+    assert right >= boundless - 0.02
+    assert wrong >= without - 0.01
+    assert without < boundless - 0.05, "there is something to gain"
 
 
 def test_storage_has_what_memory_has_lost_and_the_engine_never_dropped_is_nowhere_else() -> None:
