@@ -21,6 +21,9 @@ _REMEMBERED: Final = 0.9
 """Of what was measured before, for each prompt more."""
 _TURNOVERS: Final = 4
 """So many times the memory tiers are filled with blocks that nobody asks for again, before stores stop."""
+_PATIENCE: Final = 4
+"""So many times what computing takes a load may take before it is given up: it was to take less than that."""
+_LEAST_PATIENCE_S: Final = 1.0
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -104,6 +107,13 @@ class Paying:
     def give_up(self, name: str) -> None:
         """Take note that a request was preempted: it says nothing of how fast prompts are computed."""
         self._computing.pop(name, None)
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Return how long a request waits for a load of so many tokens before it computes them."""
+        most_s = self._wanted.connector.load_timeout_s
+        if not self.tokens_per_s or self._wanted.connector.load_when == "always":
+            return float(most_s)
+        return min(float(most_s), max(_LEAST_PATIENCE_S, _PATIENCE * num_tokens / self.tokens_per_s))
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.

@@ -372,7 +372,7 @@ class SchedulingSide:
         now = time.monotonic()
         for name, load in list(self._loads.items()):
             jobs, waited_s = [job for job, _ in load.parts], now - load.begun_s
-            is_late = waited_s > self._configuration.connector.load_timeout_s
+            is_late = waited_s > self._paying.patience_s(load.num_tokens)
             if is_late and not load.is_given_up and any(job.plan is None for job in jobs):
                 load.is_given_up = True
                 for job in jobs:
