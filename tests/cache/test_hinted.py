@@ -12,3 +12,25 @@ def test_a_tenant_has_its_share_and_all_have_theirs() -> None:
     assert favours.take("c", blocks, now_s=2, for_s=10) == 0
     assert favours.take("c", blocks, now_s=7, for_s=10) == 1
     assert favours.take("c", blocks, now_s=13, for_s=10) == 4
+
+
+def test_who_hints_wrongly_gets_less_and_who_is_right_again_gets_more() -> None:
+    """By what became of blocks in their time; it is no matter of other tenants."""
+    favours, at_s = Favours(64, 1_000), 0.0
+
+    def hint(tenant: str, *, is_right: bool) -> int:
+        nonlocal at_s
+        blocks = [bytes([at]) for at in range(64)]
+        num_taken = favours.take(tenant, blocks, now_s=at_s, for_s=5.0)
+        at_s += 2.0
+        if is_right:
+            favours.use(tenant, blocks, now_s=at_s)
+        at_s += 10.0
+        return num_taken
+
+    assert [hint("wrong", is_right=False) for _ in range(9)][-1] <= 8
+    assert [hint("right", is_right=True) for _ in range(9)][-1] >= 48
+    taken = [hint("wrong", is_right=True) for _ in range(200)]
+    assert taken[0] <= 8
+    assert taken[-1] >= 48
+    assert favours.take("another", [bytes([at]) for at in range(64)], now_s=at_s, for_s=5.0) == 64

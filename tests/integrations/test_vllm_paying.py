@@ -29,7 +29,7 @@ class Paying:
         self.now, self.found = 0.0, LookupResult(0, (), 0, BLOCK_SIZE)
         self.groups = groups
         wanted = SimpleNamespace(
-            connector=SimpleNamespace(load_when=load_when, store_when=store_when),
+            connector=SimpleNamespace(load_when=load_when, store_when=store_when, load_timeout_s=5.0),
             main=groups[0], loads_parts=len(groups) == 1,
         )  # fmt: skip
         media = {"cpu": "cpu", "disk": "nvme"} if media is None else media
@@ -63,6 +63,34 @@ class Paying:
 
 
 FAST, SLOW = LoadCost(0.001, 0.0001), LoadCost(0.001, 0.1)  # a block of 4 tokens is computed in 0.004 s
+
+
+def test_what_a_copy_takes_is_measured_beside_what_computing_takes() -> None:
+    """By copies and prompts of late; nothing is said of it while one is not known, or where a user has decided."""
+    of = Paying()
+    of.paying.copied(10, 0.01)
+    assert of.paying.copy_cost == 0.0
+    of.compute("first", 1000, 1.0)  # a block of 4 tokens in 0.004 s
+    assert of.paying.copy_cost == pytest.approx(0.25)
+    for _ in range(50):
+        of.paying.copied(10, 0.08)
+    assert of.paying.copy_cost == pytest.approx(2.0, rel=0.02)
+    of.paying.copied(0, 9.0)  # nothing was copied, whatever that took
+    assert of.paying.copy_cost == pytest.approx(2.0, rel=0.02)
+    told = Paying(store_when="evicted")
+    told.compute("first", 1000, 1.0)
+    told.paying.copied(10, 0.01)
+    assert told.paying.copy_cost == 0.0
+
+
+def test_a_load_is_waited_for_as_long_as_it_can_pay() -> None:
+    """A tier that hangs costs a request four times what computing takes, or a second, and not the whole timeout."""
+    of, always = Paying(), Paying(load_when="always")
+    assert of.paying.patience_s(1000) == 5.0
+    for each in (of, always):
+        each.compute("first", 1000, 1.0)
+    assert [of.paying.patience_s(num_tokens) for num_tokens in (10, 500, 9000)] == [1.0, 2.0, 5.0]
+    assert always.paying.patience_s(10) == 5.0
 
 
 def test_all_is_loaded_while_nothing_is_known() -> None:

@@ -5,6 +5,7 @@ Whoever reads hints, an adapter or the page's server, names the blocks that they
 
 import asyncio
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Final, Self
 
@@ -22,6 +23,8 @@ _STORED_S: Final = 10.0
 """What was not stored by then is passed over."""
 _LOOK_S: Final = 0.02
 _SWEEP_S: Final = 1.0
+_JUDGED: Final = 8
+"""Times a tenant's share: so many of its blocks are remembered, about, as right or wrong."""
 
 
 class Hints:
@@ -73,6 +76,12 @@ class Hints:
         task.add_done_callback(self._tasks.discard)
         return True
 
+    def use(self, keys: Sequence[BlockKeys], salt: str) -> None:
+        """Take note of what a tenant asks for: hints of it were right."""
+        now_s = asyncio.get_running_loop().time()
+        for each in keys:
+            self._favours.use(salt, _named(each), now_s=now_s)
+
     async def settle(self) -> None:
         """Wait until all that was begun is done, delays included."""
         while self._tasks:
@@ -107,8 +116,7 @@ class Hints:
                 self._cache.touch(keys, hint=ReuseHint(0.0))
             return
         now_s = asyncio.get_running_loop().time()
-        named = [bytes([keys.group]) + each for each in keys]
-        num_blocks = self._favours.take(salt, named, now_s=now_s, for_s=action.for_s)
+        num_blocks = self._favours.take(salt, _named(keys), now_s=now_s, for_s=action.for_s)
         self._favoured(num_blocks, len(keys) - num_blocks)
         if not num_blocks:
             return
@@ -121,14 +129,23 @@ class Hints:
             await self._cache.prefetch(keys[:num_blocks], to=self._memory)
 
 
+def _named(keys: BlockKeys) -> list[bytes]:
+    return [bytes([keys.group]) + each for each in keys]
+
+
 class Favours:
-    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all."""
+    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all.
+
+    A tenant whose blocks are not asked for in their time gets less: its share is what it is of the part that were, to
+    the third power. So hints that are wrong at random soon cost little, and once they are right again they count again.
+    """
 
     def __init__(self, most_each: int, most_all: int) -> None:
         """Allow so many blocks to each tenant, and to all together."""
         self._most_each = most_each
         self._most_all = most_all
         self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
+        self._judged: dict[str, _Judged] = {}  # the tenant used least recently first
         self._num_all = 0
         self._swept_s = -inf
 
@@ -137,10 +154,15 @@ class Favours:
         if now_s - self._swept_s >= _SWEEP_S:
             self._sweep(now_s)
         favoured = self._until.setdefault(tenant, {})
+        most = (
+            max(1, int(self._most_each * self._judged[tenant].trust ** 3))
+            if tenant in self._judged
+            else self._most_each
+        )
         num_taken = 0
         for block in blocks:
             if block not in favoured:
-                if len(favoured) >= self._most_each or self._num_all >= self._most_all:
+                if len(favoured) >= most or self._num_all >= self._most_all:
                     break
                 self._num_all += 1
             favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
@@ -149,13 +171,50 @@ class Favours:
             del self._until[tenant]
         return num_taken
 
+    def use(self, tenant: str, blocks: Sequence[bytes], *, now_s: float) -> None:
+        """Take note that a tenant asks for blocks: favours that were right are over."""
+        if now_s - self._swept_s >= _SWEEP_S:
+            self._sweep(now_s)
+        favoured = self._until.get(tenant, {})
+        num_used = sum(favoured.pop(block, None) is not None for block in blocks)
+        self._num_all -= num_used
+        self._judge(tenant, num_used, 0)
+        if tenant in self._until and not favoured:
+            del self._until[tenant]
+
     def _sweep(self, now_s: float) -> None:
         """Forget those whose time is up."""
         self._swept_s = now_s
         for tenant in list(self._until):
             left = {block: until for block, until in self._until[tenant].items() if until > now_s}
-            self._num_all -= len(self._until[tenant]) - len(left)
+            num_missed = len(self._until[tenant]) - len(left)
+            self._num_all -= num_missed
+            self._judge(tenant, 0, num_missed)
             if left:
                 self._until[tenant] = left
             else:
                 del self._until[tenant]
+
+    def _judge(self, tenant: str, num_used: int, num_missed: int) -> None:
+        if not num_used and not num_missed:
+            return
+        judged = self._judged.pop(tenant, None) or _Judged(self._most_each / 16, self._most_each / 16)
+        if judged.used + judged.missed > _JUDGED * self._most_each:
+            judged.used, judged.missed = judged.used / 2, judged.missed / 2
+        judged.used += num_used
+        judged.missed += num_missed
+        self._judged[tenant] = judged
+        if len(self._judged) > MOST_WAITING:
+            del self._judged[next(iter(self._judged))]
+
+
+@dataclass
+class _Judged:
+    """How many blocks that were favoured were asked for in their time, and how many were not, lately."""
+
+    used: float
+    missed: float
+
+    @property
+    def trust(self) -> float:
+        return self.used / (self.used + self.missed)

@@ -14,6 +14,7 @@ from rich.progress import Progress
 
 from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
+from tiered_kv.replay.hinted import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY
@@ -56,6 +57,9 @@ EngineBlocks = Annotated[
 When = Annotated[
     str, typer.Option("--store-when", help="computed, evicted, or auto: when the engine stores, with --engine-cache.")
 ]
+Hinted = Annotated[
+    str, typer.Option("--hints", help="none, right, or random: what sessions say of when they will be back.")
+]
 Speed = Annotated[
     float | None,
     typer.Option(min=1e-3, help="Seconds of the trace in one of the real cache; else as fast as it goes."),
@@ -73,6 +77,7 @@ def replay_command(
     prefill_rate: PrefillRate = 10_000.0,
     engine_cache: EngineBlocks = 0,
     store_when: When = "auto",
+    hints: Hinted = "none",
     real: Real = False,
     real_kv_bytes: RealTokenBytes = None,
     speed: Speed = None,
@@ -103,7 +108,8 @@ def replay_command(
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
             report = replay(
                 found, plans, cost, promote=limits.promote,
-                engine_blocks=engine_cache, store_when=when_of(store_when), on_request=advance,
+                engine_blocks=engine_cache, store_when=when_of(store_when), hints=hints_of(hints),
+                on_request=advance,
             )  # fmt: skip
     tell_if_guessed(kv_bytes)
     if as_json:
@@ -183,6 +189,17 @@ def when_of(text: str) -> StoreWhen:
     if text not in get_args(StoreWhen):
         raise ConfigurationError(f"--store-when must be one of {', '.join(get_args(StoreWhen))}, got {text!r}")
     return cast("StoreWhen", text)
+
+
+def hints_of(text: str) -> HintsAre:
+    """Read what hints are.
+
+    Raises:
+        ConfigurationError: They are none of that.
+    """
+    if text not in get_args(HintsAre):
+        raise ConfigurationError(f"--hints must be one of {', '.join(get_args(HintsAre))}, got {text!r}")
+    return cast("HintsAre", text)
 
 
 def tell_if_guessed(kv_bytes: str | None) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from tiered_kv.replay.hinted import HintsAre, SimulatedHints
 from tiered_kv.replay.report import DAY_S, EngineReport, ReplayReport, TierReport
 from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, SimulatedTier, TierPlan
 from tiered_kv.traces import Trace, names_of
@@ -30,6 +31,7 @@ def replay(
     promote: bool = True,
     engine_blocks: int = 0,
     store_when: StoreWhen = "auto",
+    hints: HintsAre = "none",
     on_request: Callable[[int], None] = lambda _: None,
 ) -> ReplayReport:
     """Serve the requests of a trace in order.
@@ -41,6 +43,7 @@ def replay(
         promote: See `CacheLimits.promote`.
         engine_blocks: How many blocks the engine's own cache holds, above the tiers; 0 for none.
         store_when: When it stores them.
+        hints: What sessions say of when they come back; "random" ones are wrong.
         on_request: Told how many requests were served.
 
     Raises:
@@ -50,7 +53,10 @@ def replay(
     chain = SimulatedChain(plans, payload_bytes=payload_bytes, num_blocks=trace.num_blocks, promote=promote)
     engine = SimulatedEngine(chain, engine_blocks, store_when)
     saved_tokens = loads = loads_in_memory = 0
+    said = SimulatedHints(trace, chain, hints) if hints != "none" and chain.memory else None
     for number, request in enumerate(trace.requests):
+        if said is not None:
+            said.before(request)
         num_here = engine.hits
         hits = engine.serve(request.at_s, names_of(request.ids))
         num_here = engine.hits - num_here
@@ -58,6 +64,8 @@ def replay(
             loads += 1
             loads_in_memory += found == int(hits[: len(chain.memory)].sum())
         saved_tokens += min((num_here + found) * trace.block_size, request.input_tokens)
+        if said is not None:
+            said.after(number, request)
         on_request(number + 1)
     num_blocks = trace.num_references
     return ReplayReport(

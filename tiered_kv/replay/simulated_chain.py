@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.catalog import Policy, TierIndex, locate
+from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.catalog.locate import Located
 from tiered_kv.catalog.uses import Admission
 from tiered_kv.media.backend import RecordShape
@@ -134,6 +135,7 @@ class SimulatedChain:
             ConfigurationError: There is no such policy, or no tier that holds a block.
         """
         self.now_s = 0.0
+        self.most_blocks = num_blocks
         self.tiers = [
             SimulatedTier(
                 plan,
@@ -234,6 +236,7 @@ class SimulatedEngine:
         self.hits = self.copied = 0
         self._chain = chain
         self._index = TierIndex(num_blocks)
+        self._budget = CopyBudget(engine_blocks=num_blocks, memory_blocks=min(memory_blocks, chain.most_blocks))
 
     def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
         """Serve a prompt from here and from the chain; return the blocks that came from each tier there."""
@@ -241,6 +244,7 @@ class SimulatedEngine:
         chain.go_on(at_s)
         num_here = self._index.ready_prefix(names)
         self.hits += num_here
+        self._budget.ask(names)
         hits = chain.load(names[num_here:])
         chain.use(names)
         evicted = self._keep(names)
@@ -249,13 +253,20 @@ class SimulatedEngine:
             for tier in chain.memory:
                 tier.index.resident(names[: self.num_blocks])
                 tier.index.leaving(evicted)
-            self.copied += chain.store(evicted, is_use=False)
+            self.copied += chain.store(self._worth(evicted), is_use=False)
         else:
             num_kept = chain.located(names[:num_here]).num_blocks
             chain.touch(names[:num_kept])
             self.copied += chain.store(names[num_kept:num_here])  # what tiers have lost of it
             self.copied += chain.store(names[num_here + int(hits.sum()) :])
         return hits
+
+    def _worth(self, evicted: Names) -> Names:
+        """Return what is to be copied of what is dropped."""
+        missing = evicted
+        if self._chain.memory:
+            missing = evicted[~self._chain.memory[0].index.ready(evicted)]
+        return missing[self._budget.drop(missing)]
 
     def _keep(self, names: Names) -> Names:
         """Have a prompt's blocks; return what is dropped for them, in the order of their prompts."""

@@ -44,13 +44,9 @@ StoreWhen = Literal["computed", "evicted", "auto"]
 """When an engine stores a block: as soon as it is computed, or when its own cache is about to drop it; see `evicts`."""
 _MIRRORED: Final = 4
 """Where memory below holds so many times what the engine does, little is gained by not having the same there twice."""
-_WORTH_A_COPY: Final = 4
-"""A block that leaves is copied out again each time, so that has to take that much less than to compute it."""
 
 
-def evicts(
-    when: StoreWhen, *, engine_blocks: int, memory_blocks: int, copy_s: float = 0.0, compute_s: float = math.inf
-) -> bool:
+def evicts(when: StoreWhen, *, engine_blocks: int, memory_blocks: int) -> bool:
     """Say whether blocks are to be stored when the engine is about to drop them, rather than when it computes them.
 
     Memory below then has what the engine has not, and so more of all; each block that leaves is copied, and what only
@@ -60,12 +56,10 @@ def evicts(
         when: What is wanted; ``"auto"`` goes by the rest.
         engine_blocks: How many the engine's own cache holds.
         memory_blocks: How many the memory tiers hold; 0 if there are none.
-        copy_s: What it takes to copy one out, as measured.
-        compute_s: What it takes to compute one, as measured.
     """
     if when != "auto":
         return when == "evicted"
-    return 0 < memory_blocks < _MIRRORED * engine_blocks and _WORTH_A_COPY * copy_s <= compute_s
+    return 0 < memory_blocks < _MIRRORED * engine_blocks
 
 
 def check_hint(hint: object) -> ReuseHint | None:

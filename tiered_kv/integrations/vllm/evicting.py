@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.storing import MOST_DUE, MOST_STEPS, Storing
@@ -45,6 +46,7 @@ class Evicting:
         kv: BlockCache,
         call: Callable[..., object],
         memory: str,
+        budget: CopyBudget,
     ) -> None:
         """Watch a vLLM with one KV group of blocks that are all needed.
 
@@ -55,6 +57,7 @@ class Evicting:
             kv: The cache.
             call: Has the cache's event loop call something, without waiting.
             memory: The name of the memory tier that is to have what vLLM has not.
+            budget: Says what is worth a copy.
         """
         self._storing = storing
         self._group: EngineGroup = configuration.main
@@ -64,6 +67,7 @@ class Evicting:
         self._kv = kv
         self._call = call
         self._memory = memory
+        self._budget = budget
         self._held: dict[int, _Held] = {}  # by number of vLLM's block
         self._safe: set[int] = set()  # those of them that memory had, or was about to have, as they came near the head
         self._resident: list[BlockKeys] = []  # to be told
@@ -81,11 +85,18 @@ class Evicting:
             self._safe.discard(block)
         self._counts.late(num_late)
         if block_ids:
+            self._budget.ask(keys.words)
             self._resident.append(keys)
             self._num_resident += len(keys)
 
-    def step(self, pool: Any) -> None:
-        """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step."""
+    def step(self, pool: Any, copy_cost: float = 0.0) -> None:
+        """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step.
+
+        Args:
+            pool: vLLM's.
+            copy_cost: See `CopyBudget.cost`.
+        """
+        self._budget.cost = copy_cost
         self._num_steps += 1
         leaving = self._leaving(pool)
         if leaving or self._num_resident >= MOST_DUE or self._num_steps >= MOST_STEPS:
@@ -126,12 +137,15 @@ class Evicting:
         return found
 
     def _copy_out(self, runs: list[BlockKeys], ids: list[list[int]]) -> None:
-        """Begin to copy those that memory has not, in few jobs, and none of much."""
+        """Begin to copy those that memory has not and that are worth it, in few jobs, and none of much."""
         together: list[BlockKeys] = []
         numbers: list[int] = []
         for keys, blocks in zip(runs, ids, strict=True):
             states = self._kv.membership(keys, tier=self._memory)
             missing = (states != BlockState.HIT).nonzero()[0]
+            is_worth = self._budget.drop(keys.words[missing])
+            self._counts.store(len(missing) - int(np.count_nonzero(is_worth)), 0)
+            missing = missing[is_worth]
             for part in np.split(missing, _breaks(missing.tolist())):
                 if not len(part):
                     continue

@@ -47,6 +47,7 @@ class Hinting:
         self._call = call
         self._wanted: dict[str, list[HintAction]] = {}
         self._ended: list[tuple[Tracked, list[HintAction]]] = []
+        self._has_hinted = False  # until then nobody need know what is asked for
 
     def come(self, request: Any) -> None:
         """Read what a request brings, and have done what is to be done at once."""
@@ -57,6 +58,7 @@ class Hinting:
         if actions and len(self._wanted) >= MOST_WAITING:
             actions, num_ignored = [], num_ignored + len(actions)
         self._counts.hints(len(actions), num_ignored)
+        self._use(request)
         if now := [each for each in actions if each.after_s is None]:
             self._begin([], request, now)
         if later := [each for each in actions if each.after_s is not None]:
@@ -64,6 +66,7 @@ class Hinting:
 
     def end(self, tracked: Tracked | None, request: Any) -> None:
         """Take note that a request has ended. Its hints come behind its stores."""
+        self._use(request)  # what it had fetched for itself
         actions = self._wanted.pop(request.request_id, None)
         if actions and tracked is not None:  # else it has never had its turn
             self._ended.append((tracked, actions))
@@ -78,6 +81,16 @@ class Hinting:
                 self._ended.append((tracked, actions))
             elif tracked.may_store:
                 self._begin(storing.jobs_of(tracked), tracked.request, actions)
+
+    def _use(self, request: Any) -> None:
+        """Have it known what is asked for: hints that said so were right."""
+        if not self._has_hinted or not self._naming.can_name(request):
+            return
+        keys = [
+            self._naming.keys(group, request, 0, len(request.block_hashes) // group.hashes_per_block)
+            for group in self._groups
+        ]
+        self._call(self._hints.use, keys, request.cache_salt or "")
 
     def _begin(self, jobs: list[Job], request: Any, actions: list[HintAction]) -> None:
         if not self._naming.can_name(request):  # nothing of it is kept
@@ -94,6 +107,7 @@ class Hinting:
                         first = max(first, group.num_left(blocks.stop * group.block_size))
                     meant.append((action, self._naming.keys(group, request, first, blocks.stop)))
         if meant:
+            self._has_hinted = True
             self._call(self._hints.begin, meant, request.cache_salt or "", jobs)
 
     def forget(self) -> None:

@@ -21,6 +21,9 @@ _REMEMBERED: Final = 0.9
 """Of what was measured before, for each prompt more."""
 _TURNOVERS: Final = 4
 """So many times the memory tiers are filled with blocks that nobody asks for again, before stores stop."""
+_PATIENCE: Final = 4
+"""So many times what computing takes a load may take before it is given up: it was to take less than that."""
+_LEAST_PATIENCE_S: Final = 1.0
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -52,6 +55,7 @@ class Paying:
         self._counts = counts
         self._clock = clock
         self._num_tokens = self._seconds = 0.0
+        self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
@@ -60,6 +64,22 @@ class Paying:
     def tokens_per_s(self) -> float:
         """How fast prompts were computed lately; 0 while that is not known."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def copy_cost(self) -> float:
+        """What it takes to copy a block out, as a part of what it takes to compute it; 0 while that is not known.
+
+        It is not asked for where the user has said when to store.
+        """
+        if not self._num_copied or self._wanted.connector.store_when != "auto":
+            return 0.0
+        return self._copy_s / self._num_copied * self.tokens_per_s / self._wanted.main.block_size
+
+    def copied(self, num_blocks: int, seconds: float) -> None:
+        """Take note of how long a worker took to copy blocks out."""
+        if num_blocks:
+            self._num_copied = _REMEMBERED * self._num_copied + num_blocks
+            self._copy_s = _REMEMBERED * self._copy_s + seconds
 
     def step(self, num_scheduled: Mapping[str, int], tracked: Mapping[str, Tracked]) -> None:
         """Measure prompts from the step that begins them to the one that knows their first token."""
@@ -87,6 +107,13 @@ class Paying:
     def give_up(self, name: str) -> None:
         """Take note that a request was preempted: it says nothing of how fast prompts are computed."""
         self._computing.pop(name, None)
+
+    def patience_s(self, num_tokens: int) -> float:
+        """Return how long a request waits for a load of so many tokens before it computes them."""
+        most_s = self._wanted.connector.load_timeout_s
+        if not self.tokens_per_s or self._wanted.connector.load_when == "always":
+            return float(most_s)
+        return min(float(most_s), max(_LEAST_PATIENCE_S, _PATIENCE * num_tokens / self.tokens_per_s))
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.

@@ -23,6 +23,7 @@ from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.planner import Planner
+from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.integrations.vllm.configuration import STAGES_ARE_EQUAL, Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts, hit_sources
 from tiered_kv.integrations.vllm.evicting import Evicting
@@ -142,8 +143,9 @@ class SchedulingSide:
         num_blocks = 0 if is_for_more else sum(tiers[name].num_slots for name in memory)
         when = wanted.connector.store_when
         if host is not None and evicts(when, engine_blocks=wanted.num_engine_blocks, memory_blocks=num_blocks):
-            call = self._loop_calls.call
-            self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host)
+            call, num_slots = self._loop_calls.call, tiers[host].num_slots
+            budget = CopyBudget(engine_blocks=wanted.num_engine_blocks, memory_blocks=num_slots)
+            self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host, budget)
 
     def _hear_hints(self) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
@@ -284,7 +286,7 @@ class SchedulingSide:
             if self._configuration.stores:
                 self._gather(scheduled)
                 if self._evicting is not None:
-                    self._evicting.step(self._pool)
+                    self._evicting.step(self._pool, self._paying.copy_cost)
                 self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
             if self._hinting is not None:
                 self._hinting.step(self._storing)
@@ -357,6 +359,7 @@ class SchedulingSide:
                 self._count_loaded(load, job, job.result)
             if job.direction == "store":
                 self._paying.stored(job.result.num_blocks)
+                self._paying.copied(job.result.num_blocks, job.result.moved_s)
             self._storing.ended(job)
         return bool(jobs)
 
@@ -374,7 +377,7 @@ class SchedulingSide:
         now = time.monotonic()
         for name, load in list(self._loads.items()):
             jobs, waited_s = [job for job, _ in load.parts], now - load.begun_s
-            is_late = waited_s > self._configuration.connector.load_timeout_s
+            is_late = waited_s > self._paying.patience_s(load.num_tokens)
             if is_late and not load.is_given_up and any(job.plan is None for job in jobs):
                 load.is_given_up = True
                 for job in jobs:
