@@ -52,7 +52,7 @@ class Keeping(Requester):
         capacity = World.disk_bytes(num_slots // self.shape.num_disks) if tier == "nvme" else num_slots * STRIDE
         known = self.world.known
         known.taken_apart(known.all_names())
-        was_wrong = self.world.may_be_wrong
+        was_wrong, was_late = self.world.may_be_wrong, self.world.may_be_late
         if num_slots < NUM_ALL:
             self._small.add(tier)
         if tier == "nvme":
@@ -61,7 +61,7 @@ class Keeping(Requester):
         try:
             await self.within(limit_s, f"resize of {tier}", self.kv.resize(tier, capacity))
         except (BackendUnavailableError, ConfigurationError):
-            if not self.world.may_be_wrong and tier != "cpu":
+            if not (was_late or self.world.may_be_late) and tier != "cpu":
                 raise
         else:
             if num_slots >= NUM_ALL:

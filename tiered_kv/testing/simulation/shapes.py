@@ -7,7 +7,9 @@ from tiered_kv.testing.simulation.engine import STRIDE
 from tiered_kv.testing.simulation.tape import Tape
 
 NUM_ALL: Final = 160
-"""More slots than there are blocks."""
+"""Slots of a tier that has room for all prompts, under all weights, and for some strangers."""
+MOST_STRANGERS: Final = 30
+"""Prompts of two blocks each that find room beside a hundred blocks."""
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
 from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
-from tiered_kv.testing.simulation.shapes import NUM_ALL, Shape
+from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, NUM_ALL, Shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
@@ -288,8 +288,9 @@ class World:
                 self._mend()
 
     def number(self) -> int:
-        """Return a number that was never returned before."""
+        """Return a number that was never returned before: most are of blocks that nobody has named before either."""
         self._num_numbers += 1
+        self.has_flooded |= self._num_numbers > MOST_STRANGERS
         return self._num_numbers
 
     def end_trouble(self) -> None:
