@@ -31,6 +31,7 @@ NEEDS_EXTRA = {
     "tiered_kv.telemetry.router_": "events",
     "tiered_kv.testing.conformance": "testing",
     "tiered_kv.testing.promises": "testing",
+    "tiered_kv.testing.simulation.clients": "host",
     "tiered_kv.testing.slot_conformance": "testing",
     "tiered_kv_backends.mooncake": "mooncake",
     "tiered_kv_backends.redis": "redis",
