@@ -28,9 +28,17 @@ def test_who_hints_wrongly_gets_less_and_who_is_right_again_gets_more() -> None:
         at_s += 10.0
         return num_taken
 
+    favours.use("somebody", [], now_s=at_s)
     assert [hint("wrong", is_right=False) for _ in range(9)][-1] <= 8
     assert [hint("right", is_right=True) for _ in range(9)][-1] >= 48
     taken = [hint("wrong", is_right=True) for _ in range(200)]
     assert taken[0] <= 8
     assert taken[-1] >= 48
     assert favours.take("another", [bytes([at]) for at in range(64)], now_s=at_s, for_s=5.0) == 64
+
+
+def test_nobody_is_judged_where_nobody_says_what_is_asked_for() -> None:
+    """Hints that come by HTTP alone are given the same share on and on."""
+    favours, blocks = Favours(64, 1_000), [bytes([at]) for at in range(64)]
+    taken = [favours.take("ann", blocks, now_s=12.0 * turn, for_s=5.0) for turn in range(9)]
+    assert taken == [64] * 9

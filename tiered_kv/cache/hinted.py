@@ -138,6 +138,7 @@ class Favours:
 
     A tenant whose blocks are not asked for in their time gets less: its share is what it is of the part that were, to
     the third power. So hints that are wrong at random soon cost little, and once they are right again they count again.
+    Nobody is judged before anyone has said what is asked for: hints by HTTP come without.
     """
 
     def __init__(self, most_each: int, most_all: int) -> None:
@@ -148,6 +149,7 @@ class Favours:
         self._judged: dict[str, _Judged] = {}  # the tenant used least recently first
         self._num_all = 0
         self._swept_s = -inf
+        self._hears_of_uses = False
 
     def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
         """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
@@ -173,6 +175,7 @@ class Favours:
 
     def use(self, tenant: str, blocks: Sequence[bytes], *, now_s: float) -> None:
         """Take note that a tenant asks for blocks: favours that were right are over."""
+        self._hears_of_uses = True
         if now_s - self._swept_s >= _SWEEP_S:
             self._sweep(now_s)
         favoured = self._until.get(tenant, {})
@@ -189,7 +192,8 @@ class Favours:
             left = {block: until for block, until in self._until[tenant].items() if until > now_s}
             num_missed = len(self._until[tenant]) - len(left)
             self._num_all -= num_missed
-            self._judge(tenant, 0, num_missed)
+            if self._hears_of_uses:
+                self._judge(tenant, 0, num_missed)
             if left:
                 self._until[tenant] = left
             else:
