@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from tests.cache.test_direct_stores import LIMITS
 from tests.cache.test_host_pools import KEYS, SLOTS, Pool
 from tests.support.caches import inside, open_cache, until, until_idle
-from tests.support.engine import Engine, contents, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import Block, CPULoadStoreSpec, GPULoadStoreSpec, TieredKV
 from tiered_kv.media.backend import Begun, Make, Outcome, Verify
 from tiered_kv.values.keys import Names
@@ -71,7 +71,6 @@ def _with_pool(kv: TieredKV) -> Pool:
 async def _stored(kv: TieredKV) -> Pool:
     """Register a pool, and have `KEYS` in storage; then the pool has other bytes."""
     pool = _with_pool(kv)
-    await (await kv.store(prompt(1, seed=9), INTO[:1])).settled()  # makes the file large enough
     await (await kv.store(KEYS, INTO)).settled()
     pool.fill(SLOTS, [bytes(len(each)) for each in contents(KEYS)])
     return pool
@@ -105,7 +104,22 @@ async def test_a_load_and_a_store_need_no_task(tmp_path: Path) -> None:
         assert (again.num_stored, again.num_present) == (1, 9)
         stats = kv.stats()
         assert (stats.requested, stats.missed, stats["nvme"].hits) == (9, 0, 9)
-        assert (stats.store_requested, stats.stored, stats.present) == (29, 20, 9)
+        assert (stats.store_requested, stats.stored, stats.present) == (28, 19, 9)
+        await until_idle(kv)
+
+
+async def test_a_store_beyond_the_end_of_the_file_needs_no_task(tmp_path: Path) -> None:
+    """Whichever thread writes first to a new place has the file grow, also where two stores come to it at once."""
+    async with open_cache(GatedNVMe(tmp_path), engine=Engine(), limits=LIMITS) as kv:
+        pool, num_tasks = _with_pool(kv), _num_tasks()
+        assert kv.stats()["nvme"].facts["allocated_bytes"] == 0
+        others = prompt(9, seed=4)
+        stores = [kv.start_store(keys, INTO) for keys in (KEYS, others)]
+        assert _num_tasks() == num_tasks
+        assert [(await each).num_stored for each in stores] == [9, 9]
+        pool.fill(SLOTS, [bytes(PAYLOAD_BYTES)] * 9)
+        assert (await kv.load(KEYS, INTO)).num_blocks == 9
+        assert pool.read(SLOTS) == contents(KEYS)
         await until_idle(kv)
 
 
