@@ -187,15 +187,17 @@ async def _through_a_cache(tier: TierSettings, work: _Work) -> AsyncIterator[Mov
         raise ConfigurationError("it is read_only: nothing can be stored to be measured")
     memory = isinstance(tier, CPUTier | GPUTier)
     chain = [tier] if memory else [CPUTier(capacity=ByteSize(0)), tier]
-    keys, pages = work.keys(), GPULoadStoreSpec(range(work.num_blocks))
+    keys, pages, is_stored = work.keys(), GPULoadStoreSpec(range(work.num_blocks)), False
     async with TieredKV(chain, model=work.model, layout=work.layout, device=None if memory else "cpu") as kv:
         kv.register_kv_caches(work.caches, axes="BPNHD")
 
         async def move(direction: Direction) -> float:
-            nonlocal keys
+            nonlocal keys, is_stored
             started = time.perf_counter()
             if direction == "store":
-                await kv.evict(keys)
+                if is_stored:  # else an S3 store would note that it has to forget what nobody has ever stored
+                    await kv.evict(keys)
+                is_stored = True
                 keys, started = work.keys(), time.perf_counter()
                 stored = await (await kv.store(keys, pages)).settled()
                 num_moved = stored[-1].written

@@ -118,9 +118,9 @@ class _Foretold:
         self._trace, self._is_shown = trace, is_shown
         with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
             self._lru = lru_curve(trace, on_request=advance).below(engine_blocks)
-        self._surveys = {
-            each: Survey(trace, each, self._lru, engine_blocks=engine_blocks) for each in policies if each != "lru"
-        }
+        # LRU's curve is exact unless an engine above chooses what it copies out.
+        replayed = [each for each in dict.fromkeys(["lru", *policies]) if each != "lru" or engine_blocks]
+        self._surveys = {each: Survey(trace, each, self._lru, engine_blocks=engine_blocks) for each in replayed}
         for name, survey in self._surveys.items():
             with progress(name, survey.most_sizes, is_shown=is_shown) as advance:
                 survey.explore(advance)
