@@ -235,3 +235,21 @@ async def test_memory_that_is_being_written_out_of_is_waited_for(end: str, tmp_p
                 await closing
             else:
                 await until_idle(kv)
+
+
+async def test_a_thread_that_outlives_the_closing_begins_nothing_anew(tmp_path: Path) -> None:
+    """A load that a thread holds up ends once that has let go; it has nothing then, and looks no further."""
+    nvme, limits = GatedNVMe(tmp_path), LIMITS.model_copy(update={"close_timeout_s": 0.05})
+    async with open_cache(nvme, engine=Engine(), limits=limits) as kv:
+        await _stored(kv)
+        nvme.gate.clear()
+        loading = kv.start_load(KEYS, INTO)
+        await until(lambda: nvme.num_held > 0)
+        await kv.aclose()
+        assert not loading.done
+        num_tasks = _num_tasks()
+        nvme.gate.set()
+        with fail_after(30):
+            loaded = await loading
+        assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, ["revoked"])
+        assert _num_tasks() <= num_tasks

@@ -186,6 +186,8 @@ class InPlaceLoad(BegunLoad):
         """Have the tier read now; None, and nothing is begun, if it has to wait for anything, or lacks a block."""
         waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
         if self._tier.begin_read(self._request.batch, self._blocks, waiter, self._late, self._read, is_use=True):
+            if not self._ended.done():
+                self._request.chain.tasks.watch(self._ended, self.revoke)  # what ends once all is closed begins nothing
             return LoadHandle(self._ended, self)
         self._blocks.give_back()
         return None
