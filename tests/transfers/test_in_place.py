@@ -253,3 +253,18 @@ async def test_a_thread_that_outlives_the_closing_begins_nothing_anew(tmp_path: 
             loaded = await loading
         assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, ["revoked"])
         assert _num_tasks() <= num_tasks
+
+
+async def test_a_thread_that_outlives_the_closing_keeps_its_direct_store_from_ending(tmp_path: Path) -> None:
+    """The engine's memory is not the engine's again while a thread may read it, though the cache is closed."""
+    nvme, limits = GatedNVMe(tmp_path), LIMITS.model_copy(update={"close_timeout_s": 0.05})
+    async with open_cache(nvme, engine=Engine(), limits=limits) as kv:
+        _with_pool(kv)
+        nvme.gate.clear()
+        storing = kv.start_store(KEYS, INTO)
+        await until(lambda: nvme.num_held > 0)
+        await kv.aclose()
+        assert not storing.done
+        nvme.gate.set()
+        with fail_after(30):
+            await storing

@@ -347,13 +347,14 @@ class OwnedTier(StorageTier, BookedTier):
 
         if self._begin_to_write(writing, blocks, written, waiter, on_late):
             return _nothing
-        work = self._move_on(writing, list(blocks), on_late, waiter)
-        task = self._tasks.spawn(finish(work), f"write {len(writing.todo)} blocks to {self.name}")
+        work = finish(self._move_on(writing, list(blocks), on_late, waiter))
+        task = asyncio.get_running_loop().create_task(work, name=f"write {len(writing.todo)} blocks to {self.name}")
 
         def give_up() -> None:
             if waiter.is_waiting:  # else the medium has the memory
                 task.cancel()
 
+        self._tasks.watch(task, give_up if waiter.lends else task.cancel)
         return give_up
 
     def _begin_to_write(

@@ -161,7 +161,7 @@ class DirectStore(Store):
         batch, request, chain, tier = self._batch, self._request, self._chain, self._tier
         if not 0 < len(batch) <= min(MOST_AT_ONCE, self._size) or request.lane.has_events or self._refusal():
             return None
-        loop, waiter = asyncio.get_running_loop(), Waiter(Kind.STORE)
+        loop, waiter = asyncio.get_running_loop(), Waiter(Kind.STORE, lends=True)
         started, ended = loop.time(), loop.create_future()
         lacks = tier.lacks(batch)
         part, pages = (batch, request.pages[:, 0]) if lacks.all() else (batch[lacks], request.pages[lacks, 0])
