@@ -14,7 +14,6 @@ from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import (
     Backend,
     BackendContext,
-    Begun,
     Block,
     Found,
     Inventory,
@@ -180,7 +179,6 @@ __all__ = [
     "BackendContext",
     "BackendError",
     "BackendUnavailableError",
-    "Begun",
     "Block",
     "BlockCache",
     "BlockCorruptError",

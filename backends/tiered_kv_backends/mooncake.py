@@ -283,8 +283,8 @@ class _OwnThreads:
     def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         return asyncio.to_thread(function, *args)
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
-        return asyncio.gather(*map(asyncio.to_thread, calls))
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
+        asyncio.gather(*map(asyncio.to_thread, calls)).add_done_callback(lambda ended: then(ended.result))
 
 
 def _of_read(code: int, block: Block) -> Outcome:

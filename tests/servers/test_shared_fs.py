@@ -452,9 +452,9 @@ class StalledWorkers:
             future.set_result(function(*args))
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+    def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
         """Run calls, or keep them waiting."""
-        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
 
     def fail(self) -> None:
         """End what waits, as a dead server does in the end."""

@@ -125,9 +125,9 @@ class AdverseThreads:
         self.calls.append((lambda: function(*args), future))
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """Remember the calls."""
-        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
 
     def step(self) -> None:
         """Make one call, if there is one."""

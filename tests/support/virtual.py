@@ -111,9 +111,9 @@ class InlineWorkers:
         self._loop.call_soon(self._run, future, lambda: function(*args))
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """Run the calls in the next turn."""
-        return asyncio.ensure_future(ended(*(self.run(call) for call in calls)))
+        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(lambda each: then(each.result))
 
     def close(self) -> None:
         """Nothing to end."""

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from tests.support.caches import until
-from tiered_kv.media.backend import Begun, Outcome
+from tiered_kv.media.backend import Outcome, Then
 from tiered_kv.tiers.calls import Answer, Calls
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
@@ -72,8 +72,8 @@ async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
     async def answer() -> int:
         return 1
 
-    def cannot_begin() -> Begun | None:
-        return None
+    def cannot_begin(_: Then) -> bool:
+        return False
 
     def ended(answer: Answer[list[Outcome]]) -> None:
         raise AssertionError("no call was made")

@@ -15,7 +15,7 @@ from tests.cache.test_host_pools import KEYS, SLOTS, Pool
 from tests.support.caches import inside, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import Block, CPULoadStoreSpec, GPULoadStoreSpec, TieredKV
-from tiered_kv.media.backend import Begun, Make, Outcome, Verify
+from tiered_kv.media.backend import Make, Outcome, Then, Verify
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import EngineBlocks
 from tiered_kv_backends.nvme.backend import NVMeBackend
@@ -42,23 +42,25 @@ class GatedNVMe(NVMeBackend):
         self.num_held += not self.gate.is_set()
         self.gate.wait(30)
 
-    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify) -> Begun | None:
+    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify, then: Then) -> bool:
         """Read, and hold what was read."""
 
         def held(at: Sequence[int], outcomes: list[Outcome]) -> list[Outcome]:
             self._pass()
             return verify(at, outcomes)
 
-        return super().begin_read(group, slots, into, held)
+        return super().begin_read(group, slots, into, held, then)
 
-    def begin_write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make) -> Begun | None:
+    def begin_write(
+        self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make, then: Then
+    ) -> bool:
         """Hold what is to be written."""
 
         def held(at: Sequence[int]) -> None:
             self._pass()
             make(at)
 
-        return super().begin_write(group, slots, names, blocks, held)
+        return super().begin_write(group, slots, names, blocks, held, then)
 
 
 def _with_pool(kv: TieredKV) -> Pool:

@@ -304,8 +304,8 @@ class _OwnThreads:
         async with self._turns:
             return await asyncio.to_thread(function, *args)
 
-    async def run_each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
-        return await asyncio.gather(*map(self.run, calls))
+    def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
+        asyncio.gather(*map(self.run, calls)).add_done_callback(lambda ended: then(ended.result))
 
 
 def _speed(bytes_per_s: float) -> str:

@@ -215,10 +215,11 @@ class Workers(Protocol):
         """Run ``function(*args)`` in one of the threads. Cancelling the awaitable does not stop the call."""
         ...
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> Awaitable[list[T]]:
-        """Make one call or more, each in any of the threads; the awaitable ends once, when all of them have ended.
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
+        """Make one call or more, each in any of the threads, and tell ``then`` once all of them have ended.
 
-        It raises what one of them raised, if any did.
+        ``then`` is called on the event loop, once, perhaps before this returns, with what returns the results, or
+        raises what one of the calls raised.
         """
         ...
 
@@ -386,19 +387,9 @@ class Missing:
     why: str
 
 
-@dataclass(frozen=True)
-class Begun:
-    """A batch that threads of a medium are moving.
-
-    Attributes:
-        ended: Done, on the event loop, once no thread touches a buffer any more.
-        outcomes: To be called once, when ``ended`` is done: what `SlotBackend.read` or `write` returns, or raises.
-    """
-
-    ended: "asyncio.Future[Any]"
-    outcomes: Callable[[], list[Outcome]]
-
-
+Then = Callable[[Callable[[], list[Outcome]]], object]
+"""Told on the event loop, once, that no thread touches a buffer of a batch any more: with what returns, or raises, what
+`SlotBackend.read` or `write` would; called once."""
 Make = Callable[[Sequence[int]], None]
 """Makes the records of some positions of a batch, before they are written."""
 Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
@@ -449,18 +440,26 @@ class SlotBackend(_Tier):
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
 
-    def begin_read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify) -> Begun | None:
-        """Have threads begin what `read` does before this returns; None, and nothing begun, if it has to wait first.
+    def begin_read(
+        self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify, then: Then
+    ) -> bool:
+        """Have threads begin what `read` does before this returns; False, and nothing begun, if it has to wait first.
 
-        Only a medium that ``makes_records`` is asked. It raises nothing.
+        ``then`` is told how it ended, perhaps before this returns. Only a medium that ``makes_records`` is asked.
         """
-        return None
+        return False
 
     def begin_write(
-        self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block], make: Make
-    ) -> Begun | None:
+        self,
+        group: int,
+        slots: NDArray[np.int64],
+        names: Names,
+        blocks: Sequence[Block],
+        make: Make,
+        then: Then,
+    ) -> bool:
         """As `begin_read`, of what `write` does."""
-        return None
+        return False
 
     async def peek(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Read as `read` does, slots that may be written, forgotten or cut off meanwhile: their bytes may be anything.

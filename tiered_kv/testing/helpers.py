@@ -89,9 +89,9 @@ class ThreadWorkers:
         self._calls.put((lambda: function(*args), future))
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
-        """See `Workers.run_each`."""
-        return asyncio.ensure_future(ended(*(self.run(call) for call in calls)))
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
+        """See `Workers.begin_each`."""
+        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(lambda each: then(each.result))
 
     def close(self) -> None:
         """End the threads after the calls they have got."""

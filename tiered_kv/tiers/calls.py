@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
-from tiered_kv.media.backend import Begun, Outcome
+from tiered_kv.media.backend import Outcome, Then
 from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -72,11 +72,18 @@ class Calls:
         self.health = health
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
+        self._limits: dict[float, _TimeLimit] = {}
         self.late = set[_Underway]()
         """Those past their time, which have not returned and are waited for."""
         self._told_at: dict[str, float] = {}
         self._untold = Counter[str]()
         health.on_stall += [turns.room.changed for turns in self._turns.values()]
+
+    def limit(self, seconds: float) -> "_TimeLimit":
+        """Return what tells calls that they are late after so many seconds: there are few such numbers."""
+        if (limit := self._limits.get(seconds)) is None:
+            limit = self._limits[seconds] = _TimeLimit(seconds)
+        return limit
 
     @property
     def num_underway(self) -> int:
@@ -189,7 +196,7 @@ class Calls:
     def begin(
         self,
         doing: str,
-        start: Callable[[], Begun | None],
+        start: Callable[[Then], bool],
         then: Callable[[Answer[list[Outcome]]], None],
         *,
         allowed: tuple[Outcome, ...],
@@ -205,7 +212,7 @@ class Calls:
 
         Args:
             doing: Which call it is.
-            start: Has the medium begin; None if it cannot yet.
+            start: Has the medium begin, and tell how it ended; says False if it cannot yet.
             then: Told how the call ended: its buffers are the caller's again, unless the cache has ended it.
             allowed: What may become of a block.
             num_blocks: How many there are to be answers for.
@@ -217,29 +224,25 @@ class Calls:
         if not turns.take_now(waiter):
             return False
         underway = _Underway(self, doing, turns, num_blocks, self.health.timeout_s, on_late)
-        try:
-            begun = start()
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            error = caught  # the name in the clause is gone after it
-
-            def raise_again() -> list[Outcome]:
-                raise error
-
-            then(underway.ended(raise_again, problem_of, all_failed))
-            return True
-        if begun is None:
-            underway.was_not_made()
-            return False
-        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        is_told = False
 
         def tell(value: Callable[[], list[Outcome]]) -> None:
-            if not told.done():
-                told.set_result(None)
+            nonlocal is_told
+            if not is_told:
+                is_told = True
+                over()
                 then(underway.ended(value, problem_of, all_failed))
 
-        begun.ended.add_done_callback(lambda _: tell(begun.outcomes))
-        tasks.watch(told, _go_on if waiter.lends else partial(tell, _closed))
-        return True
+        over = tasks.hold(_go_on if waiter.lends else partial(tell, _closed))
+        try:
+            is_begun = start(tell)
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            tell(partial(_raise, caught))
+            return True
+        if not is_begun:
+            over()
+            underway.was_not_made()
+        return is_begun
 
     async def _make(
         self,
@@ -248,15 +251,12 @@ class Calls:
         problem_of: Callable[[T], str],
         is_failure: Callable[[T], bool],
     ) -> Answer[T]:
-        def raise_again() -> T:
-            raise error
-
         try:
             made = await call()
         except BaseException as caught:  # noqa: BLE001 - handed on
             is_closing = isinstance(caught, asyncio.CancelledError) and _is_being_cancelled()
             error = _ClosedMeanwhile() if is_closing else caught
-            return underway.ended(raise_again, problem_of, is_failure)
+            return underway.ended(partial(_raise, error), problem_of, is_failure)
         return underway.ended(lambda: made, problem_of, is_failure)
 
 
@@ -266,6 +266,10 @@ class _ClosedMeanwhile(Exception):  # noqa: N818 - no error: how a call ends
 
 def _closed() -> NoReturn:
     raise _ClosedMeanwhile
+
+
+def _raise(error: BaseException) -> NoReturn:
+    raise error
 
 
 class _Underway:
@@ -294,7 +298,8 @@ class _Underway:
         self._timeout_s = timeout_s
         self._on_late = on_late
         self._started = calls.health.clock()
-        self._timer = asyncio.get_running_loop().call_later(timeout_s, self._late)
+        self._limit = calls.limit(timeout_s)
+        self._limit.add(self)
 
     def ended(
         self, value: Callable[[], T], problem_of: Callable[[T], str], is_failure: Callable[[T], bool]
@@ -313,7 +318,7 @@ class _Underway:
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
             answer = Answer(error=CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught))
         finally:
-            self._timer.cancel()
+            self._limit.drop(self)
             seconds = health.clock() - self._started
             if not self.is_let_go:
                 if self._turns is not None:
@@ -327,7 +332,7 @@ class _Underway:
 
     def was_not_made(self) -> None:
         """Count it off: the medium did not begin."""
-        self._timer.cancel()
+        self._limit.drop(self)
         self._calls.health.not_made(self.doing)
         self.end_turn()
 
@@ -337,10 +342,43 @@ class _Underway:
         if turns is not None:
             turns.give_back()
 
-    def _late(self) -> None:
+    def is_late(self) -> None:
+        """Take note that its time is up."""
         self._calls.late.add(self)
         self._calls.health.late(self.doing, self._timeout_s)
         self._on_late()
+
+
+class _TimeLimit:
+    """Tells calls that they are late, all those that have so many seconds: by one timer, as nearly all end in time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._due: dict[_Underway, float] = {}
+        """When they are late, the first to be so first."""
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, call: _Underway) -> None:
+        """Count a call's time from now on."""
+        loop = asyncio.get_running_loop()
+        due = self._due[call] = loop.time() + self._seconds
+        if self._timer is None:
+            self._timer = loop.call_at(due, self._look)
+
+    def drop(self, call: _Underway) -> None:
+        """Take note that it has ended."""
+        self._due.pop(call, None)
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer, now = None, loop.time()
+        try:
+            while self._due and self._due[first := next(iter(self._due))] <= now:
+                del self._due[first]
+                first.is_late()
+        finally:
+            if self._due:
+                self._timer = loop.call_at(next(iter(self._due.values())), self._look)
 
 
 class _Turns:

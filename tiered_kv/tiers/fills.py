@@ -202,7 +202,7 @@ class Fill:
     """Host slots on their way to be readable, from storage tiers or from the engine.
 
     Attributes:
-        done: Resolves when nothing more will arrive in time; its result is True unless the wait was given up.
+        is_done: Whether nothing more will arrive in time.
         arrived: By position of the batch, what came in time and right; its slot may have been given up since.
         gone: By position, what its tier did not have any more when it was read.
         refused: Why, by position, of what is sealed otherwise than its tier's keys say.
@@ -214,7 +214,8 @@ class Fill:
     """
 
     def __init__(self, n: int, waiter: Waiter) -> None:
-        self.done: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.is_done = False
+        self._then: list[Callable[[], object]] = []
         self.arrived: Mask = np.zeros(n, np.bool_)
         self.gone: Mask = np.zeros(n, np.bool_)
         self.refused: dict[int, str] = {}
@@ -253,16 +254,34 @@ class Fill:
         else:
             lease.release()
 
-    def part_settled(self) -> None:
-        """Take note that a tier is done, or late; after the last of them nothing more arrives in time."""
-        self.num_open -= 1
-        if not self.num_open:
-            self.finish()
+    @property
+    def is_in_time(self) -> bool:
+        """Whether it is done, and was not given up."""
+        return self.is_done and not self.late_tiers
+
+    def when_done(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` when nothing more will arrive in time: now, if that is so."""
+        if self.is_done:
+            callback()
+        else:
+            self._then.append(callback)
+
+    def done(self) -> "asyncio.Future[None]":
+        """Return what is done then."""
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def tell() -> None:
+            if not done.done():
+                done.set_result(None)
+
+        self.when_done(tell)
+        return done
 
     def finish(self) -> None:
-        """Wake everyone who waits for this fill."""
-        if not self.done.done():
-            self.done.set_result(not self.late_tiers)
+        """Tell everyone who waits for this fill."""
+        self.is_done = True
+        while self._then:
+            self._then.pop()()
 
 
 class Fills:
@@ -329,8 +348,10 @@ class Fills:
         """Take note that a tier has let go of its part: the slots of the last one are given back."""
         if not fill.num_reading:
             self.conclude(fill, reservation)
-        else:
-            self._room.changed()  # nobody may want these any more, and the other tiers may take long
+            return
+        if not fill.num_open:
+            fill.finish()
+        self._room.changed()  # nobody may want these any more, and the other tiers may take long
 
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""
@@ -339,8 +360,8 @@ class Fills:
             self._pending.pop(slot, None)
         self._sources[slots] = -1
         reservation.close()
-        fill.finish()
         self._room.changed()
+        fill.finish()
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
@@ -364,7 +385,7 @@ class Fills:
         """Name what kept blocks of a fill from arriving."""
         faults = []
         is_lost = (fill.source >= 0) & ~fill.arrived
-        for number in np.unique(fill.source[is_lost]) if fill.done.done() else ():
+        for number in np.unique(fill.source[is_lost]) if fill.is_done else ():
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
             lost = is_lost & (fill.source == number)
@@ -426,7 +447,9 @@ class _Part:
         # From now on others may read these blocks from another tier: the slots are doomed, not the names.
         slots, _ = index.find(names)
         index.remove(names[slots == self._reservation.slots[self._at]])
-        fill.part_settled()
+        fill.num_open -= 1
+        if not fill.num_open:
+            fill.finish()
 
     def _end(self, report: ReadReport | None) -> None:
         """Take note of what came; None: nobody knows."""
@@ -443,7 +466,7 @@ class _Part:
             host.counters.promoted += int(np.count_nonzero(kept))
             fill.keep(lease)
         if not is_late:
-            fill.part_settled()
+            fill.num_open -= 1
         fill.num_reading -= 1
         self._fills.part_ended(fill, self._reservation)
 

@@ -248,7 +248,7 @@ class OwnedTier(StorageTier, BookedTier):
 
         if self.calls.begin(
             "read",
-            lambda: self.backend.begin_read(self.group, lease.slots, blocks, verification.verify),
+            partial(self.backend.begin_read, self.group, lease.slots, blocks, verification.verify),
             end,
             allowed=READ,
             num_blocks=len(batch),
@@ -375,7 +375,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._in_write[writing] = writing.batch.names, slots
         is_begun = self.calls.begin(
             "write",
-            lambda: self.backend.begin_write(self.group, slots, hidden, records, make),
+            partial(self.backend.begin_write, self.group, slots, hidden, records, make),
             then,
             allowed=WRITTEN,
             num_blocks=len(slots),

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tiered_kv.system import Queue, system
 from tiered_kv.tiers.gate import Priority
@@ -52,31 +52,38 @@ class WorkerPool:
         (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if self._begins(future):
-            self._calls.put((function, args, self._end_of(future)))
+        if self._closed:
+            future.set_exception(self._ended_error())
+        else:
+            self._num_unfinished += 1
+            self._calls.put((function, args, partial(self._end, future)))
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], T]]) -> "asyncio.Future[list[T]]":
+    def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """Make blocking calls, each in any of the threads: the loop hears of them once, when all have ended.
 
-        Otherwise as `run`. The future carries what the first of them raised, of those that raised.
+        Otherwise as `run`. What ``then`` is given raises what the first of them raised, of those that raised.
         """
-        future: asyncio.Future[list[T]] = asyncio.get_running_loop().create_future()
-        if self._begins(future):
-            together = _Together(len(calls), self._end_of(future))
-            for number, call in enumerate(calls):
-                self._calls.put((call, (), partial(together.ended, number)))
-        return future
-
-    def _end_of(self, future: "asyncio.Future[Any]") -> _End:
-        return lambda result, error: self._loop_calls.call(self._finish, future, result, error)
-
-    def _begins(self, future: "asyncio.Future[Any]") -> bool:
         if self._closed:
-            future.set_exception(RuntimeError(f"the threads of {self.name} have ended"))
-            return False
+            then(partial(_raise, self._ended_error()))
+            return
         self._num_unfinished += 1
-        return True
+
+        def end(results: list[T], error: BaseException | None) -> None:
+            self._loop_calls.call(self._tell, then, results, error)
+
+        if len(calls) == 1:
+            self._calls.put((calls[0], (), lambda result, error: end([result], error)))
+            return
+        together = _Together(len(calls), end)
+        for number, call in enumerate(calls):
+            self._calls.put((call, (), partial(together.ended, number)))
+
+    def _end(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+        self._loop_calls.call(self._finish, future, result, error)
+
+    def _ended_error(self) -> RuntimeError:
+        return RuntimeError(f"the threads of {self.name} have ended")
 
     @property
     def num_unfinished(self) -> int:
@@ -111,7 +118,18 @@ class WorkerPool:
         if error is None:
             future.set_result(result)
         else:
-            future.set_exception(carried(error, f"a call in the threads of {self.name}"))
+            future.set_exception(self._carried(error))
+
+    def _tell(self, then: Callable[[Callable[[], Any]], object], results: object, error: BaseException | None) -> None:
+        self._num_unfinished -= 1
+        then((lambda: results) if error is None else partial(_raise, self._carried(error)))
+
+    def _carried(self, error: BaseException) -> Exception:
+        return carried(error, f"a call in the threads of {self.name}")
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 class _Together:
@@ -149,8 +167,10 @@ class Tasks:
     """The tasks of one cache: nothing is fire-and-forget, and `aclose` bounds how long they are waited for."""
 
     def __init__(self) -> None:
-        self._tasks: dict[asyncio.Future[Any], Callable[[], object]] = {}
+        self._tasks: dict[object, Callable[[], object]] = {}
         """What is under way, and how to stop it."""
+        self._on_less: asyncio.Future[None] | None = None
+        """Who waits until one of these has ended."""
         self._waiting: tuple[deque[asyncio.Future[None]], ...] = tuple(deque() for _ in Priority)
         """Who waits for a turn, by priority."""
         self._is_turn_coming = False
@@ -160,8 +180,14 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._tasks)
 
+    def hold(self, stop: Callable[[], object]) -> Callable[[], None]:
+        """Count what needs no task, too, until what this returns is called, once; ``stop`` makes that soon."""
+        over = partial(self._over, key := object())
+        self._tasks[key] = stop
+        return over
+
     def watch(self, ended: "asyncio.Future[Any]", stop: Callable[[], object]) -> None:
-        """Count what needs no task until it has ended, too; ``stop`` makes that soon."""
+        """`hold` what has a future, until that is done."""
         self._tasks[ended] = stop
         ended.add_done_callback(self._ended)
 
@@ -226,24 +252,34 @@ class Tasks:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
         await self._wait(timeout_s)
         loop = asyncio.get_running_loop()
-        cancelled: set[asyncio.Future[Any]] = set()
+        cancelled: set[object] = set()
         deadline = loop.time() + _LAST_STEPS_S
         while (left := self._tasks.keys() - cancelled) or (self._tasks and loop.time() < deadline):
             for task in left:  # after its first step: a task cancelled before that would never run and settle
                 loop.call_soon(self._tasks[task])
             cancelled |= left
-            timeout_s = max(0.0, deadline - loop.time())
-            await asyncio.wait(set(self._tasks), timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._until_less(deadline)
         return len(cancelled)
 
     async def _wait(self, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
-        while self._tasks and (left := deadline - loop.time()) > 0:
-            await asyncio.wait(set(self._tasks), timeout=left)
+        while self._tasks and loop.time() < deadline:
+            await self._until_less(deadline)
+
+    async def _until_less(self, deadline: float) -> None:
+        """Wait until one of what is under way has ended, or it is ``deadline``."""
+        loop = asyncio.get_running_loop()
+        self._on_less = loop.create_future()
+        await asyncio.wait({self._on_less}, timeout=max(0.0, deadline - loop.time()))
+
+    def _over(self, key: object) -> None:
+        del self._tasks[key]
+        if self._on_less is not None and not self._on_less.done():
+            self._on_less.set_result(None)
 
     def _ended(self, ended: "asyncio.Future[Any]") -> None:
-        del self._tasks[ended]
+        self._over(ended)
         if not ended.cancelled() and (error := ended.exception()) is not None:
             name = ended.get_name() if isinstance(ended, asyncio.Task) else "resident"
             log("error", "transfer.crashed", exc_info=error, task=name)

@@ -87,10 +87,15 @@ class CopiedLoad:
 
 
 class BegunLoad(ABC):
-    """A load that was begun in the call that started it, and ends in a callback."""
+    """A load that was begun in the call that started it, and ends in a callback.
+
+    Attributes:
+        is_admitted: Whether it is known how many blocks will be in place.
+    """
 
     num_layers: int
     thread: int
+    is_admitted = False
 
     def __init__(self, request: LoadRequest, in_task: StartInTask) -> None:
         """Begin to count its time. ``in_task`` starts what takes its place if it goes otherwise than was decided."""
@@ -104,17 +109,21 @@ class BegunLoad(ABC):
         self._faults: list[TierFault] = []
         self._num_blocks = 0
         self._ended: asyncio.Future[LoadResult] = loop.create_future()
-        self._admitted: asyncio.Future[None] = loop.create_future()
+        self._admitted: asyncio.Future[None] | None = None  # once somebody waits for it
+        self._over: Callable[[], None] = _nothing
 
-    @property
-    def is_admitted(self) -> bool:
-        """Whether it is known how many blocks will be in place."""
-        return self._admitted.done()
+    def handle(self) -> LoadHandle:
+        """Return a handle of what is under way, which the end of the cache ends."""
+        if not self._ended.done():
+            self._over = self._request.chain.tasks.hold(self.revoke)
+        return LoadHandle(self._ended, self)
 
     async def wait_admitted(self) -> int:
         """Return how many blocks there will be, in a later turn of the loop."""
         await asyncio.sleep(0)
-        await asyncio.shield(self._admitted)
+        if not self.is_admitted:
+            self._admitted = self._admitted or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._admitted)
         return self._num_blocks
 
     def copy_of(self, layer: int) -> LaneCopy | None:
@@ -138,7 +147,9 @@ class BegunLoad(ABC):
 
     def _admit(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
-        self._admitted.set_result(None)
+        self.is_admitted = True
+        if self._admitted is not None:
+            self._admitted.set_result(None)
 
     def _begin_again(self) -> None:
         """Look for all of it anew, as any load does."""
@@ -148,6 +159,7 @@ class BegunLoad(ABC):
     def _ended_again(self, ended: "asyncio.Future[LoadResult]") -> None:
         is_well = not ended.cancelled() and ended.exception() is None
         self._admit(ended.result().num_blocks if is_well else 0)
+        self._over()
         if ended.cancelled():
             self._ended.cancel()
         elif (error := ended.exception()) is not None:
@@ -169,6 +181,7 @@ class BegunLoad(ABC):
             used = request.batch if num_blocks == len(request.batch) else request.batch[:num_blocks]
             chain.touch(used, but=but)
         seconds = asyncio.get_running_loop().time() - self._started
+        self._over()
         self._ended.set_result(load_result(request, num_blocks, counts, self._faults, seconds))
 
 
@@ -186,9 +199,7 @@ class InPlaceLoad(BegunLoad):
         """Have the tier read now; None, and nothing is begun, if it has to wait for anything, or lacks a block."""
         waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
         if self._tier.begin_read(self._request.batch, self._blocks, waiter, self._late, self._read, is_use=True):
-            if not self._ended.done():
-                self._request.chain.tasks.watch(self._ended, self.revoke)  # what ends once all is closed begins nothing
-            return LoadHandle(self._ended, self)
+            return self.handle()
         self._blocks.give_back()
         return None
 
@@ -250,12 +261,9 @@ class ReadyLoad(BegunLoad):
         if self._fill is None:
             self._submit(self._leases[0].slots)
         else:
-            loop = asyncio.get_running_loop()
-            self._fill.done.add_done_callback(lambda _: self._arrived())
-            self._timer = loop.call_at(self._request.deadline, self._arrived)
-        if not self._ended.done():
-            self._request.chain.tasks.watch(self._ended, self.revoke)
-        return LoadHandle(self._ended, self)
+            self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived)
+            self._fill.when_done(self._arrived)
+        return self.handle()
 
     @override
     def copy_of(self, layer: int) -> LaneCopy | None:
@@ -284,13 +292,13 @@ class ReadyLoad(BegunLoad):
         fill, chain, n = self._fill, self._request.chain, len(self._request.batch)
         if fill is None or self.is_admitted:
             return
-        if not fill.done.done():
+        if not fill.is_done:
             names = sorted({chain.names[number] for number in fill.source.tolist()})
             self._faults.append(TierFault(",".join(names), Reason.DEADLINE, n))
         self._faults += chain.fills.faults_of(fill)
         slots, states = self._tier.index.find(self._request.batch.names)
         num_blocks = prefix_of(states == READY)
-        is_short = num_blocks < n and (not self._faults or (self._request.gaps and fill.done.done()))
+        is_short = num_blocks < n and (not self._faults or (self._request.gaps and fill.is_done))
         if is_short:  # what was brought has left already; or what comes after what did not come is wanted too
             self._faults.clear()
             self._let_go()
@@ -365,3 +373,7 @@ class ReadyLoad(BegunLoad):
             for source in brought.tolist():
                 counts[source] += 1
         return counts
+
+
+def _nothing() -> None:
+    pass

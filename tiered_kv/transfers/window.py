@@ -323,14 +323,14 @@ class Bringer:
     async def land(self, window: Window, deadline: float) -> Landed:
         """Wait until the window has arrived, at most until ``deadline``, and lease the prefix that has."""
         chain, batch, n = self.chain, window.batch, len(window.batch)
-        if waiting := [fill.done for fill in window.fills if not fill.done.done()]:
+        if waiting := [fill.done() for fill in window.fills if not fill.is_done]:
             await until_done(waiting, deadline)
         if not chain.tasks.goes_on():  # thousands may have waited for the same fill
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await chain.tasks.turn(self._priority)
         for fill in window.fills:
-            if not fill.done.done():
+            if not fill.is_done:
                 self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
             self.faults += chain.fills.faults_of(fill)
         host = window.host
@@ -346,8 +346,8 @@ class Bringer:
         from_storage = joined & (window.coming >= 0)
         window.source[joined] = len(chain.memory) - 1  # stored by the engine meanwhile: on the host
         window.source[from_storage] = window.coming[from_storage]
-        ended = all(fill.done.done() and fill.done.result() for fill in window.fills)
-        is_worth_another = num_blocks < n and ended and window.source[num_blocks] < 0
+        have_come = all(fill.is_in_time for fill in window.fills)
+        is_worth_another = num_blocks < n and have_come and window.source[num_blocks] < 0
         leases = [*window.held, lease]
         window.held = []
         self.abandon(window)

@@ -13,7 +13,6 @@ import numpy as np
 
 from tiered_kv.media.backend import (
     BackendContext,
-    Begun,
     Block,
     Make,
     Missing,
@@ -21,6 +20,7 @@ from tiered_kv.media.backend import (
     RecordShape,
     Recovered,
     SlotBackend,
+    Then,
     Verify,
     check_lengths,
 )
@@ -111,17 +111,20 @@ class NVMeBackend(SlotBackend):
 
         return await self._move(slots, read)
 
-    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify) -> Begun | None:
+    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify, then: Then) -> bool:
         """See `SlotBackend.begin_read`: of several directories each can be lost, which has to be waited for."""
-        store = self._only_store
-        return None if store is None else store.begin_read(group, slots, into, verify)
+        if (store := self._only_store) is None:
+            return False
+        store.begin_read(group, slots, into, then, verify)
+        return True
 
-    def begin_write(self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make) -> Begun | None:
+    def begin_write(
+        self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make, then: Then
+    ) -> bool:
         """See `SlotBackend.begin_write`."""
-        store = self._only_store
-        if store is None:
-            return None
-        return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), make)
+        if (store := self._only_store) is None:
+            return False
+        return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), then, make)
 
     @property
     def _only_store(self) -> Store | None:

@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Begun, Block, Make, Outcome, RecordShape, Verify, Workers, check_lengths
+from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Then, Verify, Workers, check_lengths
 from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import Names
@@ -144,9 +144,11 @@ class Store:
             BackendUnavailableError: The disk is gone.
         """
         self._group(group, slots, into)
-        return await _outcomes(self.begin_read(group, slots, into, verify))
+        return await _outcomes(partial(self.begin_read, group, slots, into, verify=verify))
 
-    def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None) -> Begun:
+    def begin_read(
+        self, group: int, slots: Slots, into: Sequence[Block], then: Then, verify: Verify | None = None
+    ) -> None:
         """Have threads begin to read, see `read`."""
         slab = self._group(group, slots).slab
 
@@ -156,7 +158,7 @@ class Store:
                 moved.outcomes = verify(at, moved.outcomes)
             return moved
 
-        return self._begin(self._readers, slab, read, slots, into)
+        self._begin(self._readers, slab, read, slots, into, then)
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -193,12 +195,10 @@ class Store:
         files = self._group(group, slots, blocks)
         check_lengths(names, blocks)
         await files.until_erased(slots)
-        if (begun := self.begin_write(group, slots, names, blocks, sequences, make)) is not None:
-            return await _outcomes(begun)
         files.mark(slots, WRITING)
         try:
             write = _Write(self._files, files, slots, names, sequences, make, enters=not files.num_checkpoints)
-            outcomes = await _outcomes(self._begin(self._writers, files.slab, write, slots, blocks))
+            outcomes = await _outcomes(partial(self._begin, self._writers, files.slab, write, slots, blocks))
             if not write.enters:
                 await self._run(self._clerk, write.enter)
         finally:
@@ -212,23 +212,22 @@ class Store:
         names: Names,
         blocks: Sequence[Block],
         sequences: NDArray[np.uint64],
+        then: Then,
         make: Make | None = None,
-    ) -> Begun | None:
-        """Have threads begin to write, see `write`; None if slots are being erased, or the clerk is to enter it."""
+    ) -> bool:
+        """Have threads begin to write, see `write`; False if slots are being erased, or the clerk is to enter it."""
         files = self._group(group, slots)
         if files.num_checkpoints or files.are_erased(slots):
-            return None
+            return False
         files.mark(slots, WRITING)
         write = _Write(self._files, files, slots, names, sequences, make, enters=True)
-        begun = self._begin(self._writers, files.slab, write, slots, blocks)
 
-        def outcomes() -> list[Outcome]:
-            try:
-                return self._written(write, begun.outcomes())
-            finally:
-                files.mark(slots, HELD)
+        def moved(outcomes: Callable[[], list[Outcome]]) -> None:
+            files.mark(slots, HELD)
+            then(lambda: self._written(write, outcomes()))
 
-        return Begun(begun.ended, outcomes)
+        self._begin(self._writers, files.slab, write, slots, blocks, moved)
+        return True
 
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
@@ -325,7 +324,9 @@ class Store:
         in_clerk, in_writers = partial(self._run, self._clerk), partial(self._run, self._writers)
         await files.forget(slots, self.settings.erase, in_clerk, in_writers)
 
-    def _begin(self, workers: Workers, slab: Slab, move: "_Move", slots: Slots, blocks: Sequence[Block]) -> Begun:
+    def _begin(
+        self, workers: Workers, slab: Slab, move: "_Move", slots: Slots, blocks: Sequence[Block], then: Then
+    ) -> None:
         """Share a batch out among the threads, neighbours together; there is one outcome per block, in its order.
 
         ``move`` gets positions of the batch, their slots, ascending, and their blocks.
@@ -334,7 +335,7 @@ class Store:
         is, calls are as long as they may be: a disk is as busy with few long ones, and each costs a thread's turn at
         the interpreter.
         """
-        order = np.argsort(slots, kind="stable")
+        order = slots.argsort(kind="stable")
         sorted_slots, positions, end = slots[order].tolist(), order.tolist(), len(order)
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
         share = max(-(-end // num_free), _LEAST_SHARE_BYTES // slab.shape.stride_bytes, 1)
@@ -350,22 +351,23 @@ class Store:
             for start in range(0, end, share)
         ]
         if not jobs:
-            nothing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            nothing.set_result(None)
-            return Begun(nothing, list)
-        moving = asyncio.ensure_future(workers.run_each(jobs))
-        self._num_moving[workers] += len(jobs)
-        moving.add_done_callback(partial(self._moved, workers, len(jobs)))
+            then(list)
+            return
 
-        def outcomes() -> list[Outcome]:
-            moved = moving.result()
+        def outcomes(ended: Callable[[], list[Moved]]) -> list[Outcome]:
+            moved = ended()
             outcomes = list(chain.from_iterable([part.outcomes for part in moved]))
             if positions != list(range(end)):
                 outcomes = [outcome for _, outcome in sorted(zip(positions, outcomes, strict=True))]
             errors = [part.error for part in moved if part.error is not None]
             return self._seen(outcomes, errors[-1] if errors else None)
 
-        return Begun(moving, outcomes)
+        def moved(ended: Callable[[], list[Moved]]) -> None:
+            self._num_moving[workers] -= len(jobs)
+            then(partial(outcomes, ended))
+
+        self._num_moving[workers] += len(jobs)
+        workers.begin_each(jobs, moved)
 
     def _seen(self, outcomes: list[Outcome], error: OSError | None) -> list[Outcome]:
         """Return the outcomes of a batch, or raise if the error that came with them says that the disk is gone."""
@@ -374,9 +376,6 @@ class Store:
             if error.errno in _GONE and all(outcome is Outcome.FAILED for outcome in outcomes):
                 raise BackendUnavailableError(f"{self.path}: {error.strerror}") from error
         return outcomes
-
-    def _moved(self, workers: Workers, num_calls: int, _: object) -> None:
-        self._num_moving[workers] -= num_calls
 
     @contextlib.contextmanager
     def _translated(self, doing: str) -> Iterator[None]:
@@ -480,10 +479,13 @@ class _Write:
             self.error = error
 
 
-async def _outcomes(begun: Begun) -> list[Outcome]:
-    """Wait for threads, and return the outcomes. Cancelled, it leaves the threads to themselves."""
-    try:
-        await begun.ended
-    finally:
-        outcomes = begun.outcomes()
-    return outcomes
+async def _outcomes(begin: Callable[[Then], object]) -> list[Outcome]:
+    """Begin, wait for threads, and return the outcomes. Cancelled, it leaves the threads to themselves."""
+    ended: asyncio.Future[Callable[[], list[Outcome]]] = asyncio.get_running_loop().create_future()
+
+    def then(outcomes: Callable[[], list[Outcome]]) -> None:
+        if not ended.done():
+            ended.set_result(outcomes)
+
+    begin(then)
+    return (await ended)()

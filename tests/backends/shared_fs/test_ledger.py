@@ -144,9 +144,9 @@ class AtOnce:
             future.set_exception(error)
         return future
 
-    def run_each(self, calls: Sequence[Callable[[], Any]]) -> "asyncio.Future[list[Any]]":
+    def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
         """Run calls."""
-        return asyncio.ensure_future(ended(*[self.run(call) for call in calls]))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
 
 
 def room_in(root: str, clock: Clock, ledger: Ledger, workers: AtOnce | None = None) -> Room:
