@@ -170,20 +170,24 @@ class Seat(EngineSide):
             keys: An engine's.
             epoch: The weights that computed the blocks; those served now by default.
         """
+        digest = self.epoch if epoch is None else epoch_digest(epoch)
+        return [(chain, chain.naming.batch(keys, digest)) for chain in self._chains_of(keys)]
+
+    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
+        """Return the same of the one rank that this cache is of."""
+        chains = self._chains_of(keys)
+        check_one_rank(chains)
+        return chains[0], chains[0].naming.batch(keys, self.epoch if epoch is None else epoch_digest(epoch))
+
+    def _chains_of(self, keys: StoredKeys) -> Sequence[Chain]:
+        """Return the chains of the keys' KV group, one per rank, having looked at the keys."""
         if not isinstance(keys, StoredKeys):
             raise ConfigurationError(
                 f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
             )
         chains = self.of_group(keys.group)
         check_keys(keys, chains[0].group)
-        digest = self.epoch if epoch is None else epoch_digest(epoch)
-        return [(chain, chain.naming.batch(keys, digest)) for chain in chains]
-
-    def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
-        """Return the same of the one rank that this cache is of."""
-        batches = self.batches(keys, epoch)
-        check_one_rank(batches)
-        return batches[0]
+        return chains
 
     # Loads and stores, once each argument was looked at: from any thread, the rest is the event loop's.
 

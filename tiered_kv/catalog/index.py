@@ -164,6 +164,7 @@ class Occupancy(Books):
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         if len(passed):
             with self.lock:
+                self._found = None
                 self._table.remove(passed)
                 self._states[passed] = DOOMED
             self._ready -= len(passed)
@@ -222,6 +223,7 @@ class Occupancy(Books):
         is_live = self._states.take(slots) == PENDING
         filled = slots[is_live]
         with self.lock:
+            self._found = None
             self._states[filled] = READY
         self._pending -= len(filled)
         self._ready += len(filled)
@@ -242,6 +244,7 @@ class Occupancy(Books):
         is_pending = self._states[slots] == PENDING
         pending = slots[is_pending]
         with self.lock:
+            self._found = None
             self._table.remove(pending)
             self._states[pending] = DOOMED
         self._pending -= len(pending)
@@ -266,6 +269,7 @@ class Occupancy(Books):
         if on_left is not None:
             self._hold(left)
         with self.lock:
+            self._found = None
             self._table.remove(slots)
             self._states[slots] = DOOMED
         num_ready = int(np.count_nonzero(is_ready))
@@ -541,6 +545,7 @@ class TierIndex(Occupancy):
         absent = (found < 0).nonzero()[0]
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
+            self._found = None
             if transient:
                 evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
             else:
@@ -549,8 +554,10 @@ class TierIndex(Occupancy):
             self._states[taken] = PENDING
         self._pending += len(taken)
         self._tell(Change.EVICTED, evicted)
-        slots = np.full(len(names), -1, dtype=np.int64)
-        slots[wanted] = taken
+        slots = taken
+        if len(taken) < len(names):
+            slots = np.full(len(names), -1, dtype=np.int64)
+            slots[wanted] = taken
         return Reservation(slots, evicted, commit=self._commit, give_back=self._give_back)
 
     def fits(self, names: Names) -> bool:
@@ -633,6 +640,7 @@ class TierIndex(Occupancy):
         self._forget_dirty(self._dirty.head(len(self._dirty)), Change.CLEARED)
         states = self._states[:-1]
         with self.lock:
+            self._found = None
             is_idle = (states == READY) & (self._num_leases == 0)
             states[is_idle] = FREE
             states[states != FREE] = DOOMED
@@ -669,6 +677,7 @@ class TierIndex(Occupancy):
         for start in range(0, len(slots), _RESTORE_CHUNK):
             part = slice(start, start + _RESTORE_CHUNK)
             with self.lock:
+                self._found = None
                 self._table.insert(names[part], slots[part])
                 self._states[slots[part]] = READY
             self._want(slots[part])

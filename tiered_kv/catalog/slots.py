@@ -39,7 +39,9 @@ class FreeSlots:
     def take(self, n: int) -> Slots:
         """Take ``n <= len(self)`` slots, in ascending order."""
         self._len -= n
-        return np.sort(self._stack[self._len : self._len + n].astype(np.int64))
+        slots = self._stack[self._len : self._len + n].astype(np.int64)
+        slots.sort()
+        return slots
 
     def give(self, slots: Slots) -> None:
         """Give slots back, none of them free already."""

@@ -82,7 +82,7 @@ class NameTable:
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = self._buckets.take(buckets, axis=0)
-        tags = np.repeat(hashes << _SLOT_BITS, _WAYS).reshape(entries.shape)  # numpy is slow to spread so few columns
+        tags = (hashes << _SLOT_BITS).repeat(_WAYS).reshape(entries.shape)  # numpy is slow to spread so few columns
         entries ^= tags  # where the tag agrees, the slot (plus one) is all that is left
         matches = (entries < _SLOT_LIMIT).ravel().nonzero()[0]
         slots = entries.reshape(-1).take(matches).view(np.int64)
@@ -121,7 +121,7 @@ class NameTable:
 
     def insert(self, names: Names, slots: Slots) -> None:
         """Add names, none of them in the table or twice in the batch, at slots that hold none."""
-        np.put(self._names, slots, _rows(names))
+        self._names.put(slots, _rows(names))
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
@@ -165,7 +165,8 @@ class NameTable:
 
     def _settle(self, names: Names, buckets: Slots, rows: Slots, candidates: Slots) -> Slots:
         """Compare each candidate with the name of its row; look for the rest among the spilled."""
-        slots = np.full(len(names), -1, dtype=np.int64)
+        slots = np.empty(len(names), dtype=np.int64)
+        slots.fill(-1)
         if len(candidates):
             held = self._names.take(candidates).view(np.uint64).reshape(-1, 4)
             same = (held == names.take(rows, axis=0)).all(axis=1)

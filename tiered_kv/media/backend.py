@@ -387,9 +387,10 @@ class Missing:
     why: str
 
 
-Then = Callable[[Callable[[], list[Outcome]]], object]
-"""Told on the event loop, once, that no thread touches a buffer of a batch any more: with what returns, or raises, what
-`SlotBackend.read` or `write` would; called once."""
+Ended = Callable[[], list[Outcome]]
+"""Returns, or raises, what `SlotBackend.read` or `write` would; called once."""
+Then = Callable[[Ended], object]
+"""Told on the event loop, once, how a batch ended: no thread touches a buffer of it any more."""
 Make = Callable[[Sequence[int]], None]
 """Makes the records of some positions of a batch, before they are written."""
 Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]

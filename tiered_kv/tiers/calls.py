@@ -10,11 +10,11 @@ asked by `Calls.ask`.
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
-from tiered_kv.media.backend import Outcome, Then
+from tiered_kv.media.backend import Ended, Outcome, Then
 from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -62,6 +62,7 @@ class Answer(Generic[T]):
         return TierFault(tier, reason, num_blocks, self.error)
 
 
+Outcomes = Answer[list[Outcome]]
 NOT_MADE: Final[Answer[Any]] = Answer(error="the tier is bypassed", was_made=False)
 
 
@@ -197,7 +198,7 @@ class Calls:
         self,
         doing: str,
         start: Callable[[Then], bool],
-        then: Callable[[Answer[list[Outcome]]], None],
+        then: Callable[[Outcomes], None],
         *,
         allowed: tuple[Outcome, ...],
         num_blocks: int,
@@ -226,12 +227,12 @@ class Calls:
         underway = _Underway(self, doing, turns, num_blocks, self.health.timeout_s, on_late)
         is_told = False
 
-        def tell(value: Callable[[], list[Outcome]]) -> None:
+        def tell(ended: Ended) -> None:
             nonlocal is_told
             if not is_told:
                 is_told = True
                 over()
-                then(underway.ended(value, problem_of, all_failed))
+                then(underway.ended(ended, problem_of, all_failed))
 
         over = tasks.hold(_go_on if waiter.lends else partial(tell, _closed))
         try:
@@ -306,29 +307,27 @@ class _Underway:
     ) -> Answer[T]:
         """Say how the call ended: with what ``value`` returns or raises."""
         calls, health = self._calls, self._calls.health
-        answer: Answer[T] = Answer(error=CLOSED)
-        has_failed = True
+        seconds, error, has_failed = health.clock() - self._started, CLOSED, True
+        made: T | None = None
         try:
             made = value()
-            problem = problem_of(made)
-            answer = Answer(error=problem) if problem else Answer(made)
-            has_failed = bool(problem) or is_failure(made)
+            error = problem_of(made)
+            has_failed = bool(error) or is_failure(made)
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            answer = Answer(error=CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught))
+            error = CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught)
         finally:
             self._limit.drop(self)
-            seconds = health.clock() - self._started
             if not self.is_let_go:
                 if self._turns is not None:
                     self._turns.saw(seconds)
                 health.ended(self.doing, seconds, is_late=self in calls.late, has_failed=has_failed)
                 calls.late.discard(self)
             self.end_turn()
-        if not answer.is_well and answer.error != CLOSED:
-            health.emit(TierFailed(health.name, self.doing, answer.error, self._num_blocks))
-        return replace(answer, seconds=seconds)
+        if error and error != CLOSED:
+            health.emit(TierFailed(health.name, self.doing, error, self._num_blocks))
+        return Answer(None if error else made, error, seconds=seconds)
 
     def was_not_made(self) -> None:
         """Count it off: the medium did not begin."""
@@ -432,7 +431,7 @@ class _Turns:
 
 def all_failed(outcomes: Sequence[Outcome]) -> bool:
     """Whether a call that answers so has failed."""
-    return len(outcomes) > 0 and all(outcome is Outcome.FAILED for outcome in outcomes)
+    return 0 < len(outcomes) == outcomes.count(Outcome.FAILED)
 
 
 def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[[list[Outcome]], str]:

@@ -383,9 +383,11 @@ class Fills:
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""
-        faults = []
+        faults: list[TierFault] = []
+        if not fill.is_done or fill.arrived.all():
+            return faults
         is_lost = (fill.source >= 0) & ~fill.arrived
-        for number in np.unique(fill.source[is_lost]) if fill.is_done else ():
+        for number in np.unique(fill.source[is_lost]):
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage
             lost = is_lost & (fill.source == number)
@@ -458,12 +460,14 @@ class _Part:
         if report is not None:
             arrived = np.zeros(len(fill.source), np.bool_)
             arrived[self._at], fill.gone[self._at] = report.right, report.gone
-            fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
+            if report.refused:
+                fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
             if not is_late:
                 fill.arrived |= arrived
             lease = self._reservation.commit(arrived)
-            kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
-            host.counters.promoted += int(np.count_nonzero(kept))
+            if host.can_keep:
+                kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
+                host.counters.promoted += int(np.count_nonzero(kept))
             fill.keep(lease)
         if not is_late:
             fill.num_open -= 1

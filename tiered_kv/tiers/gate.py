@@ -55,6 +55,8 @@ class Kind(enum.IntEnum):
     """Writes down what waited, see `transfers.writedown.Cleaner`."""
 
 
+_PRIORITIES: Final = tuple(Priority)
+"""That of each kind."""
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
 
 
@@ -71,7 +73,7 @@ class Waiter:
         """Make one; the priority is that of the kind if left out."""
         self.kind = kind
         self.lends = lends
-        self.priority = Priority(kind) if priority is None else priority
+        self.priority = _PRIORITIES[kind] if priority is None else priority
         self.is_given_up = False
         self._places: set[_Place] = set()
 

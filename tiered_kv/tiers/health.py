@@ -167,7 +167,10 @@ class StorageHealth:
     @property
     def is_shedding(self) -> bool:
         """Whether stores go on without this tier: it fails, is late, or has become slow."""
-        return not self.is_open or self.writes.is_open or self._write_latency.now() > self._shed_after_s
+        if not self.is_open or self.writes.is_open:
+            return True
+        latency = self._write_latency
+        return latency.seconds > self._shed_after_s and latency.now() > self._shed_after_s
 
     def open_breakers(self) -> tuple[str, ...]:
         """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``, ``"locates"``."""

@@ -29,7 +29,7 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import CLOSED, Answer
+from tiered_kv.tiers.calls import CLOSED, Answer, Outcomes
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
@@ -225,7 +225,7 @@ class OwnedTier(StorageTier, BookedTier):
     ) -> bool:
         if self._codec is not None or not self.backend.makes_records:
             return False
-        num_bytes = self._num_bytes(len(batch))
+        n, num_bytes = len(batch), self._num_bytes(len(batch))
         if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
             return False
         lease = self.index.lease(batch.names)
@@ -236,13 +236,14 @@ class OwnedTier(StorageTier, BookedTier):
         verification = self.records.verification_there(batch, blocks, self.shape)
         read = self.speed.begin(num_bytes)
 
-        def end(answer: Answer[list[Outcome]]) -> None:
-            outcomes = self._seen(answer, verification, len(batch), verdicts=answer.value)
-            report = self._report(batch, np.arange(len(batch)), lease.slots, outcomes, verification.refused, len(batch))
+        def end(answer: Outcomes) -> None:
+            outcomes = self._seen(answer, verification, n, verdicts=answer.value)
+            report = self._report(batch, np.arange(n), lease.slots, outcomes, verification.refused, n)
             is_right = bool(report.right.all())
             lease.release(is_use=is_use and is_right)
             give_back()
-            self._see_missing()
+            if not is_right:
+                self._see_missing()
             self.speed.end(read, is_well=is_right)
             then(report)
 
@@ -251,7 +252,7 @@ class OwnedTier(StorageTier, BookedTier):
             partial(self.backend.begin_read, self.group, lease.slots, blocks, verification.verify),
             end,
             allowed=READ,
-            num_blocks=len(batch),
+            num_blocks=n,
             waiter=waiter,
             on_late=both(give_back, on_late),
             tasks=self._tasks,
@@ -279,7 +280,8 @@ class OwnedTier(StorageTier, BookedTier):
                 makes_records=self.backend.makes_records,
             )  # fmt: skip
             report = self._report(wanted, at, slots, outcomes, refused, len(batch))
-        self._see_missing()
+        if not report.right.all():
+            self._see_missing()
         return report
 
     def _report(
@@ -336,7 +338,7 @@ class OwnedTier(StorageTier, BookedTier):
             finally:
                 then(self._end_write(writing))
 
-        def written(answer: Answer[list[Outcome]]) -> None:
+        def written(answer: Outcomes) -> None:
             doomed = self._commit(writing, self._told(answer, len(writing.todo)))
             if answer.error == CLOSED:
                 self._journal.owe()  # nobody knows what is there now
@@ -361,7 +363,7 @@ class OwnedTier(StorageTier, BookedTier):
         self,
         writing: "_SlotWrite",
         blocks: Sequence[Block],
-        then: Callable[[Answer[list[Outcome]]], None],
+        then: Callable[[Outcomes], None],
         waiter: Waiter,
         on_late: Callable[[], None],
     ) -> bool:
@@ -425,7 +427,7 @@ class OwnedTier(StorageTier, BookedTier):
         fresh = reservation.slots >= 0
         nothing, present = np.zeros(len(batch), np.bool_), np.zeros(len(batch), np.bool_)
         present[at[~fresh]] = True
-        report = WriteReport(nothing, present, ~wanted, self._refusal, ~wanted)
+        report = WriteReport(nothing, present, ~wanted, unwanted=~wanted)
         todo = at[fresh]
         writing = _SlotWrite(batch[todo], todo, reservation, report)
         if len(todo):
@@ -460,13 +462,12 @@ class OwnedTier(StorageTier, BookedTier):
             writing.reservation.close()
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
-        self._see_missing()
         report = writing.report
-        return WriteReport(report.written, report.present, report.dropped, self._refusal_of(writing), report.unwanted)
-
-    def _refusal_of(self, writing: "_SlotWrite") -> Reason:
-        """Why blocks were dropped: for want of room, or as `_refusal` says now."""
-        return Reason.NO_ROOM if writing.reservation is None else self._refusal
+        if not report.written.all():
+            self._see_missing()
+        is_refused = writing.reservation is not None and report.dropped.any()
+        because = self._refusal if is_refused else Reason.NO_ROOM
+        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted)
 
     async def _write_to(
         self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter

@@ -81,6 +81,8 @@ class Naming:
 
     def batch(self, keys: StoredKeys, epoch: bytes) -> Batch:
         """Name blocks that weights of ``epoch`` computed."""
+        if isinstance(keys, BlockKeys):
+            return self._named(keys, epoch)
         return Batch.joined([self._named(run, epoch) for run in keys.runs])
 
     def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
@@ -212,7 +214,9 @@ def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:
     n = outcomes.count(outcome)
     if 0 < n < len(outcomes):
         return np.array([each is outcome for each in outcomes], np.bool_)
-    return np.full(len(outcomes), n > 0)
+    mask = np.empty(len(outcomes), np.bool_)
+    mask.fill(n > 0)
+    return mask
 
 
 class MemoryTier(BookedTier):
@@ -307,8 +311,11 @@ class ReadReport:
     @classmethod
     def of(cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str]) -> "ReadReport":
         """Of ``n`` blocks those at some positions were read; ``refused`` are places among these. Others are gone."""
+        right, gone = which(outcomes, Outcome.HIT), which(outcomes, Outcome.MISS)
+        if len(at) == n:
+            return cls(right, gone, refused)
         report = cls(np.zeros(n, np.bool_), np.ones(n, np.bool_), {int(at[i]): why for i, why in refused.items()})
-        report.right[at], report.gone[at] = which(outcomes, Outcome.HIT), which(outcomes, Outcome.MISS)
+        report.right[at], report.gone[at] = right, gone
         return report
 
     @classmethod

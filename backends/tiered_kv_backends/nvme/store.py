@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Then, Verify, Workers, check_lengths
+from tiered_kv.media.backend import Block, Ended, Make, Outcome, RecordShape, Then, Verify, Workers, check_lengths
 from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import Names
@@ -65,6 +65,7 @@ class Calls:
 
 _LEAST_SHARE_BYTES = 128 << 10
 """Of a batch, for one thread: some 50 us of a disk's time, which is what it takes to wake another."""
+_Ended = Callable[[], list[Moved]]
 _Move = Callable[[list[int], list[int], Sequence[Block]], Moved]
 _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
 """What says that the whole medium is gone, not one place of it."""
@@ -222,9 +223,9 @@ class Store:
         files.mark(slots, WRITING)
         write = _Write(self._files, files, slots, names, sequences, make, enters=True)
 
-        def moved(outcomes: Callable[[], list[Outcome]]) -> None:
+        def moved(ended: Ended) -> None:
             files.mark(slots, HELD)
-            then(lambda: self._written(write, outcomes()))
+            then(lambda: self._written(write, ended()))
 
         self._begin(self._writers, files.slab, write, slots, blocks, moved)
         return True
@@ -354,7 +355,7 @@ class Store:
             then(list)
             return
 
-        def outcomes(ended: Callable[[], list[Moved]]) -> list[Outcome]:
+        def outcomes(ended: _Ended) -> list[Outcome]:
             moved = ended()
             outcomes = list(chain.from_iterable([part.outcomes for part in moved]))
             if positions != list(range(end)):
@@ -362,7 +363,7 @@ class Store:
             errors = [part.error for part in moved if part.error is not None]
             return self._seen(outcomes, errors[-1] if errors else None)
 
-        def moved(ended: Callable[[], list[Moved]]) -> None:
+        def moved(ended: _Ended) -> None:
             self._num_moving[workers] -= len(jobs)
             then(partial(outcomes, ended))
 
@@ -481,11 +482,11 @@ class _Write:
 
 async def _outcomes(begin: Callable[[Then], object]) -> list[Outcome]:
     """Begin, wait for threads, and return the outcomes. Cancelled, it leaves the threads to themselves."""
-    ended: asyncio.Future[Callable[[], list[Outcome]]] = asyncio.get_running_loop().create_future()
+    told: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
 
-    def then(outcomes: Callable[[], list[Outcome]]) -> None:
-        if not ended.done():
-            ended.set_result(outcomes)
+    def then(ended: Ended) -> None:
+        if not told.done():
+            told.set_result(ended)
 
     begin(then)
-    return (await ended)()
+    return (await told)()
