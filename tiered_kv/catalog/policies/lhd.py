@@ -22,6 +22,7 @@ What became of blocks, by class and age: how many lives there were, and at which
 
 import math
 from heapq import heapify, heappop, heappush
+from itertools import accumulate
 from typing import Any, Final
 
 import numpy as np
@@ -302,6 +303,7 @@ _LEARN_EVERY: Final = 512
 """Blocks used; to compute densities takes some 100 us."""
 _FEW: Final = 32
 """So many slots are told apart one by one sooner than numpy begins."""
+_TOUCHED_AT_ONCE: Final = 64
 _SAME: Final = 1.1
 """Densities that differ by less count as the same: the age of two blocks is certain, and these are estimates."""
 _LEAST_DENSITY: Final = 1e-15
@@ -333,10 +335,13 @@ class LHDPolicy(Policy):
         self._num_passed = 0
         self._num_evictable = 0
         self._is_used = False
+        self._touched: list[Slots] = []
+        self._touched_slots: set[int] = set()
         self._forget_learned()
 
     def resize(self, num_slots: int) -> None:
         """Take another number of slots. What LRU would hold is counted anew."""
+        self._settle()
         super().resize(num_slots)
         self._against_lru = AgainstLRU(num_slots, self._now)
 
@@ -345,6 +350,8 @@ class LHDPolicy(Policy):
 
     def add(self, slots: Slots, names: Names) -> None:
         """Learn from those that were here before, and let them go on counting."""
+        if self._touched:
+            self._settle()
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
         self._let_go(slots)
@@ -370,6 +377,8 @@ class LHDPolicy(Policy):
 
     def use(self, slots: Slots) -> None:
         """Learn how long it took."""
+        if self._touched:
+            self._settle()
         self._begin_moment(is_use=True)
         if not len(slots):
             return
@@ -380,25 +389,45 @@ class LHDPolicy(Policy):
         self._begin(slots, num_uses)
 
     def touch(self, slots: Slots) -> None:
-        """Learn how long it took, and move blocks between queues: most of what a load of what is here costs."""
+        """Note it: what few blocks each were asked for is learned from together, as most of what it costs is fixed."""
         if not len(slots) or self._kinds_known:
             super().touch(slots)
             return
+        few = slots.tolist() if len(slots) <= _FEW else []
+        if not few or not self._touched_slots.isdisjoint(few):
+            self._settle()
+        self._touched.append(slots)
+        self._touched_slots.update(few)
+        if not few or len(self._touched_slots) >= _TOUCHED_AT_ONCE:
+            self._settle()
+
+    def _settle(self) -> None:
+        """Learn how long it took until blocks were touched, each batch at its time, and move them between queues."""
+        if not self._touched:
+            return
+        touched, self._touched = self._touched, []
+        self._touched_slots.clear()
+        slots = np.concatenate(touched)
         for number, batch in _by_number(self._queue_of.take(slots), slots):
             self._queues[number].remove(batch)
         self._begin_moment(is_use=True)
+        *passed, last = map(len, touched)
+        times = np.array(list(accumulate(passed, initial=self._now))).repeat([*passed, last])
         num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
         self._let_go(slots)
         self._against_lru.count(self._now, 0, used_at, is_hit=True)
-        self._lives.end(_LEVELS.take(num_uses), self._now - used_at)
+        self._lives.end(_LEVELS.take(num_uses), times - used_at)
         levels = self._begin(slots, num_uses)
-        self._num_passed += len(slots)
+        self._used_at[slots] = times
+        self._advance(sum(passed))
+        self._num_passed += last
         self._queue_of[slots] = levels
         for number, batch in _by_number(levels, slots):
             self._queues[number].push(batch)
 
     def hold(self, slots: Slots, absent: Names) -> None:
         """Learn from uses of what is not here, whose ghosts go on counting."""
+        self._settle()
         self._held[slots], self._any_held = _HELD, True
         if not len(absent):
             return
@@ -417,12 +446,14 @@ class LHDPolicy(Policy):
 
     def leave(self, slots: Slots) -> None:
         """Take note that LRU would not have what was used no later."""
+        self._settle()
         self._let_go(slots)
         if len(slots):
             self._against_lru.held_since = int(self._used_at[slots].max())
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:
         """Let blocks be of the hint's kind, and learn of that kind from now on."""
+        self._settle()
         kind, num_uses = self._kind_of(hint, elapsed_s), self._num_uses[slots]
         self._lives.begin(self._classes(self._kinds[slots], num_uses), -1)
         self._kinds[slots] = kind
@@ -430,12 +461,16 @@ class LHDPolicy(Policy):
 
     def park(self, slots: Slots) -> None:
         """Take blocks out of their queues."""
+        if self._touched:
+            self._settle()
         self._num_evictable -= len(slots)
         for number, batch in _by_number(self._queue_of.take(slots), slots):
             self._queues[number].remove(batch)
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
         """Put blocks at the hot ends of the queues of their uses; if ``cold``, at the cold end of what goes first."""
+        if self._touched:
+            self._settle()
         self._num_passed += len(slots)
         self._num_evictable += len(slots)
         if cold:
@@ -449,6 +484,7 @@ class LHDPolicy(Policy):
 
     def victims(self, n: int, keep: Slots) -> Slots:
         """Choose from the queue whose first block has the least density, then from that where it is so now."""
+        self._settle()
         chosen = [self._queues[_COLD].head(n, skip=keep)]
         missing = n - len(chosen[0])
         fronts: dict[int, tuple[Slots, NDArray[np.int64]]] = {}
@@ -487,6 +523,7 @@ class LHDPolicy(Policy):
 
     def order(self) -> Slots:
         """Return the blocks in the order in which they would go: after a restart nothing else is known of them."""
+        self._settle()
         queues = [(number, self._queues[number].head(len(self._queues[number]))) for number in self._class_numbers()]
         slots = np.concatenate([slots for _, slots in queues])
         keys = np.concatenate([np.maximum.accumulate(self._keys(number, slots)) for number, slots in queues])
@@ -495,6 +532,7 @@ class LHDPolicy(Policy):
 
     def clear(self) -> None:
         """Empty the queues, and forget what was evicted and what was learned."""
+        self._settle()
         for queue in self._queues:
             queue.clear()
         self._num_evictable = 0
