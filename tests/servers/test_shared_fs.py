@@ -454,7 +454,9 @@ class StalledWorkers:
 
     def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
         """Run calls, or keep them waiting."""
-        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(
+            lambda each: then(each.result)
+        )
 
     def fail(self) -> None:
         """End what waits, as a dead server does in the end."""

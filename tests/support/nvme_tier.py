@@ -127,7 +127,9 @@ class AdverseThreads:
 
     def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """Remember the calls."""
-        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(
+            lambda each: then(each.result)
+        )
 
     def step(self) -> None:
         """Make one call, if there is one."""

@@ -113,7 +113,9 @@ class InlineWorkers:
 
     def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """Run the calls in the next turn."""
-        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(lambda each: then(each.result))
+        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(
+            lambda each: then(each.result)
+        )
 
     def close(self) -> None:
         """Nothing to end."""

@@ -14,7 +14,6 @@ Names on a medium are digests: of models, weights and tenants the beginnings of 
 that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
 """
 
-import asyncio
 import enum
 import mmap
 from abc import ABC, abstractmethod

@@ -91,7 +91,9 @@ class ThreadWorkers:
 
     def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
         """See `Workers.begin_each`."""
-        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(lambda each: then(each.result))
+        asyncio.ensure_future(ended(*(self.run(call) for call in calls))).add_done_callback(
+            lambda each: then(each.result)
+        )
 
     def close(self) -> None:
         """End the threads after the calls they have got."""

@@ -146,7 +146,9 @@ class AtOnce:
 
     def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
         """Run calls."""
-        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(lambda each: then(each.result))
+        asyncio.ensure_future(ended(*[self.run(call) for call in calls])).add_done_callback(
+            lambda each: then(each.result)
+        )
 
 
 def room_in(root: str, clock: Clock, ledger: Ledger, workers: AtOnce | None = None) -> Room:
