@@ -189,12 +189,12 @@ class Blocks(Sequence[Block]):
     """Blocks that are made when they are looked at, in any thread: the loop's has no time for each of many."""
 
     def __init__(self, num_blocks: int, make: Callable[[int], Block]) -> None:
-        """Have so many, of which ``make`` makes the one at a position."""
-        self._positions = range(num_blocks)
+        """Have so many, of which ``make`` makes the one at a position, at least once."""
+        self._made: list[Block | None] = [None] * num_blocks
         self._make = make
 
     def __len__(self) -> int:
-        return len(self._positions)
+        return len(self._made)
 
     @overload
     def __getitem__(self, at: int) -> Block: ...
@@ -203,8 +203,11 @@ class Blocks(Sequence[Block]):
     def __getitem__(self, at: slice) -> list[Block]: ...
 
     def __getitem__(self, at: int | slice) -> Block | list[Block]:
-        found = self._positions[at]
-        return self._make(found) if isinstance(found, int) else [self._make(position) for position in found]
+        if isinstance(at, slice):
+            return [self[position] for position in range(*at.indices(len(self._made)))]
+        if (block := self._made[at]) is None:
+            block = self._made[at] = self._make(at)
+        return block
 
 
 class Workers(Protocol):

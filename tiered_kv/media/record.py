@@ -36,6 +36,8 @@ _CHECKSUM_AT = SIGNED_BYTES - _CHECKSUM.size
 _VERSIONS: Final = frozenset({FORMAT_VERSION, SEALED_VERSION})
 _TAG = slice(_FIELDS.size - 32, _FIELDS.size - 16)
 _ZEROS = bytes(16)
+_HASH = slice(struct.calcsize("<8sIIQQ32s32s32s"), struct.calcsize("<8sIIQQ32s32s32s32s"))
+_SUM = slice(struct.calcsize("<8sIIQQ32s32s32s32sII16s"), struct.calcsize("<8sIIQQ32s32s32s32sII16s16s"))
 _PADDING = bytes(HEADER_BYTES)
 _CIPHERS: Final = {name.encode().ljust(16, b"\0"): cast("Cipher", name) for name in get_args(Cipher)}
 
@@ -70,6 +72,27 @@ class _Fields(NamedTuple):
         return self.version == SEALED_VERSION
 
 
+class _Plain:
+    """The used part of headers of one namespace that are not sealed: all but the hash and the checksums is the same."""
+
+    def __init__(self, space: Namespace, payload_bytes: int, decoded_bytes: int, codec: str) -> None:
+        fields = _FIELDS.pack(
+            MAGIC, FORMAT_VERSION, HEADER_BYTES, payload_bytes, decoded_bytes, space.fingerprint, space.epoch, space.salt,
+            b"", space.shard.rank, space.shard.size, codec.encode(), *[_ZEROS] * 5,
+        )  # fmt: skip
+        fields = fields.ljust(_CHECKSUM_AT, b"\0")
+        self._parts = fields[: _HASH.start], fields[_HASH.stop : _SUM.start], fields[_SUM.stop :]
+
+    def header(self, digest: bytes, checksum: bytes) -> bytes:
+        """Return that of the block of this hash, whose payload has this checksum."""
+        front, middle, end = self._parts
+        signed = b"".join((front, digest, middle, checksum, end))
+        return signed + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(signed))
+
+
+_plain = lru_cache(maxsize=1024)(_Plain)
+
+
 def encode(
     key: BlockKey,
     block: Block,
@@ -90,20 +113,19 @@ def encode(
         payload: Where the payload is, if it is not in the block yet: encrypted, it goes there. Only for a seal that
             encrypts.
     """
-    header, space = block.header, key.namespace
-    sealed = (_ZEROS,) * 4
-    if seal is not None:
-        sealed = seal.key_id, seal.nonce(), _ZEROS, seal.cipher.encode()
+    header, space, num_bytes = block.header, key.namespace, len(block.payload)
     header[:] = _PADDING
+    if seal is None:
+        plain = _plain(space, num_bytes, decoded_bytes or num_bytes, codec)
+        header[:SIGNED_BYTES] = plain.header(key.hash, xxhash.xxh3_128_digest(block.payload))
+        return
+    nonce, source = seal.nonce(), block.payload if payload is None else payload
     _FIELDS.pack_into(
-        header, 0, MAGIC, SEALED_VERSION if seal else FORMAT_VERSION, HEADER_BYTES, len(block.payload),
-        decoded_bytes or len(block.payload), space.fingerprint, space.epoch, space.salt, key.hash,
-        space.shard.rank, space.shard.size, codec.encode(),
-        _ZEROS if seal else xxhash.xxh3_128_digest(block.payload), *sealed,
+        header, 0, MAGIC, SEALED_VERSION, HEADER_BYTES, num_bytes, decoded_bytes or num_bytes, space.fingerprint,
+        space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size, codec.encode(), _ZEROS, seal.key_id, nonce,
+        _ZEROS, seal.cipher.encode(),
     )  # fmt: skip
-    if seal is not None:
-        source = block.payload if payload is None else payload
-        header[_TAG] = seal.close(space.salt, sealed[1], bytes(header[:_CHECKSUM_AT]), source, block.payload)
+    header[_TAG] = seal.close(space.salt, nonce, bytes(header[:_CHECKSUM_AT]), source, block.payload)
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]))
 
 
@@ -123,6 +145,10 @@ def verify(key: BlockKey, block: Block, *, codec: str = "none", seal: "Seal | No
 def examine(key: BlockKey, block: Block, *, codec: str, seal: "Seal | None") -> tuple[Outcome, str]:
     """Return what `verify` does, and why a record is refused for its seal; empty where that is not the reason."""
     header, space = block.header, key.namespace
+    if seal is None and codec == "none":  # as a rule it is what `encode` would have made, but for the payload's checksum
+        num_bytes, used = len(block.payload), bytes(header[:SIGNED_BYTES])
+        if used == _plain(space, num_bytes, num_bytes, codec).header(key.hash, used[_SUM]):
+            return Outcome.HIT if xxhash.xxh3_128_digest(block.payload) == used[_SUM] else Outcome.CORRUPT, ""
     if (fields := _parse(header)) is None:
         is_none = not any(header[:SIGNED_BYTES])
         return Outcome.MISS if is_none else Outcome.CORRUPT, ""

@@ -136,6 +136,8 @@ class Fates:
             fate: What it was.
             detail: The tier, or a reason of a few fixed words.
         """
+        if not len(names):
+            return
         code = fate + _FATES * self._number_of(detail)
         while len(names):
             start = self._num_noted

@@ -372,8 +372,9 @@ class OwnedTier(StorageTier, BookedTier):
             return False
         slots, todo = writing.slots, writing.todo.tolist()
         hidden = self.records.names(writing.batch.names)
-        records = Blocks(len(todo), lambda n: blocks[todo[n]].read_only())
-        make = self.records.making(writing.batch, Blocks(len(todo), lambda n: blocks[todo[n]]), self.shape)
+        there = blocks if len(todo) == len(blocks) else Blocks(len(todo), lambda n: blocks[todo[n]])
+        records = Blocks(len(todo), lambda n: there[n].read_only())
+        make = self.records.making(writing.batch, there, self.shape)
         self._in_write[writing] = writing.batch.names, slots
         is_begun = self.calls.begin(
             "write",

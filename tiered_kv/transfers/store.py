@@ -278,8 +278,9 @@ class Store(Revocable):
         return known
 
     def _count_present(self, n: int) -> None:
-        self._num_present += n
-        self._tally.add_all(present=n)
+        if n:
+            self._num_present += n
+            self._tally.add_all(present=n)
 
     def _is_refused(self) -> bool:
         """Drop all of it if there is a reason."""
@@ -306,11 +307,11 @@ class Store(Revocable):
     ) -> "Placed | None":
         """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
         fresh = reservation.slots >= 0
-        n = int(np.count_nonzero(fresh))
-        self._count_present(len(part) - n)
-        if n < len(part):
+        if not fresh.all():
+            self._count_present(len(part) - int(np.count_nonzero(fresh)))
             self._present.append(part[~fresh])
-        if not n:
+            part, pages = part[fresh], pages[fresh]
+        if not len(part):
             reservation.close()
             return None
         fill = None
@@ -318,7 +319,7 @@ class Store(Revocable):
             fill = Fill(len(reservation.slots), Waiter(Kind.STORE))
             self._chain.fills.announce(fill, reservation)
         self._num_open += 1
-        return Placed(tier, reservation, part[fresh], pages[fresh].ravel(), fresh, fill)
+        return Placed(tier, reservation, part, pages.ravel(), fresh, fill)
 
     def _copy_out(self, placed: "Placed") -> LaneCopy:
         """Put the copy of a window's new blocks on the stream."""
@@ -344,11 +345,16 @@ class Store(Revocable):
         self._num_stored += n
         self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
         slots = lease.slots[fresh]
-        num_passing = int(np.count_nonzero(tier.index.is_transient(slots)))
-        self._tally.add(tier, written=n - num_passing, dropped={Reason.NO_ROOM: num_passing})
-        live = slots >= 0  # the others were evicted by name while they were copied: they go no further
-        self._tally.add_below(tier, dropped={Reason.REMOVED: n - int(np.count_nonzero(live))})
-        write_down(chain, self._tally, tier, batch[live], slots[live], lease, self._came, self._close_one)
+        num_passing = int(np.count_nonzero(tier.index.is_transient(slots))) if tier.index.num_transient else 0
+        self._tally.add(tier, written=n - num_passing, dropped={Reason.NO_ROOM: num_passing} if num_passing else {})
+        if tier is chain.tiers[-1]:
+            chain.release(lease)
+            self._close_one()
+            return
+        if not (live := slots >= 0).all():  # the others were evicted by name while they were copied: they go no further
+            self._tally.add_below(tier, dropped={Reason.REMOVED: n - int(np.count_nonzero(live))})
+            batch, slots = batch[live], slots[live]
+        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""

@@ -91,7 +91,7 @@ class Tally:
 
     def results(self) -> tuple[TierStore, ...]:
         """What became of the blocks, fastest tier first."""
-        return tuple(TierStore(tier, *counts) for tier, counts in self._counts.items())
+        return tuple([TierStore(tier, *counts) for tier, counts in self._counts.items()])
 
 
 _MOST_TRIES: Final = 3

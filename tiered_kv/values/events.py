@@ -144,11 +144,13 @@ class BlocksSettled(Event):
     @classmethod
     def of(cls, tiers: Iterable[TierStore]) -> "BlocksSettled":
         """Say what became of a store's blocks, tier by tier."""
-        counts = {each.tier: (each.written, each.dropped + each.failed) for each in tiers}
-        return cls(
-            {tier: written for tier, (written, _) in counts.items()},
-            {tier: lost for tier, (_, lost) in counts.items() if lost},
-        )
+        written: dict[str, int] = {}
+        lost: dict[str, int] = {}
+        for each in tiers:
+            written[each.tier] = each.written
+            if num_lost := each.dropped + each.failed:
+                lost[each.tier] = num_lost
+        return cls(written, lost)
 
 
 @dataclass(frozen=True)
