@@ -242,8 +242,7 @@ class OwnedTier(StorageTier, BookedTier):
             is_right = bool(report.right.all())
             lease.release(is_use=is_use and is_right)
             give_back()
-            if not is_right:
-                self._see_missing()
+            self._see_missing()
             self.speed.end(read, is_well=is_right)
             then(report)
 
@@ -280,8 +279,7 @@ class OwnedTier(StorageTier, BookedTier):
                 makes_records=self.backend.makes_records,
             )  # fmt: skip
             report = self._report(wanted, at, slots, outcomes, refused, len(batch))
-        if not report.right.all():
-            self._see_missing()
+        self._see_missing()
         return report
 
     def _report(
@@ -463,9 +461,8 @@ class OwnedTier(StorageTier, BookedTier):
             writing.reservation.close()
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
+        self._see_missing()
         report = writing.report
-        if not report.written.all():
-            self._see_missing()
         is_refused = writing.reservation is not None and report.dropped.any()
         because = self._refusal if is_refused else Reason.NO_ROOM
         return WriteReport(report.written, report.present, report.dropped, because, report.unwanted)
@@ -626,7 +623,7 @@ class OwnedTier(StorageTier, BookedTier):
     def _see_missing(self) -> None:
         """Put no blocks where the medium has failed, and what was there out of the books."""
         missing = self.calls.ask(
-            "missing", lambda: self.backend.missing(self.group), self._missing, problem_of=self._problem_of
+            "missing", partial(self.backend.missing, self.group), self._missing, problem_of=self._problem_of
         )
         if missing is self._missing:
             return
