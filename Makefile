@@ -72,6 +72,9 @@ help:
 demo: .venv/demo.stamp
 	$(IN_VENV)python examples/$(if $(HOST),chat_host.py,chat.py) $(if $(TIERS),--tiers $(TIERS))
 
+# Where this is set, every process that tests would rewrite the asserts of all tests anew, and compile the library.
+test test-fast: export PYTHONDONTWRITEBYTECODE :=
+
 test: .venv/dev.stamp .venv/servers
 	$(IN_VENV)pytest -n auto --dist loadgroup
 

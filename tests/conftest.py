@@ -5,6 +5,7 @@
 - A reason to skip reads "what is missing: how to get it"; a table of them ends each run.
 """
 
+import gc
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -68,6 +69,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if any(item.path.is_relative_to(TESTS / each) for each in ("servers", "examples", "test_docs_site.py")):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from looking at all tests and torch again and again: what is there now stays."""
+    gc.freeze()
 
 
 def _length(item: pytest.Item) -> int:

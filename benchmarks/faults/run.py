@@ -1,6 +1,7 @@
 """The fault bench: sixteen classes of faults, on tiers of ours and of others, and what an engine is given then.
 
-Each step is a process in the tier's own environment, over files on a medium that fails as it is told to. The worst
+Each step is a process in the tier's own environment, over files on a medium that fails as it is told to. Ours are
+forked from one that has imported the tier; who knows what others start as they are imported. The worst
 that came of a block decides a cell: *right* (its bytes), *miss* (the engine is told to compute it), *raises*, *dies*,
 *hangs* (no answer within 30 s), *wrong bytes*; or *not applicable*. Right and miss are both safe. Whether a block
 should be right depends on the class: one that was damaged can't be.
@@ -10,8 +11,11 @@ import argparse
 import json
 import os
 import pathlib
+import shutil
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -23,7 +27,7 @@ sys.path[:0] = [str(HERE), str(ENGINES)]
 import medium  # noqa: E402 - where it lies is said above
 from classes import CLASSES  # noqa: E402 - the same
 from environments import Environment  # noqa: E402 - the same
-from outcome import outcome_of  # noqa: E402 - the same
+from outcome import Steps, outcome_of  # noqa: E402 - the same
 
 
 @dataclass(frozen=True)
@@ -52,13 +56,25 @@ TIERS: Final = (
 )
 
 
-def cell(tier: Tier, name: str, library: pathlib.Path) -> dict[str, Any]:
-    """Run one class on one tier."""
+@contextmanager
+def on_a_medium(tier: Tier, library: pathlib.Path) -> Iterator[Callable[[str], dict[str, Any]]]:
+    """Give what runs one class after the other on a tier, each over an empty folder and a medium that is fine."""
     with tempfile.TemporaryDirectory(dir=ROOT, prefix=".faults-") as folder:
         at = pathlib.Path(folder)
         path = os.pathsep.join(map(str, (ROOT, ROOT / "backends", HERE, ENGINES)))
         variables = {**os.environ, **medium.variables(library, at), "PYTHONPATH": path}
-        return outcome_of(str(tier.python), tier.module, name, len(CLASSES[name]), at, variables)
+        steps = Steps(str(tier.python), tier.module, at, variables, forks=not tier.engine)
+
+        def run(name: str) -> dict[str, Any]:
+            shutil.rmtree(at / "data")
+            (at / "data").mkdir()
+            medium.Medium(at / "order").be_fine()
+            return outcome_of(steps, name, len(CLASSES[name]))
+
+        try:
+            yield run
+        finally:
+            steps.close()
 
 
 def main() -> None:
@@ -77,13 +93,14 @@ def main() -> None:
             print(f"left out: {each.title}, its environment is not built: make fault-bench builds it")
     tiers = [each for each in tiers if each.python is not None]
     table: dict[str, dict[str, Any]] = {}
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         library = medium.built(pathlib.Path(folder))
         if library is None:
             sys.exit("cc is missing: apt-get install gcc")
         print(f"| Fault | {' | '.join(each.title for each in tiers)} |\n|---|{'---|' * len(tiers)}")
+        runs = {each.title: stack.enter_context(on_a_medium(each, library)) for each in tiers}
         for name in arguments.fault or CLASSES:
-            table[name] = {each.title: cell(each, name, library) for each in tiers}
+            table[name] = {title: run(name) for title, run in runs.items()}
             print(f"| {name} | {' | '.join(said['outcome'] for said in table[name].values())} |", flush=True)
     print()
     versions = {title: said.pop("versions") for row in table.values() for title, said in row.items()}

@@ -2,8 +2,6 @@
 
 import asyncio
 import re
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ import torch
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import until, until_idle
+from tests.support.programs import started
 from tiered_kv import (
     BlockKeys,
     CacheLimits,
@@ -344,22 +343,19 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
 async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
     """One process owns the directory: the next is told which one, and may have it once that has ended."""
     holder = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[2]); from tests.support.any_layout import *\n"
+        "import asyncio, sys; from tests.support.any_layout import *\n"
         "async def hold():\n"
         "    async with open_any(AnyEngine(), nvme(Path(sys.argv[1]))):\n"
         "        print('held', flush=True); sys.stdin.read()\n"
         "asyncio.run(hold())"
     )
-    root = str(Path(__file__).parents[2])
-    command = [sys.executable, "-c", holder, str(tmp_path), root]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:  # noqa: ASYNC220
-        assert other.stdout is not None
-        assert other.stdin is not None
+    with started("-c", holder, tmp_path, folder=Path(__file__).parents[2]) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ConfigurationError, match=f"{tmp_path}.*{other.pid}"):
             async with open_any(AnyEngine(), cpu(4), nvme(tmp_path)):
                 pass
         other.stdin.close()
+        assert other.wait() == 0
     async with open_any(AnyEngine(), cpu(4), nvme(tmp_path)) as kv:
         assert (await kv.lookup(KEYS)).num_blocks == 0
 

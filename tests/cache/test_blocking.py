@@ -3,7 +3,6 @@
 import gc
 import inspect
 import signal
-import subprocess
 import sys
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import assert_type
 
 import pytest
 
+from tests.support import programs
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import AnyTier, Recorder
 from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
@@ -198,9 +198,8 @@ def test_it_is_closed_whatever_ends_the_block(error: type[BaseException]) -> Non
 @pytest.mark.parametrize("end", ["open", "late", "daemon"])
 def test_a_program_that_ends_with_it_open_loses_nothing(tmp_path: Path, end: str) -> None:
     """What was stored is written before the process is gone, whoever forgot to leave the block; and it ends."""
-    command = [sys.executable, "-m", "tests.cache.forgetful_program", str(tmp_path), end]
-    done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert (done.stdout, done.stderr) == ("9\n", "")
+    done = programs.run("-m", "tests.cache.forgetful_program", tmp_path, end)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "9\n", "")
     with open_blocking(cache_of(CPU, {"medium": "nvme", "path": str(tmp_path), "capacity": "64MiB"})) as kv:
         assert kv.lookup(KEYS).by_tier == {"nvme": 9}
 

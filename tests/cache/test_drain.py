@@ -20,6 +20,7 @@ from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
 from tests.support.engine import prompt as small_prompt
 from tests.support.planned import WAIT_S
+from tests.support.programs import Program, started
 from tests.support.virtual import advance
 from tiered_kv import (
     BackendUnavailableError,
@@ -266,33 +267,27 @@ async def test_signals_are_for_the_main_thread() -> None:
     assert len(errors) == 1
 
 
-def start(argument: str) -> "subprocess.Popen[str]":
+@contextmanager
+def serving(argument: Path | str) -> Iterator[Program]:
     """Start the server, and wait until it serves."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.cache.drain_process", argument],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert line_of(process) == "ready"
-    return process
+    with started("-m", "tests.cache.drain_process", argument, folder=REPOSITORY) as server:
+        assert line_of(server) == "ready"
+        yield server
 
 
-def line_of(process: "subprocess.Popen[str]") -> str:
+def line_of(server: Program) -> str:
     """Return the next line that it prints."""
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
+    return server.stdout.readline().strip()
 
 
 @pytest.mark.slow
 async def test_after_sigterm_under_load_a_restart_finds_what_was_reported_written(tmp_path: Path) -> None:
     """The process ends by itself, having written what it had; the next one starts warm, every byte right."""
-    process = start(str(tmp_path))
-    lines = [line_of(process) for _ in range(20)]
-    process.send_signal(signal.SIGTERM)
-    rest, _ = await asyncio.to_thread(process.communicate, timeout=60)
-    lines += rest.split("\n")
-    assert process.returncode == 0
+    with serving(tmp_path) as server:
+        lines = [line_of(server) for _ in range(20)]
+        server.send_signal(signal.SIGTERM)
+        lines += server.stdout.read().split("\n")
+        assert server.wait() == 0
     assert "drained True" in lines
     assert "loaded 8" in lines
     seeds = [int(line.split()[1]) for line in lines if line.startswith("written")][-50:]
@@ -312,12 +307,11 @@ async def assert_right(kv: TieredKV, engine: AnyEngine, seed: int) -> None:
 @pytest.mark.slow
 def test_a_second_signal_ends_the_process() -> None:
     """Whatever the drain waits for."""
-    process = start("stuck")
-    process.send_signal(signal.SIGTERM)
-    assert line_of(process) == "begun"
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
-    assert process.returncode == -signal.SIGTERM
+    with serving("stuck") as server:
+        server.send_signal(signal.SIGTERM)
+        assert line_of(server) == "begun"
+        server.send_signal(signal.SIGTERM)
+        assert server.wait() == -signal.SIGTERM
 
 
 async def test_a_flush_that_survives_power_loss_syncs_the_slab_before_the_ledger(

@@ -5,8 +5,6 @@ Four lives of each kind of tier; `make kills` ends a hundred of each.
 
 import asyncio
 import json
-import os
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import pytest
 
 from tests.cache.kill_process import KINDS, PROMPT_BLOCKS, tier_of
 from tests.support.any_layout import AnyEngine, cpu, open_any, prompt
+from tests.support.programs import started
 
 _REMEMBERED = 40
 """Prompts of former lives that are there; as many that were evicted last are looked for."""
@@ -85,26 +84,15 @@ class History:
 @pytest.fixture(scope="module")
 def end_a_life() -> Iterator[Callable[[dict[str, object]], Said]]:
     """A function that has a cache live, as its order says, and returns what it said before it was killed."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.cache.kill_process"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as lives:
-        assert lives.stdin is not None
-        assert lives.stdout is not None
-        to, answers = lives.stdin, lives.stdout
+    with started("-m", "tests.cache.kill_process", folder=Path(__file__).parents[2]) as lives:
 
         def end(order: dict[str, object]) -> Said:
-            to.write(json.dumps(order) + "\n")
-            to.flush()
-            said: Said = json.loads(answers.readline())
+            lives.stdin.write(json.dumps(order) + "\n")
+            lives.stdin.flush()
+            said: Said = json.loads(lives.stdout.readline())
             return said
 
         yield end
-        to.close()
 
 
 @pytest.mark.slow

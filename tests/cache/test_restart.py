@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.caches import until, until_idle
+from tests.support.programs import started
 from tiered_kv import BlockKeys, KVGroup, KVLayout
 from tiered_kv.tiers.owned import OwnedTier
 
@@ -144,23 +144,13 @@ def test_after_kill_only_right_bytes_are_served(tmp_path: Path, kind: str) -> No
     """
     delays = np.random.default_rng(50).uniform(0, 0.06, NUM_LIVES)
     num_served = 0
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path), kind],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "PYTHONPATH": str(root)},
-    ) as lives:
-        assert lives.stdin is not None
-        assert lives.stdout is not None
+    with started("-m", "tests.cache.test_restart", tmp_path, kind, folder=Path(__file__).parents[2]) as lives:
         for life, delay in enumerate(delays.tolist()):
             lives.stdin.write(f"{delay}\n")
             lives.stdin.flush()
             acknowledged = bytes.fromhex(lives.stdout.readline())
             assert acknowledged
             num_served += asyncio.run(check(tmp_path, kind, life, acknowledged))
-        lives.stdin.close()
     assert num_served > NUM_LIVES * PROMPT_BLOCKS
 
 

@@ -1,17 +1,17 @@
 """Hours of traffic and faults: what a process holds does not grow. `make soak` takes an hour, a test run seconds."""
 
 import json
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.programs import Program, started
 
 _MOST_GROWTH_BYTES = 32 << 20
 """What memory that a process has may differ by: allocators keep some of what they were given back."""
@@ -20,37 +20,27 @@ _MOST_GROWTH_BYTES = 32 << 20
 class Life:
     """A process that serves, see `soak_process`."""
 
-    def __init__(self, process: "subprocess.Popen[str]") -> None:
-        self.process = process
-        self._to, self._answers = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
+    def __init__(self, program: Program) -> None:
+        self.program = program
 
     def ask(self, num_requests: int = 300) -> None:
         """Have it serve so many requests, and then say what it holds."""
-        self._to.write(f"{num_requests}\n")
-        self._to.flush()
+        self.program.stdin.write(f"{num_requests}\n")
+        self.program.stdin.flush()
 
     def measure(self) -> dict[str, Any]:
         """Wait for what was asked."""
-        measured: dict[str, Any] = json.loads(self._answers.readline())
+        measured: dict[str, Any] = json.loads(self.program.stdout.readline())
         return measured
 
 
 @contextmanager
 def begun(path: Path, seed: int) -> Iterator[Life]:
     """Begin one; it ends when all that it was asked is answered, if it was not killed."""
-    with subprocess.Popen(
-        [sys.executable, "-m", "tests.cache.soak_process", str(path), str(seed)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-    ) as process:
-        life = Life(process)
-        try:
-            yield life
-        finally:
-            cast(IO[str], process.stdin).close()
+    with started("-m", "tests.cache.soak_process", path, str(seed), folder=Path(__file__).parents[2]) as program:
+        yield Life(program)
+        program.stdin.close()
+        program.wait()
 
 
 def damage(path: Path, rng: np.random.Generator) -> None:
@@ -77,7 +67,7 @@ def test_nothing_grows_however_long_it_serves(tmp_path: Path, request: pytest.Fi
             assert life.measure()["wrong"] == 0
             life.ask()
             damage(tmp_path, rng)
-            life.process.kill()
+            life.program.kill()
         num_kills += 1
     with begun(tmp_path, num_kills) as life:
         told: list[dict[str, Any]] = []

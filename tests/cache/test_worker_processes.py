@@ -1,7 +1,6 @@
 """Planned transfers that other processes carry out: attached, killed, or not the ones that were meant."""
 
 import asyncio
-import multiprocessing as mp
 import os
 import resource
 import subprocess
@@ -17,6 +16,7 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 
+from tests.host.processes import FORKING
 from tests.support.any_layout import SMALL, AnyEngine, cpu, open_any, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import Recorder, until, until_idle
@@ -64,12 +64,11 @@ def serve(rank: int, slabs: Sequence[SlabHandle], pipe: Connection) -> None:
 
 
 class Process:
-    """A worker process started by spawn."""
+    """A worker process."""
 
     def __init__(self, rank: int, planner: Planner) -> None:
-        context = mp.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self.process = context.Process(target=serve, args=(rank, planner.slabs(), theirs), daemon=True)
+        self.pipe, theirs = FORKING.Pipe()
+        self.process = FORKING.Process(target=serve, args=(rank, planner.slabs(), theirs), daemon=True)
         self.process.start()
         theirs.close()
         assert self.process.pid is not None
@@ -112,7 +111,7 @@ async def both(planner: Planner, processes: Sequence[Process], job: Job) -> int:
 
 @pytest.mark.slow
 async def test_two_worker_processes(processes: list[Process]) -> None:
-    """A planner and two spawned workers: bytes go out of two processes' tensors and back, through one slab each."""
+    """A planner and two workers: bytes go out of two processes' tensors and back, through one slab each."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
         planner = kv.planner()
         processes += [Process(rank, planner) for rank in range(2)]

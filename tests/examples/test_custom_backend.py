@@ -1,11 +1,10 @@
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from custom_backend import SQLiteBackend
+from tests.support import programs
 from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import BackendTests, block_key, make_block, open_backend
 from tiered_kv.values.errors import ConfigurationError
@@ -45,7 +44,8 @@ async def test_a_path_that_is_none(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_it_runs() -> None:
     """The example stores a prompt and loads the same bytes by another cache."""
-    ran = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
+    ran = programs.run(EXAMPLE)
+    assert ran.returncode == 0, ran.stderr
     lines = (
         ran.stdout.splitlines()
     )  # among the log's, which goes to the same place unless an application says otherwise

@@ -1,9 +1,9 @@
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import programs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_threads.py"
 
@@ -11,7 +11,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_threads.py"
 @pytest.mark.slow
 def test_it_runs() -> None:
     """The engine loads what it stored, the same bytes, and gets every page back from the cache."""
-    ran = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
+    ran = programs.run(EXAMPLE)
+    assert ran.returncode == 0, ran.stderr
     counts = re.search(r"^144 blocks: (\d+) loaded, (\d+) computed, 0 wrong$", ran.stdout, re.MULTILINE)
     assert counts
     assert int(counts[1]) > 0

@@ -1,8 +1,8 @@
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import programs
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_workers.py"
 
@@ -10,7 +10,8 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "engine_workers.py"
 @pytest.mark.slow
 def test_it_runs() -> None:
     """Two worker processes store and load 31 blocks by the planner's plans, each its own bytes."""
-    ran = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
+    ran = programs.run(EXAMPLE)
+    assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     for line in ("stored 31 blocks", "found {'cpu': 31}", "loaded 31 blocks"):
         assert line in lines

@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -7,6 +5,7 @@ import httpx
 import pytest
 
 from fastapi_app import NUM_BLOCKS, Engine, app
+from tests.support import programs
 from tiered_kv.values.errors import ClosedError
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "fastapi_app.py"
@@ -73,7 +72,8 @@ async def test_behind_its_lifespan_the_cache_is_closed() -> None:
 @pytest.mark.slow
 def test_it_runs() -> None:
     """As a script it shows a prefix loaded by the second prompt."""
-    ran = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
+    ran = programs.run(EXAMPLE)
+    assert ran.returncode == 0, ran.stderr
     lines = ran.stdout.splitlines()
     assert "{'loaded_blocks': 0, 'by_tier': {}, 'computed_blocks': 10}" in lines
     assert "{'loaded_blocks': 6, 'by_tier': {'cpu': 6}, 'computed_blocks': 4}" in lines

@@ -1,10 +1,10 @@
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import programs
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "quickstart.py"
@@ -13,7 +13,8 @@ EXAMPLE = ROOT / "examples" / "quickstart.py"
 @pytest.mark.slow
 def test_it_runs() -> None:
     """The example finds on disk what it stored before the restart, loads the same bytes, and prints nothing else."""
-    ran = subprocess.run([sys.executable, EXAMPLE], check=True, capture_output=True, text=True)
+    ran = programs.run(EXAMPLE)
+    assert ran.returncode == 0, ran.stderr
     lines = ["stored 31 blocks", "found {'nvme': 31}, loaded 31 blocks", "the same bytes: True"]
     assert ran.stdout.splitlines() == lines
     assert not ran.stderr

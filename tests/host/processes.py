@@ -49,8 +49,9 @@ MOST_UNHEARD = 16
 Said = tuple[int, int, Path]
 """A worker: its rank, its process, and where it listens."""
 
-_starting = mp.get_context("forkserver")
-_starting.set_forkserver_preload([__name__])
+FORKING = mp.get_context("forkserver")
+"""Starts processes in no time; there is one for all tests."""
+FORKING.set_forkserver_preload([__name__])
 
 
 class Started:
@@ -102,8 +103,8 @@ class Started:
 @contextmanager
 def started(work: Callable[..., None], *args: object, **how: object) -> Iterator[Started]:
     """Have a process do ``work(connection, *args, **how)``; it is killed in the end."""
-    ours, theirs = _starting.Pipe()
-    process = _starting.Process(target=work, args=(theirs, *args), kwargs=how, daemon=True)
+    ours, theirs = FORKING.Pipe()
+    process = FORKING.Process(target=work, args=(theirs, *args), kwargs=how, daemon=True)
     process.start()
     theirs.close()
     one = Started(process, ours)

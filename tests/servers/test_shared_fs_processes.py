@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 from anyio import fail_after
 
+from tests.support.programs import Program, started
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, block_key, make_block, open_backend, open_context
@@ -30,6 +31,7 @@ RECORD = 4096 + SIZE
 SMALL_RECORD = 4096 + GROUPS[0].payload_bytes
 BATCH = 8
 HOUR_NS = 3600 * 10**9
+Start = Callable[[str, Path, int], Program]
 
 
 def content(n: int, life: int = 0) -> bytes:
@@ -157,67 +159,51 @@ def hold_the_lock(path: Path, life: int) -> None:
         signal.pause()
 
 
-def started(what: str, path: Path, life: int) -> "subprocess.Popen[bytes]":
-    """Start one of the above in a process of its own."""
-    return subprocess.Popen(
-        [sys.executable, __file__, what, str(path), str(life)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-
-
 @pytest.fixture
-def processes() -> Iterator[ExitStack]:
-    """Processes entered here are killed, if they still run, at the end of the test."""
+def start() -> Iterator[Start]:
+    """A function that starts one of the above in a process of its own, which ends with the test."""
     with ExitStack() as stack:
-        yield stack
-
-
-def enter(processes: ExitStack, process: "subprocess.Popen[bytes]") -> "subprocess.Popen[bytes]":
-    """Have a process end with the test."""
-    processes.enter_context(process)
-    processes.callback(process.kill)
-    return process
+        yield lambda what, path, life: stack.enter_context(started(__file__, what, path, str(life)))
 
 
 @pytest.mark.slow
-async def test_many_writers_of_one_key(tmp_path: Path, processes: ExitStack) -> None:
+async def test_many_writers_of_one_key(tmp_path: Path, start: Start) -> None:
     """Whoever reads while processes write the same block gets one writer's record whole, and nothing is left over."""
-    writers = [enter(processes, started("write_one_key", tmp_path, life)) for life in range(3)]
+    writers = [start("write_one_key", tmp_path, life) for life in range(3)]
     allowed = {content(0, life) for life in range(3)}
     async with opened(tmp_path) as backend:
         num_hits = 0
-        while any(writer.poll() is None for writer in writers):
+        while any(writer.is_running for writer in writers):
             found = await load(backend, [0] * BATCH)
             assert set(found.values()) <= allowed
             num_hits += len(found)
         assert num_hits
-        assert [writer.returncode for writer in writers] == [0] * 3
+        assert [writer.wait() for writer in writers] == [0] * 3
         assert set((await load(backend, [0])).values()) <= allowed
     assert len(records_in(tmp_path)) == 1
     assert not temporaries_in(tmp_path)
 
 
 @pytest.mark.slow
-def test_processes_keep_one_limit(tmp_path: Path, processes: ExitStack) -> None:
+def test_processes_keep_one_limit(tmp_path: Path, start: Start) -> None:
     """Processes that write six times the capacity at once never exceed it."""
-    writers = [enter(processes, started("write_many_keys", tmp_path, life)) for life in range(3)]
-    while any(writer.poll() is None for writer in writers):
+    writers = [start("write_many_keys", tmp_path, life) for life in range(3)]
+    while any(writer.is_running for writer in writers):
         assert total_bytes(tmp_path) <= 400 * SMALL_RECORD
     assert [writer.wait() for writer in writers] == [0] * 3
     assert total_bytes(tmp_path) >= 300 * SMALL_RECORD
     assert not temporaries_in(tmp_path)
 
 
-async def test_one_sweeper_at_a_time(tmp_path: Path, processes: ExitStack) -> None:
+async def test_one_sweeper_at_a_time(tmp_path: Path, start: Start) -> None:
     """While a process sweeps no other one does; one that is killed at it is followed by the next."""
     async with opened(tmp_path) as backend:
-        holder = enter(processes, started("hold_the_lock", tmp_path, 0))
-        assert holder.stdout is not None
+        holder = start("hold_the_lock", tmp_path, 0)
         assert holder.stdout.read(1)
         await store(backend, list(range(120)))
         assert await backend.sweep() is None
         assert total_bytes(tmp_path) == 100 * RECORD
         holder.kill()
-        holder.wait()
         swept = await backend.sweep()
         assert swept is not None
         assert swept.num_deleted == 10
@@ -247,15 +233,13 @@ async def test_a_ledger_that_others_use_is_waited_for(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_killed_writers_leave_nothing_that_is_served(tmp_path: Path, processes: ExitStack) -> None:
+def test_killed_writers_leave_nothing_that_is_served(tmp_path: Path, start: Start) -> None:
     """Whenever a writer dies, what it knew to be stored is there, all that is there is whole, and the rest is swept."""
     path = tmp_path / "kv"
-    lives = enter(processes, started("run_lives", path, 0))
-    assert lives.stdin is not None
-    assert lives.stdout is not None
+    lives = start("run_lives", path, 0)
     delays = np.random.default_rng(50).uniform(0, 0.05, 40).tolist()
     for life, moment in enumerate([*delays, *range(-BATCH - 10, -BATCH)]):
-        lives.stdin.write(b"%f\n" % moment)
+        lives.stdin.write(f"{moment}\n")
         lives.stdin.flush()
         num_batches = int(lives.stdout.readline())
         assert num_batches

@@ -28,6 +28,7 @@ from tests.support.nvme_tier import (
     shape_of,
     slab_of,
 )
+from tests.support.programs import started
 from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
@@ -94,12 +95,8 @@ async def test_only_the_owner_may_read(tmp_path: Path) -> None:
 
 async def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
     """When the owner is killed the directory is free, though a child that it forked lives on."""
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", FORK_AND_DIE, str(tmp_path)]
-    pipe = subprocess.PIPE
-    owner = subprocess.Popen(command, stdin=pipe, stdout=pipe, cwd=Path(__file__).parents[3])  # noqa: ASYNC220 - at once
-    with owner:
-        assert owner.stdout is not None
-        assert owner.stdout.readline() == b"forked\n"
+    with started("-c", FORK_AND_DIE, tmp_path, folder=Path(__file__).parents[3]) as owner:
+        assert owner.stdout.readline() == "forked\n"
         assert await asyncio.to_thread(owner.wait) == -signal.SIGKILL
         async with open_tier(tmp_path) as tier:
             assert tier.recovered(1) == {0: 0}

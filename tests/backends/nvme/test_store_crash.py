@@ -3,7 +3,6 @@
 import asyncio
 import os
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.support.programs import started
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, block_key, block_names, make_block, open_context
@@ -88,11 +88,7 @@ def test_after_kill_every_block_found_is_whole(tmp_path: Path) -> None:
     """
     rng = np.random.default_rng(50)
     history = History()
-    with subprocess.Popen(
-        [sys.executable, __file__, str(tmp_path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as lives:
-        assert lives.stdin is not None
-        assert lives.stdout is not None
+    with started(__file__, tmp_path) as lives:
         for life, delay in enumerate(rng.uniform(0, 0.04, NUM_LIVES).tolist()):
             lives.stdin.write(f"{delay}\n")
             lives.stdin.flush()
@@ -101,7 +97,6 @@ def test_after_kill_every_block_found_is_whole(tmp_path: Path) -> None:
             if life % 2:
                 flip_a_byte(next(tmp_path.glob("*/ledger")), rng)
             asyncio.run(check(tmp_path, life, num_acknowledged, history))
-        lives.stdin.close()
     assert history.forgotten
 
 
