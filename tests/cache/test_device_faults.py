@@ -1,17 +1,21 @@
 """Faults of the engine's device: late events, failed events, a device that is lost. Nothing leaks, storage goes on."""
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, GPULoadStoreSpec, TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.store import Placed
 from tiered_kv.values.events import DeviceFailed, HostMemoryReady
 
 KEYS, OTHERS = prompt(9), prompt(9, seed=1)
@@ -147,6 +151,47 @@ async def test_a_copy_that_fails_is_one_fault_and_no_more() -> None:
         await until(lambda: load.done, on_wait=device.run_all)
         assert (await load).num_blocks == 9
         assert kv.stats().is_device_usable
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("num_blocks", [4, 9], ids=["begun at once", "in a task"])
+@pytest.mark.parametrize(
+    "waits", [lambda kv: kv.flush(), lambda kv: kv.resize("cpu", 12 * PAYLOAD_BYTES)], ids=["flush", "resize"]
+)
+async def test_a_copy_that_hangs_keeps_no_flush_and_no_resize_waiting(
+    num_blocks: int, waits: Callable[[TieredKV], Awaitable[object]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They wait for a store as long as it may take; what it keeps in the end, the next flush waits for.
+
+    Seed 8001311 had a client of a host's server that hung in a copy, and a resize that waited for it.
+    """
+    engine, medium, keys = Engine(), ScriptedBackend(), prompt(num_blocks)
+    computed, begun, goes_on, gather = threading.Event(), threading.Event(), threading.Event(), Placed.gather
+
+    def hang(placed: Placed, memory: EngineMemory) -> None:
+        begun.set()
+        goes_on.wait()
+        gather(placed, memory)
+
+    monkeypatch.setattr(Placed, "gather", hang)
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES, store_timeout_s=SOON_S)
+    async with open_cache(CPU, medium, engine=engine, limits=limits) as kv:
+        try:
+            handle = kv.start_store(keys, engine.compute(keys), after=computed)
+            computed.set()
+            await asyncio.to_thread(begun.wait)
+            await waits(kv)
+            assert not handle.done
+            medium.on_write.hold()
+        finally:
+            goes_on.set()
+        stored = await handle
+        flushing = asyncio.ensure_future(kv.flush())
+        await _some_turns()
+        assert not flushing.done()
+        medium.on_write.release()
+        await flushing
+        assert medium.num_records == stored.num_stored == 4
         await until_idle(kv)
 
 

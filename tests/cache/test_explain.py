@@ -156,6 +156,23 @@ async def test_weights_that_an_earlier_start_served_are_found_on_the_disk(tmp_pa
         assert [each.state for each in await kv.explain(theirs, ask=True)] == ["never stored"] * 6
 
 
+async def test_a_disk_that_hangs_keeps_nobody_waiting() -> None:
+    """What lies there is not asked for longer than a call may take; its slot is nobody else's until that returns.
+
+    Seed 9000419 had a question that never ended.
+    """
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=0.05)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_read.hold()
+        explained = await kv.explain(prompt(4, seed=1), ask=True)
+        assert [each.state for each in explained] == ["never stored"] * 4
+        await kv.evict(KEYS)
+        disk.on_read.release()
+        await until_idle(kv)
+        assert not disk.clashes
+
+
 async def test_what_is_held_says_so() -> None:
     """Pinned by a call: whoever wonders why a tier is full can see it."""
     engine = Engine()

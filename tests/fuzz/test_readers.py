@@ -121,7 +121,7 @@ def test_ledgers(seed: int) -> None:
             ledger.num_slots = num_slots
             num_allocated = rng.randrange(30)
             found, unknown = ledger.read(num_allocated)
-            assert all(slot < num_allocated for slot in [*found.slots.tolist(), *unknown.tolist()])
+            assert all(slot < num_allocated for slot in [*found.slots.tolist(), *unknown.slots.tolist()])
     finally:
         ledger.close()
 

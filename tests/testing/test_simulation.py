@@ -4,7 +4,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -16,8 +16,10 @@ from tiered_kv.testing.simulation.disk import Disk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.testing.simulation.scenes import CLIENTS, drawn_theme
+from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, Shape
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import Turns
+from tiered_kv.testing.simulation.world import World
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
@@ -194,6 +196,38 @@ def test_the_model_promises_nothing_that_was_stored_while_media_failed() -> None
     assert _promised(known) == [False, False]
     known.keep(NAMES, known.moment(), "synced", despite_trouble=True)
     assert known.kept_of(NAMES) == ["synced", "synced"]
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    """Yield one in which nothing happens."""
+    world = World(Tape(0, {}), 1, Shape())
+    with world.begun():
+        yield world
+
+
+def test_the_model_promises_nothing_any_more_once_more_was_stored_than_there_is_room_for(world: World) -> None:
+    """What was promised before that may go for it: seed 8001442 had blocks that were flushed, and then a flood."""
+    _stored(world.known)
+    assert _promised(world.known) == [True, True]
+    for _ in range(MOST_STRANGERS):
+        world.number()
+    assert all(world.known.kept_of(NAMES))
+    world.number()
+    assert not any(world.known.kept_of(NAMES))
+
+
+def test_trouble_explains_a_call_that_was_begun_before_it_ended(world: World) -> None:
+    """Which may stall for longer than anything else is put down to it: seed 8001024 had such an opening of a store."""
+    began = world.turns.now
+    assert not world.may_have_been_wrong(began)
+    world.stall_all()
+    assert world.may_have_been_wrong(began)
+    world.end_trouble()
+    world.turns.now += 20.0
+    assert not world.may_be_wrong
+    assert world.may_have_been_wrong(began)
+    assert not world.may_have_been_wrong(world.turns.now)
 
 
 def test_the_model_promises_nothing_that_was_evicted_while_it_was_stored() -> None:

@@ -18,16 +18,18 @@ from numpy.typing import NDArray
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
+from tiered_kv.catalog.table import Slots
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.tiers.calls import all_failed, outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.keys import BlockKey, BlockKeys, Names
 from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun
 from tiered_kv.values.specs import LoadStoreSpec
 
@@ -155,26 +157,42 @@ def _of_rank(
 async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
     """Return of which other weights storage tiers hold blocks: an earlier start may have served them.
 
-    The headers of a few say it, read one by one from all over a tier, unless all blocks asked for are here.
+    The headers of a few say it, read one by one from all over a tier, unless all blocks asked for are here. One that is
+    late is not waited for.
     """
     epochs = dict[bytes, None]()
     if np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all():
         return []
     for tier in chain.owned:
-        index, block = tier.index, Block.empty(tier.shape.payload_bytes)
+        index = tier.index
         for start in range(0, index.num_slots, max(1, index.num_slots // _SAMPLED)):
             names, slots, _ = index.ready_from(start, 1)
             if not len(names) or not tier.is_in_use:
                 continue
-            with index.lease(names):
-                read = partial(tier.backend.read, tier.group, slots, [block])
-                answer = await tier.calls.make(
-                    "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE),
-                    problem_of=outcomes_problem(1, READ), is_failure=all_failed,
-                )  # fmt: skip
-            if answer.value == [Outcome.HIT] and (key := tier.records.key_in(block.header)) is not None:
+            if (key := await _key_in(tier, names, slots)) is not None:
                 epochs[key.namespace.epoch] = None
     return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
+
+
+async def _key_in(tier: OwnedTier, names: Names, slots: Slots) -> BlockKey | None:
+    """Return the key in the header of one record, if that can be read in time."""
+    block, lease, is_reading = Block.empty(tier.shape.payload_bytes), tier.index.lease(names), False
+
+    async def read() -> list[Outcome]:
+        nonlocal is_reading
+        is_reading = True
+        with lease:  # nobody else has the slot before this has returned, though it is late
+            return await tier.backend.read(tier.group, slots, [block])
+
+    try:
+        answer = await tier.calls.make(
+            "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE), until_late=True,
+            problem_of=outcomes_problem(1, READ), is_failure=all_failed,
+        )  # fmt: skip
+    finally:
+        if not is_reading:
+            lease.release()
+    return tier.records.key_in(block.header) if answer.value == [Outcome.HIT] else None
 
 
 def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[str]:

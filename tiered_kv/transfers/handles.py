@@ -250,6 +250,9 @@ class Revocable:
     def _is_over(self) -> None:
         """Take note that the task has ended, however it did, before whoever waits for it does."""
 
+    def _is_late(self) -> None:
+        """Take note that its time is up, and that somebody touches memory for it yet, who may hang."""
+
     def revoke(self) -> None:
         """Stop as soon as possible."""
         if not self.revoked:
@@ -295,6 +298,7 @@ class Revocable:
                 if not any(each.done() for each in waiting):
                     in_time = False
                     self.revoke_copies()
+                    self._is_late()
             except asyncio.CancelledError:
                 self.revoked = True
                 self.revoke_copies()

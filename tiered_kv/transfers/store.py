@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.catalog.uses import Fate
@@ -110,6 +111,7 @@ class Store(Revocable):
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
         self._came = chain.unwritten.begin()
+        self._is_waited_for = True  # by who flushes
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -185,11 +187,22 @@ class Store(Revocable):
             raise_the_programs(error)
         else:
             copy = self._copy_out(placed)
-            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), copy.revoke)
+
+            def stop() -> None:
+                copy.revoke()
+                self._is_late()
+
+            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), stop)
             copy.ended.add_done_callback(lambda _: timer.cancel())
             copy.ended.add_done_callback(end)
             chain.tasks.watch(ended, self.revoke)
         return StoreHandle(ended, self)
+
+    @override
+    def _is_late(self) -> None:
+        """Keep nobody waiting who flushes or resizes; what is kept in the end comes only then."""
+        self._is_waited_for = False
+        self._chain.unwritten.end(self._came)
 
     def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
         """Give the task that runs this store, for a handle."""
@@ -340,6 +353,8 @@ class Store(Revocable):
             self._drop(batch, late if isinstance(error, RevokedError) else Reason.COPY_FAILED)
             self._close_one()
             return
+        if not self._is_waited_for:
+            self._is_waited_for, self._came = True, chain.unwritten.begin()
         if self._request.hint is not None:
             tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
@@ -375,5 +390,6 @@ class Store(Revocable):
         if not self._num_open and not self._settled.done():
             tiers = self._tally.results()
             self._settled.set_result(tiers)
-            self._chain.unwritten.end(self._came)
+            if self._is_waited_for:
+                self._chain.unwritten.end(self._came)
             self._chain.emit(BlocksSettled.of(tiers))

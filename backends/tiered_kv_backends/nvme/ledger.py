@@ -2,7 +2,8 @@
 
 An entry stands where its slot's number says, is found without any other, and has a checksum of its own. So nothing
 grows, nothing is ever compacted, and a damaged place costs no more than what lay there: `Ledger.read` names the slots
-whose entries cannot be read, and the headers of the records there say what they hold.
+whose entries cannot be read, and the headers of the records there say what they hold, as far as what is `Damaged` does
+not deny it.
 
 Nothing here is trusted with bytes: a record names itself and is verified when it is read. A ledger that is stale, or
 that survived a loss of power better than its slab did, costs misses and nothing else.
@@ -75,6 +76,34 @@ class Entries:
         return Entries(names[is_last], slots[is_last], sequences[is_last]), slots[~is_last]
 
 
+@dataclass(frozen=True)
+class Damaged:
+    """Slots whose entries cannot be read.
+
+    Who is killed, or without power, between a record and its entry leaves the record in a slot that is empty by the
+    ledger, or another block's. Its block may have been evicted by name since, and must not come back because that entry
+    rots. Of an entry with a few wrong bits it can be told what it was; of garbage, and of what is lost, it cannot.
+
+    Attributes:
+        slots: ``(n,)``, ascending.
+        left: ``(m, 64)`` uint8: the entries of the first so many as they are; those of the others are lost.
+    """
+
+    slots: Slots
+    left: NDArray[np.uint8]
+
+    def deny(self, found: Entries) -> NDArray[np.bool_]:
+        """Say of each whether what is left of the slot's entry says still that the slot holds something else."""
+        at = np.searchsorted(self.slots, found.slots)
+        denied = at < len(self.left)
+        left, names, slots = self.left[at[denied]], found.names[denied], found.slots[denied]
+        asked = encode(names, slots, np.zeros(len(slots), np.uint64)).view(np.uint8).reshape(left.shape)
+        is_empty = _are_near(left, _EMPTY_BYTES) | _are_near(left, np.zeros_like(_EMPTY_BYTES))
+        is_entry = _are_near(left[:, _MAGIC_AND_SLOT], asked[:, _MAGIC_AND_SLOT])
+        denied[denied] = is_empty | (is_entry & ~_are_near(left[:, _NAME], asked[:, _NAME]))
+        return denied
+
+
 class Order:
     """Numbers what is written, in the order of time: one for all ledgers of a tier. Any thread may use it."""
 
@@ -128,28 +157,29 @@ class Ledger:
         """Whether somebody has deleted the file."""
         return not files().fstat(self._fd).st_nlink
 
-    def read(self, num_allocated: int) -> tuple[Entries, Slots]:
+    def read(self, num_allocated: int) -> tuple[Entries, Damaged]:
         """Return what the first so many slots hold, and which of them have an entry that cannot be read.
 
         What the file says about later slots is dropped: those have no place on the disk, so they hold nothing. A file
         of zeros alone can be read as little as one that is not there.
         """
-        parts, damaged = [_NO_ENTRIES], [np.empty(0, np.int64)]
+        parts, damaged, left = [_NO_ENTRIES], [np.empty(0, np.int64)], [np.empty((0, ENTRY.itemsize), np.uint8)]
         self.is_blank = self.num_slots > 0
         for start in range(0, self.num_slots, _CHUNK):
             num_bytes = self.num_bytes(min(_CHUNK, self.num_slots - start))
-            data = files().pread(self._fd, num_bytes, self.num_bytes(start))
-            entries, broken = parse(data.ljust(num_bytes, b"\0"), start)
+            data = files().pread(self._fd, num_bytes, self.num_bytes(start)).ljust(num_bytes, b"\0")
+            entries, broken = parse(data, start)
             parts.append(entries)
             damaged.append(broken)
+            left.append(np.frombuffer(data, np.uint8).reshape(-1, ENTRY.itemsize)[broken - start])
             self.is_blank &= not data.strip(b"\0")
-        damaged.append(np.arange(0 if self.is_blank else self.num_slots, num_allocated))
         entries, broken = Entries.joined(*parts), np.concatenate(damaged)
         self._order.go_on_after(int(entries.sequences.max(initial=0)))
         is_here, is_broken_here = entries.slots < num_allocated, broken < num_allocated
         self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here]]))
         here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
-        return here, broken[is_broken_here]
+        lost = np.arange(0 if self.is_blank else self.num_slots, num_allocated)
+        return here, Damaged(np.append(broken[is_broken_here], lost), np.concatenate(left)[is_broken_here])
 
     def write(self, names: Names, slots: Slots, sequences: NDArray[np.uint64] | None = None) -> None:
         """Remember that ``slots[i]`` holds ``names[i]`` from now on, used later than all that was written before.
@@ -205,7 +235,10 @@ class Ledger:
                 self.bytes_written += len(data)
 
 
-_EMPTY_WORDS = EMPTY.view(np.uint64)
+_EMPTY_WORDS, _EMPTY_BYTES = EMPTY.view(np.uint64), EMPTY.view(np.uint8)
+_NAME: Final = slice(8, 40)
+_MAGIC_AND_SLOT: Final = (*range(8), *range(48, 56))
+"""Where these are in the bytes of an entry."""
 _NO_ENTRIES = Entries(np.empty((0, 4), np.uint64), np.empty(0, np.int64), np.empty(0, np.uint64))
 
 
@@ -228,6 +261,12 @@ def parse(data: bytes, first_slot: int) -> tuple[Entries, Slots]:
     is_good[is_good] = used["checksum"][is_good] == _checksums(used[is_good])
     good = used[is_good]
     return Entries(np.ascontiguousarray(good["name"]), slots[is_good], good["sequence"].copy()), slots[~is_good]
+
+
+def _are_near(some: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """Say of each row whether fewer than one bit in eight is another: of random ones it is every second."""
+    near: NDArray[np.bool_] = np.unpackbits(some ^ other, axis=1).sum(axis=1) < some.shape[1]
+    return near
 
 
 def _checksums(entries: NDArray[np.void]) -> NDArray[np.uint64]:

@@ -23,7 +23,7 @@ from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import Names
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import HOLDER, Directory, open_file, page_problem, probe_direct_io
-from tiered_kv_backends.nvme.ledger import Entries, Ledger, Order, Slots
+from tiered_kv_backends.nvme.ledger import Damaged, Entries, Ledger, Order, Slots
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
@@ -158,7 +158,7 @@ class Files:
                 although that is wanted.
         """
         self.groups: list[Group] = []
-        self.found: list[tuple[Entries, Slots]] = []
+        self.found: list[tuple[Entries, Damaged]] = []
         self._path = path
         self._growing = system().lock()  # files grow in whichever thread writes first to a new place
         with ExitStack() as opened:
@@ -265,32 +265,34 @@ _SLOTS_PER_JOB = 4096
 
 
 async def rebuild(
-    slab: Slab, damaged: Slots, run: Callable[..., "asyncio.Future[Entries]"], *, is_blank: bool
+    slab: Slab, damaged: Damaged, run: Callable[..., "asyncio.Future[Entries]"], *, is_blank: bool
 ) -> tuple[Entries, int]:
     """Return the blocks in these slots by the headers there, and how many of the slots are damaged; log it.
 
     Args:
         slab: Where to look: one page of I/O a slot. Payloads are verified when they are read.
-        damaged: Slots of which nothing else is known.
+        damaged: Slots of which nothing else is known, and what is left of their entries.
         run: Runs a function in a thread that may read.
         is_blank: Whether nothing was ever written of them, as far as is known: none is damaged if nothing is found.
     """
-    started = system().monotonic()
-    starts = range(0, len(damaged), _SLOTS_PER_JOB)
-    jobs = [run(_entries_in, slab, damaged[start : start + _SLOTS_PER_JOB].tolist()) for start in starts]
+    started, slots = system().monotonic(), damaged.slots
+    starts = range(0, len(slots), _SLOTS_PER_JOB)
+    jobs = [run(_entries_in, slab, slots[start : start + _SLOTS_PER_JOB].tolist()) for start in starts]
     await asyncio.wait(jobs)
-    rebuilt = Entries.joined(*(job.result() for job in jobs))
-    if is_blank and not len(rebuilt.slots):
-        return rebuilt, 0
+    found = Entries.joined(*(job.result() for job in jobs))
+    if is_blank and not len(found.slots):
+        return found, 0
+    is_right = ~damaged.deny(found)
+    rebuilt = Entries(found.names[is_right], found.slots[is_right], found.sequences[is_right])
     log(
         "warning",
         "nvme.ledger_damaged",
         folder=slab.shape.folder,
-        damaged=len(damaged),
+        damaged=len(slots),
         rebuilt=len(rebuilt.slots),
         took_ms=round(1000 * (system().monotonic() - started), 1),
     )
-    return rebuilt, len(damaged)
+    return rebuilt, len(slots)
 
 
 def _entries_in(slab: Slab, slots: list[int]) -> Entries:

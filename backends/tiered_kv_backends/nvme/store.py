@@ -22,7 +22,7 @@ from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
-from tiered_kv_backends.nvme.ledger import Entries, Order, Slots
+from tiered_kv_backends.nvme.ledger import Damaged, Entries, Order, Slots
 from tiered_kv_backends.nvme.open_files import HELD, WRITING, Files, Group, look_at, rebuild
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Moved, Slab
@@ -399,9 +399,9 @@ class Store:
         self._groups = files.groups
         return files
 
-    async def _recover(self, files: Group, entries: Entries, damaged: Slots) -> Entries:
+    async def _recover(self, files: Group, entries: Entries, damaged: Damaged) -> Entries:
         """Return what a group holds; look into the slab for what the ledger cannot say, and write that down."""
-        if len(damaged):
+        if len(damaged.slots):
             run, is_blank = partial(self._run, self._readers), files.ledger.is_blank
             rebuilt, num_damaged = await rebuild(files.slab, damaged, run, is_blank=is_blank)
             self._num_damaged += num_damaged
@@ -409,10 +409,10 @@ class Store:
             entries = Entries.joined(rebuilt, entries)
         latest, replaced = entries.latest()
         files.mark(entries.slots, HELD)
-        if len(damaged) or len(replaced):
-            is_rebuilt = np.isin(latest.slots, damaged)
+        if len(damaged.slots) or len(replaced):
+            is_rebuilt = np.isin(latest.slots, damaged.slots)
             try:
-                await self._run(self._clerk, files.ledger.clear, np.setdiff1d(damaged, latest.slots))
+                await self._run(self._clerk, files.ledger.clear, np.setdiff1d(damaged.slots, latest.slots))
                 await self._forget(files, replaced)  # its header too: it must not come back without the ledger
                 await self._run(
                     self._clerk, files.ledger.write_oldest, latest.names[is_rebuilt], latest.slots[is_rebuilt]

@@ -136,6 +136,34 @@ async def test_what_was_evicted_stays_away_whatever_is_damaged(tmp_path: Path) -
             assert tier.recovered(4) == {2: 2, 0: 0}
 
 
+@pytest.mark.parametrize("before", [None, 1, 2], ids=["never used", "emptied", "another block's"])
+async def test_a_record_that_was_never_entered_does_not_come_back_by_a_flipped_bit(
+    tmp_path: Path, before: int | None
+) -> None:
+    """Who is killed before the entry leaves a block that is found no more; nor once it was stored anew, and evicted.
+
+    Seeds 5004074 and 8000892 (a loss of power) and 8001071 (kill -9) had such ends.
+    """
+    async with open_tier(tmp_path) as tier:
+        await tier.write({0: 0} if before is None else {0: 0, 3: before})
+        if before == 1:
+            await tier.backend.forget(0, slots_of({3: before}))
+    whole = ledger_of(tmp_path).read_bytes()
+    async with open_tier(tmp_path) as tier:
+        await tier.write({3: 7})
+    ledger_of(tmp_path).write_bytes(whole)
+    async with open_tier(tmp_path) as tier:
+        await tier.write({1: 7})
+        await tier.backend.forget(0, slots_of({1: 7}))
+    whole = ledger_of(tmp_path).read_bytes()
+    for at in range(3 * ENTRY_BYTES, 4 * ENTRY_BYTES, 3):
+        ledger_of(tmp_path).write_bytes(whole)
+        for i in range(6):  # bits all over the entry
+            flip(ledger_of(tmp_path), 3 * ENTRY_BYTES + (at + 11 * i) % ENTRY_BYTES)
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(8) == {0: 0}
+
+
 async def test_of_two_records_of_a_block_the_later_counts_for_good(tmp_path: Path) -> None:
     """When the later one is evicted, the earlier does not come back at the next start."""
     async with open_tier(tmp_path) as tier:

@@ -86,11 +86,11 @@ class _Neighbour:
 
     async def serve(self) -> None:
         """Open the cache, make requests one after another, and close it."""
-        world, tape = self._world, self._world.tape
+        world, tape, started = self._world, self._world.tape, self._world.turns.now
         try:
             await self._cache.__aenter__()
         except BackendUnavailableError:
-            if not world.may_be_wrong:
+            if not world.may_have_been_wrong(started):
                 raise
             return
         for group, caches in enumerate(self._memory.caches):

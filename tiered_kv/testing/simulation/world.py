@@ -176,6 +176,10 @@ class World:
         trouble = self.trouble
         return trouble.is_on or trouble.is_stale or self.turns.now < trouble.ended + 12.0
 
+    def may_have_been_wrong(self, since: float) -> bool:
+        """Say whether anything may go wrong now, or did at some time since then: calls may stall for long after it."""
+        return self.may_be_wrong or self.trouble.ended >= since
+
     @property
     def may_be_late(self) -> bool:
         """Whether calls may take longer than healthy media explain, or did a moment ago."""
@@ -290,7 +294,9 @@ class World:
     def number(self) -> int:
         """Return a number that was never returned before: most are of blocks that nobody has named before either."""
         self._num_numbers += 1
-        self.has_flooded |= self._num_numbers > MOST_STRANGERS
+        if self._num_numbers > MOST_STRANGERS:
+            self.has_flooded = True
+            self.known.forget_kept()
         return self._num_numbers
 
     def end_trouble(self) -> None:
