@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from tests.support.late_copies import LateCopies
 from vllm_generate import ONE_PROCESS, QUIET
 from vllm_wrong_connectors import FAULTS
 
@@ -38,6 +39,9 @@ class Wanted:
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
         num_blocks: Of vLLM's.
+        runner: Which of vLLM's model runners: the second one writes to new blocks before it tells whose they were.
+        late: Whether stores are copied some steps late, and as late as may be where somebody waits for them.
+        engine: More arguments of the engine.
     """
 
     model: str
@@ -47,6 +51,8 @@ class Wanted:
     seed: int = 0
     fault: str = ""
     num_blocks: int = 120
+    runner: int = 1
+    late: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -140,6 +146,8 @@ class Engine:
             max_num_batched_tokens=128, max_num_seqs=8, enable_prefix_caching=True, enable_chunked_prefill=True,
             kv_transfer_config=KVTransferConfig(**wanted.transfer), **wanted.engine,
         ).create_engine_config()  # fmt: skip
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(wanted.runner - 1)  # by now: a configuration asks for Triton then
+        self._is_second = wanted.runner == 2
         self._make_groups(wanted.shape, config.cache_config)
         config.cache_config.num_gpu_blocks = wanted.num_blocks
         groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(self.names, self.specs, strict=True)]
@@ -160,6 +168,8 @@ class Engine:
         self.worker = moving.MovingSide(config, Configuration.of(config, cache))
         self._make_memory(wanted.num_blocks)
         self.worker.register_kv_caches(self.memory)
+        if wanted.late:
+            LateCopies(self.worker, random.Random(wanted.seed))
         hello = self.worker.hello()
         assert hello is not None
         self.scheduling.open([hello])
@@ -232,15 +242,19 @@ class Engine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
 
         scheduled = self.scheduler.schedule()
-        meta = scheduled.kv_connector_metadata
-        self.worker.before_computing(meta)  # as vLLM's runner: what it empties next may be a preempted request's yet
+        meta, names = scheduled.kv_connector_metadata, list(scheduled.num_scheduled_tokens)
+        if not self._is_second:
+            self.worker.before_computing(meta)  # what is emptied next may be a preempted request's yet
         for block in scheduled.new_block_ids_to_zero or ():
             for pages in self._pages:
                 pages[block] = 0
         for copy in scheduled.kv_cache_block_copies or ():
             for pages in self._pages:
                 pages[copy.dst_block_id] = pages[copy.src_block_id]
-        names = list(scheduled.num_scheduled_tokens)
+        if self._is_second:
+            for name in names:
+                self._begin_states(name, scheduled.num_scheduled_tokens[name])
+            self.worker.before_computing(meta)
         sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
         self.worker.start_loads(meta)
         self.worker.start_stores(meta)
@@ -262,6 +276,16 @@ class Engine:
     def num_held(self) -> int:
         """Count the blocks that nobody has given back, when nothing is left to do."""
         return int(self._num_free - self._pool.get_num_free_blocks())
+
+    def _begin_states(self, name: str, num_new: int) -> None:
+        """Copy a request's states to the blocks that its next tokens go into, as the second runner does."""
+        stop = self.scheduler.requests[name].num_computed_tokens
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for spec, layers, table in zip(self.specs, self.names, tables, strict=True):
+            if hasattr(spec, "mamba_cache_mode") and (first := stop - num_new):
+                source, target = table[(first - 1) // spec.block_size], table[(stop - 1) // spec.block_size]
+                for layer in layers:
+                    self.memory[layer][target] = self.memory[layer][source]
 
     def _compute(self, name: str, num_new: int) -> list[int]:
         request = self.scheduler.requests[name]
