@@ -1,8 +1,8 @@
-"""vLLM's scheduler, block pool and prefix cache, our connector, and no model: ``vllm_without_model.py JSON``.
+"""vLLM's scheduler, block pool and prefix cache, our connector, and no model: ``vllm_without_model.py JSON...``.
 
 What it computes is a digest of the tokens up to each one, written where attention would write keys and values. Each
 step looks at every token that attention would read: a block of another prefix, group or step is of wrong bytes.
-Runs in vLLM's environment; the JSON is that of `Wanted`.
+Runs in vLLM's environment, one run after the other; each JSON is that of a `Wanted`, and the answer is a list.
 """
 
 import json
@@ -35,7 +35,7 @@ class Wanted:
         model: A checkpoint, of which only the configuration is read.
         transfer: For the connector.
         shape: Of `SHAPES`.
-        prompts: How many.
+        prompts: How many that come and go as chance has it; or one after the other, of so many tokens each, twice.
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
         num_blocks: Of vLLM's.
@@ -47,7 +47,7 @@ class Wanted:
     model: str
     transfer: dict[str, Any]
     shape: str = "windows"
-    prompts: int = 200
+    prompts: int | list[int] = 200
     seed: int = 0
     fault: str = ""
     num_blocks: int = 120
@@ -84,6 +84,7 @@ def specs(shape: str) -> list[Any]:
     return {
         "full": [full],
         "windows": [full, window(40)],
+        "gpt-oss": [full, window(128)],
         "gemma": [window(24), window(24), full],
         "one window": [window(33)],
         "two windows": [full, window(17), window(70)],
@@ -141,11 +142,13 @@ class Engine:
         from tiered_kv.integrations.vllm import moving  # noqa: PLC0415
         from tiered_kv.integrations.vllm.configuration import Configuration  # noqa: PLC0415
 
-        config = EngineArgs(
-            model=wanted.model, skip_tokenizer_init=True, dtype="float32", max_model_len=1024, block_size=16,
-            max_num_batched_tokens=128, max_num_seqs=8, enable_prefix_caching=True, enable_chunked_prefill=True,
-            kv_transfer_config=KVTransferConfig(**wanted.transfer), **wanted.engine,
-        ).create_engine_config()  # fmt: skip
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        arguments = {
+            "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "block_size": 16,
+            "max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_prefix_caching": True,
+            "enable_chunked_prefill": True, "kv_transfer_config": KVTransferConfig(**wanted.transfer), **wanted.engine,
+        }  # fmt: skip
+        config = EngineArgs(model=wanted.model, **arguments).create_engine_config()
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(wanted.runner - 1)  # by now: a configuration asks for Triton then
         self._is_second = wanted.runner == 2
         self._make_groups(wanted.shape, config.cache_config)
@@ -174,11 +177,20 @@ class Engine:
         assert hello is not None
         self.scheduling.open([hello])
         self.wrong: list[str] = []
-        self.num_tokens = self.num_loaded = self.num_hints = 0
+        self.num_tokens = self.num_loaded = self.num_loaded_bytes = self.num_hints = 0
+        self._count()
+        self._prefixes: dict[str, Prefixes] = {}
+        self._names = 0
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_free = self._pool.get_num_free_blocks()
+
+    def _count(self) -> None:
+        """Count what the connector counts."""
         load_ended = self.scheduling.counts.load_ended
 
         def count(num_tokens: int, by_tier: Any) -> None:
             self.num_loaded += num_tokens
+            self.num_loaded_bytes += sum(share.num_bytes for share in by_tier.values())
             load_ended(num_tokens, by_tier)
 
         self.scheduling.counts.load_ended = count
@@ -189,10 +201,6 @@ class Engine:
             hints(num_actions, num_ignored)
 
         self.scheduling.counts.hints = count_hints
-        self._prefixes: dict[str, Prefixes] = {}
-        self._names = 0
-        self._pool = self.scheduler.kv_cache_manager.block_pool
-        self._num_free = self._pool.get_num_free_blocks()
 
     def _make_groups(self, shape: str, cache_config: Any) -> None:
         """Name the layers of each group, and configure what vLLM does for such a model."""
@@ -272,6 +280,11 @@ class Engine:
         """Step until nothing is left to do."""
         while self.scheduler.has_requests():
             self.step()
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token, of all layers."""
+        return sum(spec.page_size_bytes // spec.block_size for spec in self.specs)
 
     def num_held(self) -> int:
         """Count the blocks that nobody has given back, when nothing is left to do."""
@@ -386,24 +399,42 @@ def serve(engine: Engine, num_prompts: int, chance: random.Random) -> None:
         engine.settle()
 
 
-def main(wanted: Wanted) -> None:
+def serve_again(engine: Engine, lengths: list[int]) -> None:
+    """Have prompts come one after the other, and come again when vLLM has forgotten them."""
+    chance = random.Random(0)
+    for tokens in [[chance.randrange(VOCABULARY) for _ in range(length)] for length in lengths]:
+        for _ in range(2):
+            while not engine.scheduler.reset_prefix_cache():
+                engine.step()  # blocks are being copied yet
+            engine.scheduling.kv.flush()
+            engine.ask(tokens, 1, None)
+            engine.settle()
+
+
+def run(wanted: Wanted) -> dict[str, Any]:
     """Serve, and say what was wrong."""
     engine, raised = Engine(wanted), ""
     if wanted.fault:
         FAULTS[wanted.fault](engine)
     try:
-        serve(engine, wanted.prompts, random.Random(wanted.seed))
+        if isinstance(wanted.prompts, list):
+            serve_again(engine, wanted.prompts)
+        else:
+            serve(engine, wanted.prompts, random.Random(wanted.seed))
     except Exception as error:  # a wrong connector may break vLLM
         if not wanted.fault:
             raise
         raised = f"{type(error).__name__}: {error}"[:200]
     held = 0 if engine.wrong or raised else engine.num_held()
-    said = {"wrong": engine.wrong[:3], "raised": raised, "held": held}
-    print(json.dumps({**said, "tokens": engine.num_tokens, "loaded": engine.num_loaded, "hints": engine.num_hints}))
     engine.worker.close()
     engine.scheduler.shutdown()
+    return {
+        "wrong": engine.wrong[:3], "raised": raised, "held": held, "tokens": engine.num_tokens,
+        "loaded": engine.num_loaded, "loaded_bytes": engine.num_loaded_bytes, "token_bytes": engine.token_bytes,
+        "hints": engine.num_hints,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     os.environ.update({**QUIET, **ONE_PROCESS})
-    main(Wanted(**json.loads(sys.argv[1])))
+    print(json.dumps([run(Wanted(**json.loads(asked))) for asked in sys.argv[1:]]))
