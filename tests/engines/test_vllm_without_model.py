@@ -45,7 +45,7 @@ def asked(
     model: pathlib.Path, *, store_when: str = "auto", load_when: str = "auto", capacity: str = "1MiB", **wanted: Any
 ) -> str:
     """Return the JSON of a run of prompts of one shape."""
-    extra = {"store_when": store_when, "load_when": load_when}
+    extra: dict[str, Any] = {"store_when": store_when, "load_when": load_when}
     extra |= {"tiers": [f"cpu://?capacity={capacity}"], "weights": "digests"}
     transfer = {
         "kv_connector": "TieredKVConnector",

@@ -497,9 +497,10 @@ class SmallVLLM:
             self.preempt(victim.request_id)
             if victim is request:
                 return False
-        for table, more, new in zip(request.tables, wanted, self._new, strict=True):
-            table += [self._pool.take() if is_one else 0 for is_one in more]
-            new += [block for block in table[-len(more) :] if block and more]
+        for table, more, handed_out in zip(request.tables, wanted, self._new, strict=True):
+            got = [self._pool.take() if is_one else 0 for is_one in more]
+            table.extend(got)
+            handed_out.extend(filter(None, got))
         return True
 
     def _execute(self, step: Any, told: list[tuple[Request, int]]) -> Any:  # noqa: ANN401 - as vLLM has it
