@@ -344,7 +344,7 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages"):
+    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages", "runner"):
         assert said[name] == "nothing", name
     assert said["groups of ours"] == [
         [0, None, None, 16384, ["layer0"]],
@@ -370,7 +370,6 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",
-        "runner": "Set VLLM_USE_V2_MODEL_RUNNER=0",
         "version": "vLLM 0.32 and 0.33, and this is vLLM 0.40.1",
     }.items():
         assert words in said[name], name

@@ -1,8 +1,8 @@
-"""vLLM's scheduler, block pool and prefix cache, our connector, and no model: ``vllm_without_model.py JSON``.
+"""vLLM's scheduler, block pool and prefix cache, our connector, and no model: ``vllm_without_model.py JSON...``.
 
 What it computes is a digest of the tokens up to each one, written where attention would write keys and values. Each
 step looks at every token that attention would read: a block of another prefix, group or step is of wrong bytes.
-Runs in vLLM's environment; the JSON is that of `Wanted`.
+Runs in vLLM's environment, one run after the other; each JSON is that of a `Wanted`, and the answer is a list.
 """
 
 import json
@@ -18,6 +18,7 @@ from typing import Any, Final
 
 import torch
 
+from tests.support.late_copies import LateCopies
 from vllm_generate import ONE_PROCESS, QUIET
 from vllm_wrong_connectors import FAULTS
 
@@ -34,19 +35,24 @@ class Wanted:
         model: A checkpoint, of which only the configuration is read.
         transfer: For the connector.
         shape: Of `SHAPES`.
-        prompts: How many.
+        prompts: How many that come and go as chance has it; or one after the other, of so many tokens each, twice.
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
         num_blocks: Of vLLM's.
+        runner: Which of vLLM's model runners: the second one writes to new blocks before it tells whose they were.
+        late: Whether stores are copied some steps late, and as late as may be where somebody waits for them.
+        engine: More arguments of the engine.
     """
 
     model: str
     transfer: dict[str, Any]
     shape: str = "windows"
-    prompts: int = 200
+    prompts: int | list[int] = 200
     seed: int = 0
     fault: str = ""
     num_blocks: int = 120
+    runner: int = 1
+    late: bool = False
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -78,6 +84,7 @@ def specs(shape: str) -> list[Any]:
     return {
         "full": [full],
         "windows": [full, window(40)],
+        "gpt-oss": [full, window(128)],
         "gemma": [window(24), window(24), full],
         "one window": [window(33)],
         "two windows": [full, window(17), window(70)],
@@ -135,11 +142,15 @@ class Engine:
         from tiered_kv.integrations.vllm import moving  # noqa: PLC0415
         from tiered_kv.integrations.vllm.configuration import Configuration  # noqa: PLC0415
 
-        config = EngineArgs(
-            model=wanted.model, skip_tokenizer_init=True, dtype="float32", max_model_len=1024, block_size=16,
-            max_num_batched_tokens=128, max_num_seqs=8, enable_prefix_caching=True, enable_chunked_prefill=True,
-            kv_transfer_config=KVTransferConfig(**wanted.transfer), **wanted.engine,
-        ).create_engine_config()  # fmt: skip
+        os.environ.pop("VLLM_USE_V2_MODEL_RUNNER", None)
+        arguments = {
+            "skip_tokenizer_init": True, "dtype": "float32", "max_model_len": 1024, "block_size": 16,
+            "max_num_batched_tokens": 128, "max_num_seqs": 8, "enable_prefix_caching": True,
+            "enable_chunked_prefill": True, "kv_transfer_config": KVTransferConfig(**wanted.transfer), **wanted.engine,
+        }  # fmt: skip
+        config = EngineArgs(model=wanted.model, **arguments).create_engine_config()
+        os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(wanted.runner - 1)  # by now: a configuration asks for Triton then
+        self._is_second = wanted.runner == 2
         self._make_groups(wanted.shape, config.cache_config)
         config.cache_config.num_gpu_blocks = wanted.num_blocks
         groups = [KVCacheGroupSpec(names, spec) for names, spec in zip(self.names, self.specs, strict=True)]
@@ -160,15 +171,26 @@ class Engine:
         self.worker = moving.MovingSide(config, Configuration.of(config, cache))
         self._make_memory(wanted.num_blocks)
         self.worker.register_kv_caches(self.memory)
+        if wanted.late:
+            LateCopies(self.worker, random.Random(wanted.seed))
         hello = self.worker.hello()
         assert hello is not None
         self.scheduling.open([hello])
         self.wrong: list[str] = []
-        self.num_tokens = self.num_loaded = self.num_hints = 0
+        self.num_tokens = self.num_loaded = self.num_loaded_bytes = self.num_hints = 0
+        self._count()
+        self._prefixes: dict[str, Prefixes] = {}
+        self._names = 0
+        self._pool = self.scheduler.kv_cache_manager.block_pool
+        self._num_free = self._pool.get_num_free_blocks()
+
+    def _count(self) -> None:
+        """Count what the connector counts."""
         load_ended = self.scheduling.counts.load_ended
 
         def count(num_tokens: int, by_tier: Any) -> None:
             self.num_loaded += num_tokens
+            self.num_loaded_bytes += sum(share.num_bytes for share in by_tier.values())
             load_ended(num_tokens, by_tier)
 
         self.scheduling.counts.load_ended = count
@@ -179,10 +201,6 @@ class Engine:
             hints(num_actions, num_ignored)
 
         self.scheduling.counts.hints = count_hints
-        self._prefixes: dict[str, Prefixes] = {}
-        self._names = 0
-        self._pool = self.scheduler.kv_cache_manager.block_pool
-        self._num_free = self._pool.get_num_free_blocks()
 
     def _make_groups(self, shape: str, cache_config: Any) -> None:
         """Name the layers of each group, and configure what vLLM does for such a model."""
@@ -232,15 +250,19 @@ class Engine:
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
 
         scheduled = self.scheduler.schedule()
-        meta = scheduled.kv_connector_metadata
-        self.worker.before_computing(meta)  # as vLLM's runner: what it empties next may be a preempted request's yet
+        meta, names = scheduled.kv_connector_metadata, list(scheduled.num_scheduled_tokens)
+        if not self._is_second:
+            self.worker.before_computing(meta)  # what is emptied next may be a preempted request's yet
         for block in scheduled.new_block_ids_to_zero or ():
             for pages in self._pages:
                 pages[block] = 0
         for copy in scheduled.kv_cache_block_copies or ():
             for pages in self._pages:
                 pages[copy.dst_block_id] = pages[copy.src_block_id]
-        names = list(scheduled.num_scheduled_tokens)
+        if self._is_second:
+            for name in names:
+                self._begin_states(name, scheduled.num_scheduled_tokens[name])
+            self.worker.before_computing(meta)
         sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
         self.worker.start_loads(meta)
         self.worker.start_stores(meta)
@@ -259,9 +281,24 @@ class Engine:
         while self.scheduler.has_requests():
             self.step()
 
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of a token, of all layers."""
+        return sum(spec.page_size_bytes // spec.block_size for spec in self.specs)
+
     def num_held(self) -> int:
         """Count the blocks that nobody has given back, when nothing is left to do."""
         return int(self._num_free - self._pool.get_num_free_blocks())
+
+    def _begin_states(self, name: str, num_new: int) -> None:
+        """Copy a request's states to the blocks that its next tokens go into, as the second runner does."""
+        stop = self.scheduler.requests[name].num_computed_tokens
+        tables = self.scheduler.kv_cache_manager.get_block_ids(name)
+        for spec, layers, table in zip(self.specs, self.names, tables, strict=True):
+            if hasattr(spec, "mamba_cache_mode") and (first := stop - num_new):
+                source, target = table[(first - 1) // spec.block_size], table[(stop - 1) // spec.block_size]
+                for layer in layers:
+                    self.memory[layer][target] = self.memory[layer][source]
 
     def _compute(self, name: str, num_new: int) -> list[int]:
         request = self.scheduler.requests[name]
@@ -362,24 +399,42 @@ def serve(engine: Engine, num_prompts: int, chance: random.Random) -> None:
         engine.settle()
 
 
-def main(wanted: Wanted) -> None:
+def serve_again(engine: Engine, lengths: list[int]) -> None:
+    """Have prompts come one after the other, and come again when vLLM has forgotten them."""
+    chance = random.Random(0)
+    for tokens in [[chance.randrange(VOCABULARY) for _ in range(length)] for length in lengths]:
+        for _ in range(2):
+            while not engine.scheduler.reset_prefix_cache():
+                engine.step()  # blocks are being copied yet
+            engine.scheduling.kv.flush()
+            engine.ask(tokens, 1, None)
+            engine.settle()
+
+
+def run(wanted: Wanted) -> dict[str, Any]:
     """Serve, and say what was wrong."""
     engine, raised = Engine(wanted), ""
     if wanted.fault:
         FAULTS[wanted.fault](engine)
     try:
-        serve(engine, wanted.prompts, random.Random(wanted.seed))
+        if isinstance(wanted.prompts, list):
+            serve_again(engine, wanted.prompts)
+        else:
+            serve(engine, wanted.prompts, random.Random(wanted.seed))
     except Exception as error:  # a wrong connector may break vLLM
         if not wanted.fault:
             raise
         raised = f"{type(error).__name__}: {error}"[:200]
     held = 0 if engine.wrong or raised else engine.num_held()
-    said = {"wrong": engine.wrong[:3], "raised": raised, "held": held}
-    print(json.dumps({**said, "tokens": engine.num_tokens, "loaded": engine.num_loaded, "hints": engine.num_hints}))
     engine.worker.close()
     engine.scheduler.shutdown()
+    return {
+        "wrong": engine.wrong[:3], "raised": raised, "held": held, "tokens": engine.num_tokens,
+        "loaded": engine.num_loaded, "loaded_bytes": engine.num_loaded_bytes, "token_bytes": engine.token_bytes,
+        "hints": engine.num_hints,
+    }  # fmt: skip
 
 
 if __name__ == "__main__":
     os.environ.update({**QUIET, **ONE_PROCESS})
-    main(Wanted(**json.loads(sys.argv[1])))
+    print(json.dumps([run(Wanted(**json.loads(asked))) for asked in sys.argv[1:]]))

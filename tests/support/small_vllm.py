@@ -243,9 +243,14 @@ class SmallVLLM:
         groups: tuple[Any, ...] = (),
         store_when: str = "computed",
         has_cache: bool = False,
+        writes_first: bool = False,
         **settings: Any,  # noqa: ANN401 - of the connector
     ) -> None:
-        """Start it over tiers, one step behind its own output if ``is_async``, with a prefix cache if ``has_cache``."""
+        """Start it over tiers, one step behind its own output if ``is_async``, with a prefix cache if ``has_cache``.
+
+        With ``writes_first`` as vLLM's second model runner: it empties what it hands out anew, and begins states there,
+        before its workers hear who was preempted.
+        """
         below = {"tiers": list(tiers), **({"limits": limits} if limits else {})}
         configuration = VLLM.configuration.Configuration(
             connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
@@ -254,7 +259,7 @@ class SmallVLLM:
             num_ranks=num_ranks, num_stages=1, groups=groups or (group(),),
             num_engine_blocks=num_blocks + 1, num_step_blocks=16,
             loads=role != "kv_producer", stores=role != "kv_consumer",
-            tells_events=False,
+            tells_events=False, writes_first=writes_first,
         )  # fmt: skip
         self.groups = configuration.groups
         self.has_cache = has_cache
@@ -288,6 +293,9 @@ class SmallVLLM:
         self._preempted: set[str] = set()
         self._said: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         self._is_async = is_async
+        self._writes_first = writes_first
+        self._new: list[list[int]] = []
+        """By table, the blocks that were handed out since the last step."""
         self._outputs: deque[tuple[list[tuple[Request, int]], Any, set[str], set[str], set[int], set[str]]] = deque()
 
     @property
@@ -386,6 +394,7 @@ class SmallVLLM:
                     )
 
     def _schedule(self) -> Any:  # noqa: ANN401 - as vLLM has it
+        self._new = [[] for _ in self._tables]
         of: list[tuple[Request, int]] = []
         for request in list(self.running):
             if request.is_loading or request not in self.running:
@@ -425,6 +434,15 @@ class SmallVLLM:
             of=of,
             num_scheduled_tokens={request.request_id: num for request, num in of},
             preempted_req_ids=set(self._preempted),
+            new_block_ids_to_zero=[
+                block
+                for each, new in zip(self._tables, self._new, strict=True)
+                if not each.is_handed_over  # as vLLM has it
+                for block in new
+            ],
+            kv_cache_block_copies=None,
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(new_block_ids=[self._new]),
             kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get, boundary_state_offloads=states),
         )
 
@@ -479,8 +497,10 @@ class SmallVLLM:
             self.preempt(victim.request_id)
             if victim is request:
                 return False
-        for table, more in zip(request.tables, wanted, strict=True):
-            table += [self._pool.take() if is_one else 0 for is_one in more]
+        for table, more, handed_out in zip(request.tables, wanted, self._new, strict=True):
+            got = [self._pool.take() if is_one else 0 for is_one in more]
+            table.extend(got)
+            handed_out.extend(filter(None, got))
         return True
 
     def _execute(self, step: Any, told: list[tuple[Request, int]]) -> Any:  # noqa: ANN401 - as vLLM has it
@@ -488,6 +508,9 @@ class SmallVLLM:
         for request, first in told:
             self._check(request, first)
         for rank, worker in enumerate(self.workers):
+            if self._writes_first:
+                for layer in self.memory[rank].values():
+                    layer[[block for new in self._new for block in new]] = 0
             worker.before_computing(step)
             for request, first in told:
                 self._compute(request, first, rank)

@@ -173,6 +173,8 @@ class Configuration:
         loads: Whether anything is loaded.
         stores: Whether anything is stored.
         tells_events: Whether vLLM publishes KV events.
+        writes_first: Whether vLLM's model runner writes to blocks that it hands out anew (empties them, copies to them)
+            before it tells the workers whose they were: its second one does.
     """
 
     connector: ConnectorSettings
@@ -186,6 +188,7 @@ class Configuration:
     loads: bool
     stores: bool
     tells_events: bool
+    writes_first: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
@@ -205,7 +208,6 @@ class Configuration:
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
         _check_sleep(vllm_config.model_config)
-        _check_runner(vllm_config, kv_cache_config)
         groups = _groups_of(kv_cache_config)
         extra = with_rank(dict(transfer.kv_connector_extra_config), parallel.data_parallel_index)
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
@@ -221,6 +223,7 @@ class Configuration:
             loads=transfer.is_kv_consumer,
             stores=transfer.is_kv_producer,
             tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
+            writes_first=bool(vllm_config.use_v2_model_runner),
         )
 
     @property
@@ -294,15 +297,6 @@ def _check_sleep(model: Any) -> None:
     """Refuse to sleep where vLLM tells its connectors nothing of it: a copy would read memory that is gone."""
     if VERSION == "0.32" and getattr(model, "enable_sleep_mode", False):
         raise ConfigurationError("enable_sleep_mode: vLLM 0.32 sleeps beside copies under way; 0.33 waits for them")
-
-
-def _check_runner(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse a runner that empties blocks before connectors hear whose they were."""
-    if kv_cache_config.needs_kv_cache_zeroing and vllm_config.use_v2_model_runner:
-        raise ConfigurationError(
-            "vLLM empties new blocks of this model, and its model runner V2 does so before it tells connectors who was "
-            "preempted: what these had would be stored as zeros. Set VLLM_USE_V2_MODEL_RUNNER=0"
-        )
 
 
 def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:

@@ -193,6 +193,7 @@ class Store:
         is_told: Whether the workers have it.
         num_steps: For how many they have had it.
         nobodys: vLLM's blocks that no request has, which are held in its pool, the next that it takes first.
+        num_whole: How many of the first blocks hold what they are named by, whatever the workers say.
     """
 
     job: Job
@@ -203,6 +204,10 @@ class Store:
     is_told: bool = False
     num_steps: int = 0
     nobodys: list[int] = field(default_factory=list)
+    num_whole: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_whole = self.num_blocks
 
     @cached_property
     def names(self) -> frozenset[str]:

@@ -281,7 +281,7 @@ class SchedulingSide:
                 step.slabs = self._slabs = slabs
             self._hear_of_jobs()
             self._deliver_loads(step)
-            self._deliver_stores(step, set(scheduled.preempted_req_ids or ()))
+            self._deliver_stores(step, scheduled)
             self._paying.step(scheduled.num_scheduled_tokens, self._tracked)
             if self._configuration.stores:
                 self._gather(scheduled)
@@ -299,8 +299,7 @@ class SchedulingSide:
             if load is not None and outcomes.num_moved < load.num_blocks_of(outcomes.job):
                 load.fall_short()
             self.counts.copied(outcomes.error)
-            self._storing.take(outcomes)
-            self._open_planner().complete(outcomes)
+            self._open_planner().complete(self._storing.take(outcomes))
         if freed:
             self._storing.freed(freed)
 
@@ -403,9 +402,9 @@ class SchedulingSide:
                 load.fall_short()
             self.counts.load(sum(wanted), sum(held), waited_s)
 
-    def _deliver_stores(self, step: Step, preempted: AbstractSet[str]) -> None:
-        self._storing.deliver(step, preempted)
-        for name in preempted:
+    def _deliver_stores(self, step: Step, scheduled: Any) -> None:
+        self._storing.deliver(step, scheduled)
+        for name in step.preempted:
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.first_asked_s = None
                 self._paying.give_up(name)

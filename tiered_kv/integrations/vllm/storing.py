@@ -9,7 +9,8 @@ keeps those of a request until the workers say that they are copied, and those t
 import time
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
-from itertools import chain
+from dataclasses import replace
+from itertools import chain, takewhile
 from typing import Any, Final
 
 from tiered_kv.cache.planner import Planner
@@ -174,12 +175,19 @@ class Storing:
         if is_enough or self._is_urgent or is_idle:
             self._plan()
 
-    def deliver(self, step: Step, preempted: AbstractSet[str]) -> None:
+    def deliver(self, step: Step, scheduled: Any) -> None:
         """Tell the workers of what is planned, and of whose blocks are to be given up.
 
-        Of requests that were preempted their blocks are others' from now on: what is due of them is copied before that.
+        Of requests that were preempted their blocks are others' from now on: what is due of them is copied before that,
+        if vLLM's runner lets us.
+
+        Args:
+            step: For the workers.
+            scheduled: What vLLM has scheduled for it.
         """
-        step.preempted = set(preempted)
+        preempted = step.preempted = set(scheduled.preempted_req_ids or ())
+        if preempted and self._configuration.writes_first:
+            self._drop(preempted, self._written_first(scheduled))
         if preempted:
             self._hurry(preempted)
         for store in list(self._stores.values()):
@@ -218,12 +226,18 @@ class Storing:
         """Take note that vLLM has these requests' blocks back."""
         self._kept -= names
 
-    def take(self, outcomes: Outcomes) -> None:
-        """Take note that a rank has copied its part of a job, as far as it could."""
-        if (store := self._stores.get(outcomes.job)) is not None:
-            store.num_unanswered -= 1
-            if not store.num_unanswered:
-                self._let_go(store)
+    def take(self, outcomes: Outcomes) -> Outcomes:
+        """Take note that a rank has copied its part of a job, as far as it could; return how much of that is of use."""
+        if (store := self._stores.get(outcomes.job)) is None:
+            return outcomes
+        store.num_unanswered -= 1
+        if not store.num_unanswered:
+            self._let_go(store)
+        if store.num_whole == store.num_blocks or store.job.plan is None:
+            return outcomes
+        positions = store.job.plan.move_of(outcomes.rank).positions
+        num_whole = sum(1 for _ in takewhile(lambda at: at < store.num_whole, positions))
+        return replace(outcomes, num_moved=min(outcomes.num_moved, num_whole))
 
     def ended(self, job: Job) -> None:
         """Count a job that has ended."""
@@ -276,6 +290,42 @@ class Storing:
             due.tracked.num_due = 0
             due.tracked.stores.add(store)
 
+    def _written_first(self, scheduled: Any) -> AbstractSet[int]:
+        """Return the blocks that hold something else by the time the workers hear who was preempted.
+
+        New blocks are emptied where a model needs that, copies are made of blocks of which a prompt has a part, and
+        states move on to new blocks, which nobody empties.
+        """
+        written = set(scheduled.new_block_ids_to_zero or ())
+        written.update(copy.dst_block_id for copy in scheduled.kv_cache_block_copies or ())
+        for group in self._configuration.groups:
+            if group.is_handed_over:
+                for new in scheduled.scheduled_new_reqs:
+                    written.update(new.block_ids[group.table][new.num_computed_tokens // group.block_size :])
+                for tables in scheduled.scheduled_cached_reqs.new_block_ids:
+                    written.update(tables[group.table] if tables else ())
+        return written
+
+    def _drop(self, preempted: AbstractSet[str], written: AbstractSet[int]) -> None:
+        """Keep nothing of what others have written to where preempted requests had it, due or being copied."""
+        for due in self._due:
+            if due.tracked.request.request_id in preempted:
+                num_whole = _num_first(due.block_ids, written)
+                num_lost = len(due.block_ids) - num_whole
+                del due.block_ids[num_whole:]
+                due.tracked.num_due -= num_lost
+                self._num_due -= num_lost
+                self._counts.store(num_lost, 0)
+        self._due = [due for due in self._due if due.block_ids]
+        for store in self._stores.values():
+            at = 0
+            for due in store.dues:
+                num_whole = _num_first(due.block_ids, written)
+                if num_whole < len(due.block_ids) and due.tracked.request.request_id in preempted:
+                    store.num_whole = min(at + num_whole, store.num_whole)
+                    break
+                at += len(due.block_ids)
+
     def _hurry(self, preempted: AbstractSet[str]) -> None:
         """Have a plan of all that is due of requests that were preempted, unless the event loop takes too long."""
         if any(due.tracked.request.request_id in preempted for due in self._due):
@@ -311,3 +361,8 @@ class Storing:
             yield from due.block_ids[: due.num_held]
         for store in self._stores.values():
             yield from store.nobodys
+
+
+def _num_first(block_ids: list[int], written: AbstractSet[int]) -> int:
+    """Count the first blocks that nobody has written to."""
+    return next((at for at, block in enumerate(block_ids) if block in written), len(block_ids))
