@@ -77,8 +77,8 @@ class _Plain:
 
     def __init__(self, space: Namespace, payload_bytes: int, decoded_bytes: int, codec: str) -> None:
         fields = _FIELDS.pack(
-            MAGIC, FORMAT_VERSION, HEADER_BYTES, payload_bytes, decoded_bytes, space.fingerprint, space.epoch, space.salt,
-            b"", space.shard.rank, space.shard.size, codec.encode(), *[_ZEROS] * 5,
+            MAGIC, FORMAT_VERSION, HEADER_BYTES, payload_bytes, decoded_bytes, space.fingerprint, space.epoch,
+            space.salt, b"", space.shard.rank, space.shard.size, codec.encode(), *[_ZEROS] * 5,
         )  # fmt: skip
         fields = fields.ljust(_CHECKSUM_AT, b"\0")
         self._parts = fields[: _HASH.start], fields[_HASH.stop : _SUM.start], fields[_SUM.stop :]
@@ -122,8 +122,8 @@ def encode(
     nonce, source = seal.nonce(), block.payload if payload is None else payload
     _FIELDS.pack_into(
         header, 0, MAGIC, SEALED_VERSION, HEADER_BYTES, num_bytes, decoded_bytes or num_bytes, space.fingerprint,
-        space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size, codec.encode(), _ZEROS, seal.key_id, nonce,
-        _ZEROS, seal.cipher.encode(),
+        space.epoch, space.salt, key.hash, space.shard.rank, space.shard.size, codec.encode(), _ZEROS, seal.key_id,
+        nonce, _ZEROS, seal.cipher.encode(),
     )  # fmt: skip
     header[_TAG] = seal.close(space.salt, nonce, bytes(header[:_CHECKSUM_AT]), source, block.payload)
     _CHECKSUM.pack_into(header, _CHECKSUM_AT, xxhash.xxh3_64_intdigest(header[:_CHECKSUM_AT]))
@@ -145,7 +145,7 @@ def verify(key: BlockKey, block: Block, *, codec: str = "none", seal: "Seal | No
 def examine(key: BlockKey, block: Block, *, codec: str, seal: "Seal | None") -> tuple[Outcome, str]:
     """Return what `verify` does, and why a record is refused for its seal; empty where that is not the reason."""
     header, space = block.header, key.namespace
-    if seal is None and codec == "none":  # as a rule it is what `encode` would have made, but for the payload's checksum
+    if seal is None and codec == "none":  # as a rule it is what `encode` makes, but for the payload's checksum
         num_bytes, used = len(block.payload), bytes(header[:SIGNED_BYTES])
         if used == _plain(space, num_bytes, num_bytes, codec).header(key.hash, used[_SUM]):
             return Outcome.HIT if xxhash.xxh3_128_digest(block.payload) == used[_SUM] else Outcome.CORRUPT, ""
