@@ -255,6 +255,25 @@ def test_models_of_several_kv_groups(vllm: Environment, tmp_path: pathlib.Path, 
     assert wiped["rounds"][0]["tokens"] != tokens
 
 
+def test_states_by_vllms_second_runner(vllm: Environment, tmp_path: pathlib.Path) -> None:
+    """Two prompts, for which there are too few blocks, say what they say alone, and again by what was stored of them.
+
+    It begins states in the blocks of the one that is preempted before we hear of that. That none of these is stored
+    for another is seen by `test_no_step_reads_a_wrong_byte_of_the_second_runner`: so small a model forgets states soon.
+    """
+    model = tmp_path / "model"
+    vllm.run("make_windows.py", model, "qwen3_next")
+    wanted: Answer = {"length": 1500, "num_tokens": 4}
+    roomy = json.dumps({"model": str(model), "prompts": PROMPTS, "engine": LARGE, **wanted})
+    alone = vllm.run("vllm_second_runner.py", roomy, timeout_s=600)["rounds"][0]["tokens"]
+    engine = {**LARGE, "num_gpu_blocks_override": 12}
+    runs = Runs(vllm, model, tmp_path)
+    given = runs.arguments(tiers=["cpu://?capacity=256MiB"], extra=COMPUTED, rounds=2, engine=engine, **wanted)
+    answer = vllm.run("vllm_second_runner.py", given, timeout_s=600)
+    assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
+    assert hits_of(answer) == sum(answer["rounds"][1]["cached"]) > 0
+
+
 def test_a_window_that_is_gone_before_its_load_is_computed(vllm: Environment, tmp_path: pathlib.Path) -> None:
     """VLLM cannot take a part of what several groups load: the whole prompt is computed, and right; and so again."""
     model = tmp_path / "model"
