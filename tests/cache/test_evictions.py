@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.media.backend import Recovered
@@ -243,6 +243,27 @@ async def test_evicted_while_it_waits_for_room_on_the_host() -> None:
         await until_idle(kv)
         assert kv.lookup_nowait(keys).num_blocks == 0
         assert (await kv.load(keys, INTO)).num_blocks == 0
+
+
+@pytest.mark.parametrize("how", ["evict", "clear"])
+async def test_evicted_before_a_store_has_any_slots(how: str) -> None:
+    """It waits for slots that others have: what was to go when it had begun does not come once it gets them."""
+    engine, disk = Engine(num_pages=128), ScriptedSlotBackend(64)
+    async with open_cache(disk, engine=engine, limits=SMALL_LIMITS) as kv:
+        disk.on_write.hold()
+        others = [kv.start_store(keys, engine.compute(keys)) for keys in (prompt(8, seed=seed) for seed in range(1, 5))]
+        await until(lambda: inside(kv).chains[0].room.num_waiting > 0)
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        evicting = asyncio.create_task(evict(kv, how))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        disk.on_write.release()
+        await evicting
+        for each in (*others, storing):
+            await (await each).settled()
+        assert kv.lookup_nowait(KEYS).num_blocks == 0
+        assert kv.lookup_nowait(prompt(8, seed=1)).num_blocks == (8 if how == "evict" else 0)
+        await until_idle(kv)
 
 
 async def test_evicted_while_written_to_an_owned_tier() -> None:

@@ -25,7 +25,7 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, BookedTier, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
+from tiered_kv.tiers.tier import Batch, BookedTier, Expected, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
 from tiered_kv.values.errors import CapacityError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint
@@ -58,6 +58,7 @@ class Chain:
         back: Those that get them later, from the cleaner.
         unwritten: What the tiers below do not have yet.
         waiting: The blocks of it that wait, by the memory tier in which they do.
+        expected: What stores that wait for their turn have not placed in any tier yet.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
             them, and when that use came, see `Unwritten`.
         fates: Of the whole cache.
@@ -82,6 +83,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self.room = Room()
+        self.expected = Expected()
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.booked: list[BookedTier] = [*self.memory, *self.owned]

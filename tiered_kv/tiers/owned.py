@@ -34,7 +34,7 @@ from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import READ, WRITTEN, StorageTier, TierParts, both
-from tiered_kv.tiers.tier import Batch, BookedTier, Mask, ReadReport, WriteReport, which
+from tiered_kv.tiers.tier import Batch, BookedTier, Expected, Mask, ReadReport, WriteReport, which
 from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierFailed
 from tiered_kv.values.hints import ReuseHint
@@ -161,7 +161,7 @@ class OwnedTier(StorageTier, BookedTier):
         self.index = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
-        self._expected: list[tuple[NDArray[np.uint64], Mask]] = []
+        self._expected = Expected()
         self._evicted = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
@@ -536,8 +536,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._evicted.add(batch)
         is_all_known = bool(self.index.ready(batch.names).all())
         self.index.remove(batch.names)
-        for hashes, wanted in self._expected:
-            wanted[np.isin(hashes, hash_names(batch.names))] = False
+        self._expected.forget(batch.names)
 
         async def forget() -> bool:
             await self._until_written(batch.names)  # and until what has left is forgotten
@@ -554,16 +553,12 @@ class OwnedTier(StorageTier, BookedTier):
 
     @contextmanager
     def expecting(self, names: Names) -> Iterator[Mask]:
-        """Say of blocks that are to be written here once their turn comes which are wanted: all, until one is evicted.
-
-        What is evicted by name, or cleared, before it has a place in the books must not come after that.
-        """
-        expected = hash_names(names), np.ones(len(names), np.bool_)
-        self._expected.append(expected)
+        """Say of blocks that are to be written here once their turn comes which are wanted, see `Expected`."""
+        wanted = self._expected.add(names)
         try:
-            yield expected[1]
+            yield wanted
         finally:
-            self._expected = [each for each in self._expected if each is not expected]
+            self._expected.drop(wanted)
 
     def _left(self, names: Names, left: Lease) -> None:
         """Have the medium forget what has left the books; `forget` waits for it."""
@@ -594,8 +589,7 @@ class OwnedTier(StorageTier, BookedTier):
     def clear(self) -> Coroutine[Any, Any, bool]:
         """Forget every block: at once, before this returns; otherwise as `forget`."""
         self.index.clear()
-        for _, wanted in self._expected:
-            wanted[:] = False
+        self._expected.clear()
         self._journal.owe()
         if not self.health.is_open:
             self._evicted.add_all()

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.catalog.table import hash_names
 from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError
@@ -207,6 +208,36 @@ def prefix_of(mask: Mask) -> int:
     """Count the leading positions of which it is true."""
     holes = (~mask).nonzero()[0]
     return int(holes[0]) if len(holes) else len(mask)
+
+
+class Expected:
+    """Blocks that are to be stored once their turn comes, and which of them are wanted still: all, until some are evicted.
+
+    What is evicted by name, or cleared, before it has a place in any books must not come after that.
+    """
+
+    def __init__(self) -> None:
+        self._batches: list[tuple[NDArray[np.uint64], Mask]] = []
+
+    def add(self, names: Names) -> Mask:
+        """Return which of some blocks are wanted, from now on until `drop`."""
+        wanted = np.ones(len(names), np.bool_)
+        self._batches.append((hash_names(names), wanted))
+        return wanted
+
+    def drop(self, wanted: Mask) -> None:
+        """Expect the blocks of one `add` no more: they have their places, or will not come."""
+        self._batches = [each for each in self._batches if each[1] is not wanted]
+
+    def forget(self, names: Names) -> None:
+        """Want none of these blocks any more, among those expected now."""
+        for hashes, wanted in self._batches:
+            wanted[np.isin(hashes, hash_names(names))] = False
+
+    def clear(self) -> None:
+        """Want none of them."""
+        for _, wanted in self._batches:
+            wanted[:] = False
 
 
 def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:

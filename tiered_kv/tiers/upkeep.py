@@ -169,6 +169,8 @@ async def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, lis
     found = np.zeros(len(batch), np.bool_)
     for booked in (each for each in chain.booked if tier in (None, each.name)):
         found |= booked.index.ready(batch.names)
+    if tier is None:
+        chain.expected.forget(batch.names)
     for memory in (each for each in chain.memory if tier in (None, each.name)):
         memory.index.remove(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
@@ -186,6 +188,7 @@ async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
     removals: list[tuple[StorageTier, asyncio.Task[bool]]] = []
     num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
     for chain in chains:
+        chain.expected.clear()
         for memory in chain.memory:
             memory.index.clear()
         chain.room.changed()

@@ -145,7 +145,8 @@ class DirectStore(Store):
             while done < len(batch) and not self.revoked:
                 await chain.tasks.turn(Priority.STORE, at_once=not done)
                 stop = min(done + self._size, len(batch))
-                await self._store(batch[done:stop], self._request.pages[done:stop, 0], deadline)
+                pages, wanted = self._request.pages[done:stop, 0], self._wanted[done:stop]
+                await self._store(batch[done:stop], pages, wanted, deadline)
                 done = stop
         except asyncio.CancelledError:
             self.revoked = True
@@ -204,18 +205,19 @@ class DirectStore(Store):
             return Reason.DEADLINE
         return None if error is None else Reason.COPY_FAILED
 
-    async def _store(self, part: Batch, pages: NDArray[np.int64], deadline: float) -> None:
+    async def _store(self, part: Batch, pages: NDArray[np.int64], still: Mask, deadline: float) -> None:
         """Write one piece; ends when the medium has let go of the engine's memory."""
         known = ~self._tier.lacks(part)
         if known.any():
             self._count_present(int(np.count_nonzero(known)))
             self._present.append(part[known])
-            part, pages = part[~known], pages[~known]
+            part, pages, still = part[~known], pages[~known], still[~known]
         if not len(part):
             return
         waiter = Waiter(Kind.STORE)
         lent = self._slots.lend(pages)
         with self._tier.expecting(part.names) as wanted:
+            wanted &= still  # what was evicted while this waited for its turn
             # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
             writing = asyncio.create_task(
                 self._tier.write(part, list(lent), wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"

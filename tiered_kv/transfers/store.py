@@ -22,7 +22,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
-from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
@@ -112,6 +112,7 @@ class Store(Revocable):
         self._num_open = 1  # windows still on their way down, and run itself
         self._came = chain.unwritten.begin()
         self._is_waited_for = True  # by who flushes
+        self._wanted: Mask = np.ones(0, np.bool_)  # of the batch, where a task is to place it
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -124,7 +125,8 @@ class Store(Revocable):
                 done = len(self._batch)
             while done < len(self._batch):
                 stop = done + self._window()
-                part, pages = self._batch[done:stop], self._request.pages[done:stop]
+                part, pages, wanted = self._batch[done:stop], self._request.pages[done:stop], self._wanted[done:stop]
+                known: Mask = np.zeros(len(part), np.bool_)
                 # Where there is room nothing waits: let others run between windows.
                 await self._chain.tasks.turn(Priority.STORE, at_once=not done)
                 async with asyncio.timeout_at(deadline):
@@ -136,6 +138,7 @@ class Store(Revocable):
                     self._drop(self._batch[done:], Reason.NO_ROOM)
                     break
                 self._count_present(min(stop, len(self._batch)) - done - len(part))
+                self._forget_evicted(*placing, part, wanted[~known])
                 if (placed := self._begin(*placing, part, pages)) is not None:
                     self._copy_out(placed)
                 done = min(stop, len(self._batch))
@@ -206,8 +209,13 @@ class Store(Revocable):
 
     def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
         """Give the task that runs this store, for a handle."""
+        self._wanted = self._chain.expected.add(self._batch.names)
         self.start(task, self._request.lane)
         return StoreHandle(task, self)
+
+    @override
+    def _is_over(self) -> None:
+        self._chain.expected.drop(self._wanted)
 
     def store_layer(self, layer: int, after: object) -> None:
         """Refuse: this store was not started layer by layer."""
@@ -255,6 +263,12 @@ class Store(Revocable):
         if not self._chain.through:
             return None
         return self._chain.host, await self._chain.reserve_host(part, Waiter(Kind.STORE), keep=False)
+
+    def _forget_evicted(self, tier: MemoryTier, reservation: Reservation, part: Batch, wanted: Mask) -> None:
+        """Have slots of what was evicted before it had any stay unreadable, as if it had been evicted while copied."""
+        gone = ~wanted & (reservation.slots >= 0)
+        if gone.any():
+            tier.index.remove(part.names[gone])
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, in the fastest tier that has room."""
