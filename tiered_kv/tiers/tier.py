@@ -211,7 +211,7 @@ def prefix_of(mask: Mask) -> int:
 
 
 class Expected:
-    """Blocks that are to be stored once their turn comes, and which of them are wanted still: all, until some are evicted.
+    """Blocks that are to be stored once their turn comes, and which of them are wanted still.
 
     What is evicted by name, or cleared, before it has a place in any books must not come after that.
     """

@@ -217,7 +217,7 @@ class DirectStore(Store):
         waiter = Waiter(Kind.STORE)
         lent = self._slots.lend(pages)
         with self._tier.expecting(part.names) as wanted:
-            wanted &= still  # what was evicted while this waited for its turn
+            wanted[~still] = False  # what was evicted while this waited for its turn
             # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
             writing = asyncio.create_task(
                 self._tier.write(part, list(lent), wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"

@@ -294,7 +294,7 @@ class World:
     def number(self) -> int:
         """Return a number that was never returned before: most are of blocks that nobody has named before either."""
         self._num_numbers += 1
-        if self._num_numbers > MOST_STRANGERS:
+        if self._num_numbers > MOST_STRANGERS and not self.has_flooded:
             self.has_flooded = True
             self.known.forget_kept()
         return self._num_numbers
