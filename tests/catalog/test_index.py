@@ -1,6 +1,6 @@
 """The promises of `TierIndex`, one by one; test_index_model.py checks them in every order."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pytest
@@ -55,6 +55,51 @@ def test_pending_until_committed(policy: str) -> None:
     assert index.statistics().free == 3
     lease.release()
     assert index.statistics().evictable == 1
+
+
+def test_who_asks_again_about_the_same_names_hears_of_every_change() -> None:
+    """What was found is kept for whoever asks again, until it is no longer so."""
+    index = TierIndex(4, num_transient=2)
+    asked = names_of(1, 2, 3)
+
+    def is_as_if_asked_anew() -> bool:
+        kept, anew = index.find(asked), index.find(asked.copy())
+        return all((one == other).all() for one, other in zip(kept, anew, strict=True))
+
+    def changes() -> Iterator[object]:
+        with index.reserve(asked) as reservation:
+            yield "reserved"
+            lease = reservation.commit(np.array([True, True, False]))
+            yield "committed"
+        yield "given back"
+        lease.release()
+        with index.reserve(names_of(3), transient=True) as reservation:
+            yield "reserved to pass"
+            lease = reservation.commit()
+        yield "passing"
+        lease.release()
+        yield "passed"
+        yield index.remove(names_of(1))
+        yield store(index, 4, 5, 6)
+        yield index.resize(2)
+        yield index.resize(4)
+        yield store(index, 1, 2, 3)
+        yield index.withhold(np.array([True, True, False, False]))
+        yield index.withhold(None)
+        index.clear()
+        yield "clear"
+        index.restore(asked, np.arange(3))
+        yield "restore"
+        yield index.take_dirty(0)
+
+    assert is_as_if_asked_anew()
+    index.find(asked)  # what is found is kept when the next change comes
+    for change in changes():
+        assert is_as_if_asked_anew(), change
+        index.find(asked)
+    slots, _ = index.find(asked)
+    with pytest.raises(ValueError, match="read-only"):
+        slots[0] = 3
 
 
 @every_policy

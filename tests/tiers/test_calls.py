@@ -2,10 +2,12 @@
 
 import asyncio
 import random
+from functools import partial
 
 import pytest
 
 from tests.support.caches import until
+from tests.support.virtual import CountingDevice, run, watch
 from tiered_kv.media.backend import Outcome, Then
 from tiered_kv.tiers.calls import Answer, Calls
 from tiered_kv.tiers.gate import Kind, Waiter
@@ -88,3 +90,26 @@ async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
     )  # fmt: skip
     assert (await calls.make("read", answer)).is_well
     assert not health.open_breakers()
+
+
+def test_each_call_is_late_at_its_own_time() -> None:
+    """One timer serves all that have the same time limit: who has not ended is late, neither sooner nor later."""
+
+    async def main() -> None:
+        watch(CountingDevice(), [])
+        loop, late = asyncio.get_running_loop(), list[tuple[int, float]]()
+        health = StorageHealth("medium", 5.0, lambda _: None, clock=loop.time, rng=random.Random(1))
+        calls, gate, ends = Calls(health, Tasks()), asyncio.Event(), asyncio.Event()
+        started = loop.time()
+        waiting = []
+        for number, until_it_ends in enumerate((ends, gate, gate, ends, gate)):
+            on_late = partial(lambda number: late.append((number, round(loop.time() - started, 3))), number)
+            waiting.append(asyncio.create_task(calls.make("checkpoint", until_it_ends.wait, on_late=on_late)))
+            await asyncio.sleep(1.0)
+        ends.set()
+        await asyncio.sleep(20.0)
+        assert late == [(0, 5.0), (1, 6.0), (2, 7.0), (4, 9.0)]
+        gate.set()
+        assert [(await each).was_made for each in waiting] == [True] * 5
+
+    run(main)

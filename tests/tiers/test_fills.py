@@ -1,6 +1,7 @@
 """Fills: who waits for one, and for how long."""
 
 import asyncio
+from functools import partial
 
 import pytest
 
@@ -9,6 +10,8 @@ from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import SMALL_LIMITS, Engine, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import GPULoadStoreSpec
+from tiered_kv.tiers.fills import Fill
+from tiered_kv.tiers.gate import Kind, Waiter
 
 KEYS = prompt(4)
 PATIENT = SMALL_LIMITS.model_copy(update={"load_timeout_s": 900.0})
@@ -32,3 +35,21 @@ def test_nobody_waits_longer_for_a_fill_than_its_tier_may_take() -> None:
             await until_idle(kv)
 
     run(main)
+
+
+async def test_all_who_wait_for_a_fill_are_told_of_its_end() -> None:
+    """Also those behind one who raises, as an interrupt of the program's may come there."""
+    fill, told = Fill(1, Waiter(Kind.LOAD)), list[int]()
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    fill.when_done(partial(told.append, 1))
+    fill.when_done(interrupted)
+    fill.when_done(partial(told.append, 2))
+    done = fill.done()
+    with pytest.raises(KeyboardInterrupt):
+        fill.finish()
+    assert (told, done.done(), fill.is_in_time) == ([1, 2], True, True)
+    fill.when_done(partial(told.append, 3))
+    assert told == [1, 2, 3]

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 import pytest
 from structlog.testing import capture_logs
@@ -252,3 +252,39 @@ async def test_a_pool_that_gets_no_more_threads_keeps_none(monkeypatch: pytest.M
             WorkerPool("few", 3, LoopCalls(asyncio.get_running_loop()))
     await until(lambda: not any(thread.is_alive() for thread in started))
     assert len(started) == 2
+
+
+async def test_what_is_held_is_waited_for_and_stopped() -> None:
+    """What needs no task keeps the cache open until it is over; at the end it is told to stop."""
+    tasks, stopped = Tasks(), list[str]()
+    over = tasks.hold(lambda: stopped.append("first"))
+    loop = asyncio.get_running_loop()
+    loop.call_later(0.01, over)
+    assert len(tasks) == 1
+    assert await tasks.aclose(30.0) == 0
+    assert (len(tasks), stopped) == (0, [])
+
+    def stop() -> None:
+        stopped.append("second")
+        over()
+
+    over = tasks.hold(stop)
+    assert await tasks.aclose(0.0) == 1
+    assert (len(tasks), stopped) == (0, ["second"])
+
+
+async def test_who_is_told_is_told_once_all_have_ended(pool: WorkerPool) -> None:
+    """With what returns the results, or raises what a call raised; of threads that have ended at once."""
+    told: list[Callable[[], list[int]]] = []
+    pool.begin_each([lambda: 1, lambda: 2, lambda: 3], told.append)
+    await until(lambda: len(told) == 1)
+    assert told[0]() == [1, 2, 3]
+    pool.begin_each([lambda: 1, lambda: 1 // 0], told.append)
+    await until(lambda: len(told) == 2)
+    with pytest.raises(ZeroDivisionError):
+        told[1]()
+    pool.close()
+    pool.begin_each([lambda: 1], told.append)
+    with pytest.raises(RuntimeError, match="have ended"):
+        told[2]()
+    assert pool.num_unfinished == 0

@@ -164,9 +164,9 @@ class Occupancy(Books):
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         if len(passed):
             with self.lock:
-                self._found = None
                 self._table.remove(passed)
                 self._states[passed] = DOOMED
+                self._found = None
             self._ready -= len(passed)
             self._doomed += len(passed)
         self._free_doomed(idle[~stays])
@@ -223,8 +223,8 @@ class Occupancy(Books):
         is_live = self._states.take(slots) == PENDING
         filled = slots[is_live]
         with self.lock:
-            self._found = None
             self._states[filled] = READY
+            self._found = None
         self._pending -= len(filled)
         self._ready += len(filled)
         self._want(filled)
@@ -244,9 +244,9 @@ class Occupancy(Books):
         is_pending = self._states[slots] == PENDING
         pending = slots[is_pending]
         with self.lock:
-            self._found = None
             self._table.remove(pending)
             self._states[pending] = DOOMED
+            self._found = None
         self._pending -= len(pending)
         self._doomed += len(pending)
         self._free_doomed(slots)
@@ -269,9 +269,9 @@ class Occupancy(Books):
         if on_left is not None:
             self._hold(left)
         with self.lock:
-            self._found = None
             self._table.remove(slots)
             self._states[slots] = DOOMED
+            self._found = None
         num_ready = int(np.count_nonzero(is_ready))
         self._ready -= num_ready
         self._pending -= len(slots) - num_ready
@@ -545,13 +545,14 @@ class TierIndex(Occupancy):
         absent = (found < 0).nonzero()[0]
         wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
         with self.lock:
-            self._found = None
+            self._found = None  # and once more in the end: a policy may raise in between
             if transient:
                 evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names.take(wanted, axis=0), taken)
             self._states[taken] = PENDING
+            self._found = None
         self._pending += len(taken)
         self._tell(Change.EVICTED, evicted)
         slots = taken
@@ -640,11 +641,11 @@ class TierIndex(Occupancy):
         self._forget_dirty(self._dirty.head(len(self._dirty)), Change.CLEARED)
         states = self._states[:-1]
         with self.lock:
-            self._found = None
             is_idle = (states == READY) & (self._num_leases == 0)
             states[is_idle] = FREE
             states[states != FREE] = DOOMED
             self._table.clear()
+            self._found = None
         self._policy.clear()
         self._find_free()
         self._ready = self._pending = 0
@@ -677,9 +678,9 @@ class TierIndex(Occupancy):
         for start in range(0, len(slots), _RESTORE_CHUNK):
             part = slice(start, start + _RESTORE_CHUNK)
             with self.lock:
-                self._found = None
                 self._table.insert(names[part], slots[part])
                 self._states[slots[part]] = READY
+                self._found = None
             self._want(slots[part])
             self._policy.add(slots[part], names[part])
             self._policy.unpark(slots[part])

@@ -278,10 +278,17 @@ class Fill:
         return done
 
     def finish(self) -> None:
-        """Tell everyone who waits for this fill."""
+        """Tell everyone who waits for this fill, also if one of them raises: an interrupt of the program's, perhaps."""
         self.is_done = True
-        while self._then:
-            self._then.pop()()
+        told, self._then = self._then, []
+        raised: BaseException | None = None
+        for each in told:
+            try:
+                each()
+            except BaseException as error:  # noqa: BLE001 - raised once all are told
+                raised = raised or error
+        if raised is not None:
+            raise raised
 
 
 class Fills:

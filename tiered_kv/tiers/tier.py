@@ -217,26 +217,32 @@ class Expected:
     """
 
     def __init__(self) -> None:
-        self._batches: list[tuple[NDArray[np.uint64], Mask]] = []
+        self._batches: dict[int, tuple[NDArray[np.uint64], Mask]] = {}
 
     def add(self, names: Names) -> Mask:
         """Return which of some blocks are wanted, from now on until `drop`."""
         wanted = np.ones(len(names), np.bool_)
-        self._batches.append((hash_names(names), wanted))
+        self._batches[id(wanted)] = hash_names(names), wanted
         return wanted
 
     def drop(self, wanted: Mask) -> None:
         """Expect the blocks of one `add` no more: they have their places, or will not come."""
-        self._batches = [each for each in self._batches if each[1] is not wanted]
+        self._batches.pop(id(wanted), None)
 
     def forget(self, names: Names) -> None:
         """Want none of these blocks any more, among those expected now."""
-        for hashes, wanted in self._batches:
-            wanted[np.isin(hashes, hash_names(names))] = False
+        batches = list(self._batches.values())
+        if not batches:
+            return
+        is_gone = np.isin(np.concatenate([hashes for hashes, _ in batches]), hash_names(names))
+        start = 0
+        for hashes, wanted in batches:
+            wanted[is_gone[start : start + len(hashes)]] = False
+            start += len(hashes)
 
     def clear(self) -> None:
         """Want none of them."""
-        for _, wanted in self._batches:
+        for _, wanted in self._batches.values():
             wanted[:] = False
 
 

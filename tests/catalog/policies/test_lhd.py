@@ -272,3 +272,17 @@ def test_a_touch_is_a_use_of_blocks_that_nobody_leases(seed: int) -> None:
                 policy.evict(victims[0], strangers[victims[0] + step])
             here = np.setdiff1d(here, victims[0])
     assert policies[0].order().tolist() == policies[1].order().tolist()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_what_few_blocks_are_asked_for_is_learned_from_together(seed: int) -> None:
+    """Nothing is different for it: each batch has its own time, and a block that comes twice was used twice."""
+    random, policies = np.random.default_rng(seed), (LHDPolicy(64), InThreeSteps(64))
+    for policy in policies:
+        policy.add(np.arange(64), np.arange(256, dtype=np.uint64).reshape(64, 4))
+        policy.unpark(np.arange(64))
+    for most in random.choice([2, 4, 9], 60).tolist():
+        touched = random.permutation(64)[: int(random.integers(1, most))]
+        for policy in policies:
+            policy.touch(touched)
+    assert policies[0].order().tolist() == policies[1].order().tolist()

@@ -411,16 +411,20 @@ class LHDPolicy(Policy):
         for number, batch in _by_number(self._queue_of.take(slots), slots):
             self._queues[number].remove(batch)
         self._begin_moment(is_use=True)
-        *passed, last = map(len, touched)
-        times = np.array(list(accumulate(passed, initial=self._now))).repeat([*passed, last])
+        lengths = [len(each) for each in touched]
+        moments = list(accumulate(lengths[:-1], initial=self._now))
+        times = np.array(moments).repeat(lengths)
         num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
         self._let_go(slots)
-        self._against_lru.count(self._now, 0, used_at, is_hit=True)
+        start = 0
+        for moment, n in zip(moments, lengths, strict=True):
+            self._against_lru.count(moment, 0, used_at[start : start + n], is_hit=True)
+            start += n
         self._lives.end(_LEVELS.take(num_uses), times - used_at)
         levels = self._begin(slots, num_uses)
         self._used_at[slots] = times
-        self._advance(sum(passed))
-        self._num_passed += last
+        self._advance(moments[-1] - self._now)
+        self._num_passed += lengths[-1]
         self._queue_of[slots] = levels
         for number, batch in _by_number(levels, slots):
             self._queues[number].push(batch)
