@@ -64,7 +64,7 @@ def test_who_asks_again_about_the_same_names_hears_of_every_change() -> None:
 
     def is_as_if_asked_anew() -> bool:
         kept, anew = index.find(asked), index.find(asked.copy())
-        return all((one == other).all() for one, other in zip(kept, anew, strict=True))
+        return (kept[0].tolist(), kept[1].tolist()) == (anew[0].tolist(), anew[1].tolist())
 
     def changes() -> Iterator[object]:
         with index.reserve(asked) as reservation:
