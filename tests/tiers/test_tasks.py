@@ -258,10 +258,9 @@ async def test_what_is_held_is_waited_for_and_stopped() -> None:
     """What needs no task keeps the cache open until it is over; at the end it is told to stop."""
     tasks, stopped = Tasks(), list[str]()
     over = tasks.hold(lambda: stopped.append("first"))
-    loop = asyncio.get_running_loop()
-    loop.call_later(0.01, over)
+    asyncio.get_running_loop().call_later(0.01, over)
     assert len(tasks) == 1
-    assert await tasks.aclose(30.0) == 0
+    assert await asyncio.gather(tasks.aclose(30.0), tasks.aclose(30.0)) == [0, 0]
     assert (len(tasks), stopped) == (0, [])
 
     def stop() -> None:

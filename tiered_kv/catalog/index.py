@@ -315,8 +315,7 @@ class Occupancy(Books):
         self._free.reset(is_free.nonzero()[0])
 
     def _is_free(self) -> NDArray[np.bool_]:
-        is_free: NDArray[np.bool_] = self._states[: self.num_slots] == FREE
-        return is_free
+        return np.equal(self._states[: self.num_slots], FREE)
 
     def _own(self, slots: Slots) -> Slots:
         return slots[slots < self.max_slots] if self.num_transient else slots

@@ -270,7 +270,8 @@ class Tasks:
     async def _until_less(self, deadline: float) -> None:
         """Wait until one of what is under way has ended, or it is ``deadline``."""
         loop = asyncio.get_running_loop()
-        self._on_less = loop.create_future()
+        if self._on_less is None or self._on_less.done():  # else somebody else waits for it, too
+            self._on_less = loop.create_future()
         await asyncio.wait({self._on_less}, timeout=max(0.0, deadline - loop.time()))
 
     def _over(self, key: object) -> None:
