@@ -100,6 +100,31 @@ def test_a_tier_that_nobody_reads_is_tried_again() -> None:
     assert pipe.estimate() == pytest.approx([each / 16 for each in before])
 
 
+def test_a_read_that_hangs_is_felt_before_it_ends() -> None:
+    """The first one of all, too: else whoever comes waits for it until its time is up. What has been put off is not."""
+    pipe = Pipe()
+    pipe.speed.begin(1 << 20, goes_first=False)
+    assert pipe.speed.estimate() is None
+    first = pipe.speed.begin(1 << 20)
+    pipe.now += 3.0
+    assert pipe.estimate() == (3.0, 0.0)
+    pipe.speed.end(first, is_well=False)
+    assert pipe.speed.estimate() is None
+    for size in (1 << 20, 1 << 24):
+        pipe.read(size)
+    usual, _ = pipe.estimate()
+    hanging = pipe.speed.begin(1 << 20)
+    pipe.speed.begin(1 << 20)
+    pipe.now += 0.01
+    assert pipe.estimate()[0] == pytest.approx(usual + (1 << 21) * BYTE_S, rel=0.01)
+    pipe.now += 3.0
+    assert pipe.estimate()[0] > 2.9
+    pipe.speed.end(hanging, is_well=False)
+    pipe.speed.end(hanging, is_well=True)
+    assert pipe.estimate()[0] > 2.9
+    assert sum(read.num_bytes for read in pipe.speed._underway) == 1 << 21  # noqa: SLF001 - counted off once
+
+
 def test_what_others_are_going_to_read_is_told() -> None:
     """Transfers take turns, so what each of them has left counts, and what has ended does not."""
     pipe = Pipe()

@@ -8,7 +8,8 @@ How fast a storage tier reads now: learned from its reads, for the choice betwee
 
 A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included, takes ``first_s +
 ahead x byte_s``. Both numbers are fitted to the reads of late, by least squares with weights that fade; what waits in
-the tier's line is part of ``ahead``, so the estimate rises and falls with the load. Loads read a few windows at a time,
+the tier's line is part of ``ahead``, so the estimate rises and falls with the load. A read that takes longer than that
+says so before it ends: whoever comes waits at least for as long. Loads read a few windows at a time,
 so they also say how much more each of them is going to read: with these a load takes turns.
 
 How much may be written to a medium that wears out by it, or is paid for by the byte: so many bytes a day.
@@ -436,11 +437,13 @@ _FADE: Final = 0.9
 """Of the weight of each read before, at one more: some ten reads count."""
 _SPREAD: Final = 0.05
 """How much sizes have to differ, relative to their mean, before time is split into one for each byte and the rest."""
+_USUAL: Final = 2.0
+"""Times as long as foretold a read may take before it is late."""
 _HALF_LIFE_S: Final = 30.0
 """A tier that nobody has read from for long is taken for faster and faster, so that it is tried again."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Read:
     """One read under way: since when, and how many bytes the tier had to bring then, its own included."""
 
@@ -481,14 +484,25 @@ class ReadSpeed:
     _seen_at: float = 0.0
     _plans: dict[object, int] = field(default_factory=dict)
     _planned: int = 0
+    _underway: dict[Read, bool] = field(default_factory=dict)
+    """The first one first, and whether it waits for no other kind of read."""
 
-    def begin(self, num_bytes: int) -> Read:
-        """Count a read that is asked for now; `end` follows, however it goes."""
+    def begin(self, num_bytes: int, *, goes_first: bool = True) -> Read:
+        """Count a read that is asked for now; `end` follows, however it goes.
+
+        Args:
+            num_bytes: Its own.
+            goes_first: Whether it is served before others: what is put off for these is not late by it.
+        """
         self._ahead += num_bytes
-        return Read(num_bytes, self._ahead, self.clock())
+        read = Read(num_bytes, self._ahead, self.clock())
+        self._underway[read] = goes_first
+        return read
 
     def end(self, read: Read, *, is_well: bool) -> None:
-        """Count it off, and learn from it if it brought blocks."""
+        """Count it off, once, and learn from it if it brought blocks."""
+        if self._underway.pop(read, None) is None:
+            return
         self._ahead -= read.num_bytes
         if not is_well:
             return
@@ -504,16 +518,21 @@ class ReadSpeed:
             self._plans[who] = num_bytes
 
     def estimate(self) -> Estimate | None:
-        """Say what one more transfer would meet; None before anything was read."""
+        """Say what one more transfer would meet; None before anything was read, or takes long."""
+        first = next((read for read, goes_first in self._underway.items() if goes_first), None)
         if not self._weight:
-            return None
+            late_s = None if first is None else self.clock() - first.started
+            return None if late_s is None else Estimate(late_s, 0.0, len(self._plans), self._planned)
         x, y, xx, xy = (each / self._weight for each in self._sums)
         spread = xx - x * x
         byte_s = min(max(0.0, (xy - x * y) / spread), y / x) if spread > (_SPREAD * x) ** 2 else y / x
         first_s = max(0.0, y - byte_s * x)
         faded = 0.5 ** (max(0.0, self.clock() - self._seen_at) / _HALF_LIFE_S)
+        late_s = 0.0
+        if first is not None:
+            late_s = max(0.0, self.clock() - first.started - _USUAL * (first_s + first.ahead * byte_s))
         first_s += self._ahead * byte_s
-        return Estimate(faded * first_s, faded * byte_s, len(self._plans), self._planned)
+        return Estimate(faded * first_s + late_s, faded * byte_s, len(self._plans), self._planned)
 
 
 _DAY_S: Final = 24 * 3600.0

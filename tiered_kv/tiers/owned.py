@@ -234,7 +234,8 @@ class OwnedTier(StorageTier, BookedTier):
             give_back()
             return False
         verification = self.records.verification_there(batch, blocks, self.shape)
-        read = self.speed.begin(num_bytes)
+        read = self._begin_to_count(n, waiter)
+        no_more = partial(self.speed.end, read, is_well=False)  # of one that is late the breakers take care
 
         def end(answer: Outcomes) -> None:
             outcomes = self._seen(answer, verification, n, verdicts=answer.value)
@@ -253,11 +254,11 @@ class OwnedTier(StorageTier, BookedTier):
             allowed=READ,
             num_blocks=n,
             waiter=waiter,
-            on_late=both(give_back, on_late),
+            on_late=both(give_back, both(no_more, on_late)),
             tasks=self._tasks,
         ):
             return True
-        self.speed.end(read, is_well=False)
+        no_more()
         lease.release()
         give_back()
         return False

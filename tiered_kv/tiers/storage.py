@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -21,7 +22,7 @@ from tiered_kv.catalog.table import hash_names
 from tiered_kv.media.backend import Block, Outcome, RecordShape, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.tiers.calls import Answer, Calls, all_failed, outcomes_problem
-from tiered_kv.tiers.gate import Budget, Give, Kind, ReadSpeed, Waiter, Wear
+from tiered_kv.tiers.gate import Budget, Give, Kind, Priority, Read, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging, Verification
 from tiered_kv.tiers.tasks import Tasks
@@ -128,18 +129,22 @@ class StorageTier(Tier):
 
     async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> ReadReport:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
-        read, report = self.speed.begin(self._num_bytes(len(batch))), ReadReport.nothing_of(len(batch))
+        read, report = self._begin_to_count(len(batch), waiter), ReadReport.nothing_of(len(batch))
+        no_more = partial(self.speed.end, read, is_well=False)  # of one that is late the breakers take care
         try:
             if (give_back := await self.take(len(batch), waiter)) is None:
                 on_late()
             else:
                 try:
-                    report = await self._read_blocks(batch, blocks, waiter, both(give_back, on_late))
+                    report = await self._read_blocks(batch, blocks, waiter, both(give_back, both(no_more, on_late)))
                 finally:
                     give_back()
         finally:
             self.speed.end(read, is_well=bool(report.right.all()))
         return report
+
+    def _begin_to_count(self, n: int, waiter: Waiter) -> Read:
+        return self.speed.begin(self._num_bytes(n), goes_first=waiter.priority is Priority.LOAD)
 
     def begin_read(
         self,
