@@ -4,10 +4,10 @@ import numpy as np
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.telemetry.block_sample import Lives
-from tiered_kv.tiers.fates import Place
+from tiered_kv.tiers.fates import IndexPlace
 from tiered_kv.values.keys import Names
 
-CPU, NVME = Place("cpu", 0, 0), Place("nvme", 0, 0)
+CPU, NVME = IndexPlace("cpu", 0, 0), IndexPlace("nvme", 0, 0)
 
 
 def name(block: int) -> Names:

@@ -61,7 +61,7 @@ class ChainParts:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """A kind of block: one KV group on one rank. There is a chain for each."""
 
     number: int
@@ -124,14 +124,14 @@ class CacheParts:
     watch: Watch | None
     recorder: TraceRecorder | None = None
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[BlockKind]:
         """Return the kinds of blocks, by KV group, then by rank."""
         kinds = []
         for number, group in enumerate(self.layout.groups):
             codec, record_codec = self.codecs[number], self.record_codecs[number]
             kept = codec or record_codec
             name = fingerprint(self.model, self.layout, number, kept.name if kept else "none")
-            kinds += [Kind(number, group, Naming(name, shard), codec, record_codec) for shard in self.shards]
+            kinds += [BlockKind(number, group, Naming(name, shard), codec, record_codec) for shard in self.shards]
         return kinds
 
 

@@ -152,7 +152,7 @@ class UseCounts:
         return (hashes + self._rows * strides & self._mask) + self._row_starts
 
 
-class Admission:
+class AdmissionFilter:
     """Which blocks are used often enough for tiers that want some uses before they take one."""
 
     def __init__(self, least_uses: Sequence[int], window: int) -> None:

@@ -35,7 +35,7 @@ _FATE_OF: Final = {
 
 
 @dataclass(frozen=True)
-class Place:
+class IndexPlace:
     """Where an index is: one KV group of one rank in one tier."""
 
     tier: str
@@ -49,7 +49,7 @@ class HasIndex(Protocol):
     index: TierIndex
 
 
-OnPlaceChange = Callable[[Place, Change, Names], None]
+OnPlaceChange = Callable[[IndexPlace, Change, Names], None]
 Direction = Literal["load", "store"]
 OnUse = Callable[[Direction, Names], None]
 OnLoad = Callable[["Batch", int, str], None]
@@ -84,7 +84,7 @@ class Fates:
         self.preemptions = 0
         self.on_use: OnUse | None = None
         self.on_load: OnLoad | None = None
-        self.tiers: dict[Place, HasIndex] = {}
+        self.tiers: dict[IndexPlace, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
         self._details = [""]
@@ -114,12 +114,12 @@ class Fates:
         if self.on_use is not None:
             self.on_use(direction, names)
 
-    def watch(self, place: Place, tier: HasIndex) -> None:
+    def watch(self, place: IndexPlace, tier: HasIndex) -> None:
         """Take note of whatever changes in the index of a tier."""
         self.tiers[place] = tier
         tier.index.on_change = partial(self.changed, place)
 
-    def changed(self, place: Place, change: Change, names: Names) -> None:
+    def changed(self, place: IndexPlace, change: Change, names: Names) -> None:
         """Take note of what changed in an owned tier; see `catalog.books.OnChange`."""
         if change is Change.CLEARED:
             self._forget()
