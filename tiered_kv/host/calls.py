@@ -27,7 +27,7 @@ from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.protocol import Answer, Answered, Call, Found, Keys
 from tiered_kv.transfers.handles import Handle
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import check_hint
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.log import log
@@ -37,9 +37,7 @@ from tiered_kv.values.results import (
     LookupResult,
     PinResult,
     PrefetchResult,
-    Reason,
     RemovalResult,
-    TierFault,
     TierRun,
 )
 

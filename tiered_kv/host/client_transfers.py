@@ -34,12 +34,12 @@ from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import Order
-from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, epoch_digest
 from tiered_kv.values.log import log
-from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault, TierStore
+from tiered_kv.values.results import LoadResult, StoreResult, TierStore
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]

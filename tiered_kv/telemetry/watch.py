@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 from tiered_kv.telemetry.block_sample import LifeCounts, Lives
 from tiered_kv.telemetry.prompts import Asked, Prompts
 from tiered_kv.tiers.fates import Fates
-from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.errors import ClosedError, Reason
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
 from tiered_kv.values.kv_hints import HintAction
-from tiered_kv.values.results import CacheStatistics, Reason
+from tiered_kv.values.results import CacheStatistics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry

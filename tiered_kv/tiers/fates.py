@@ -14,9 +14,9 @@ import numpy as np
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.uses import Fate, History
+from tiered_kv.values.errors import Reason
 from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import Names
-from tiered_kv.values.results import Reason
 
 if TYPE_CHECKING:  # it brings torch, which who reads events alone does without
     from tiered_kv.tiers.tier import Batch

@@ -21,7 +21,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier, ReadReport
-from tiered_kv.values.results import Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
 
 
 class Unwritten:

@@ -35,11 +35,17 @@ from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import READ, WRITTEN, StorageTier, TierParts, both
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, Mask, ReadReport, WriteReport, which
-from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.values.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    ConfigurationError,
+    Reason,
+    TieredKVError,
+    TierFault,
+)
 from tiered_kv.values.events import TierFailed
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names, rows_of
-from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
 _SLOTS_AT_ONCE: Final = 4096

@@ -26,10 +26,10 @@ from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, SpareBlocks, Verification
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKey, Names
-from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
 READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)

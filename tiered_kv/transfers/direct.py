@@ -29,7 +29,8 @@ from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.results import Reason, StoreResult, TierFault
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import StoreResult
 
 
 class DirectLoad(Load):

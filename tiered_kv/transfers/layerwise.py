@@ -22,8 +22,8 @@ from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import Reason, StoreResult
+from tiered_kv.values.errors import ConfigurationError, Reason
+from tiered_kv.values.results import StoreResult
 
 LAYERS_A_TURN: Final = 16
 """Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""

@@ -26,9 +26,9 @@ from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.events import BlocksLoaded
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
 _TOUCHED_AT_ONCE: Final = 512

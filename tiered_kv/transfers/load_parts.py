@@ -31,7 +31,8 @@ from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken,
 from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
 from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
 """Blocks that media pack; a part has no fewer unless it has to."""
