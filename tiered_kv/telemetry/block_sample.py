@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.tiers.fates import Direction, IndexPlace
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.tiers.fates import Direction, Histogram, IndexPlace
 from tiered_kv.values.keys import Names
 
 SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
