@@ -27,8 +27,8 @@ from tiered_kv.telemetry.prompts import Asked, Prompts
 from tiered_kv.tiers.fates import Fates, Histogram
 from tiered_kv.values.errors import ClosedError, Reason
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
+from tiered_kv.values.hints import HintAction
 from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
-from tiered_kv.values.kv_hints import HintAction
 from tiered_kv.values.results import CacheStatistics
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from tiered_kv.integrations.vllm.messages import Tracked
 from tiered_kv.integrations.vllm.naming import Naming
 from tiered_kv.integrations.vllm.storing import Storing
 from tiered_kv.transfers.jobs import Job
-from tiered_kv.values.kv_hints import HintAction, read_hints
+from tiered_kv.values.hints import HintAction, read_hints
 
 _NAMES: Final = ("kv_hints", "kv_hint")
 """In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
