@@ -221,7 +221,7 @@ class LifeCounts:
     idle_s: Mapping[str, Histogram]
 
 
-class Lives:
+class SampledLives:
     """Follows a sample of blocks. `use` and `changed` belong to the event loop; `counts` is for any thread.
 
     Attributes:

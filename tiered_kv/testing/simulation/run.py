@@ -24,7 +24,7 @@ STEPS_A_SEED: Final = 120
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """What became of one run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report:
 
 def simulate(
     seed: int, num_steps: int = STEPS_A_SEED, *, tape: Numbers | None = None, keeps_timeline: bool = False
-) -> Report:
+) -> RunReport:
     """Run one seed, or the numbers of a run before."""
     started = time.perf_counter()
     numbers = Tape(seed, tape)
@@ -64,7 +64,7 @@ def simulate(
         except Stuck as error:
             world.fail(error)
     failure = world.failures[0] if world.failures else None
-    return Report(
+    return RunReport(
         seed,
         world.num_steps,
         numbers.num_faults,
@@ -163,7 +163,7 @@ def _changed(world: World, shape: Shape) -> Shape:
     return shape
 
 
-def shrink(report: Report, num_steps: int = STEPS_A_SEED, most_runs: int = 200) -> Report:
+def shrink(report: RunReport, num_steps: int = STEPS_A_SEED, most_runs: int = 200) -> RunReport:
     """Return the plainest run that fails in the same way: as many numbers as can be are 0."""
     best, num_runs = report, 0
 

@@ -19,10 +19,10 @@ from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.system import running_in
 from tiered_kv.testing.scripted import ScriptedDevice
-from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
+from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
-from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
+from tiered_kv.testing.simulation.media import SharedStore, StoreClient, StoreFaults
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, NUM_ALL, Shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
@@ -136,8 +136,8 @@ class World:
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
         self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
-        self.store = Store(self.shape.store_bytes, tape, self.turns)
-        self.other = Store(1 << 30, tape, self.turns)
+        self.store = SharedStore(self.shape.store_bytes, tape, self.turns)
+        self.other = SharedStore(1 << 30, tape, self.turns)
         self.other.faults = StoreFaults(lookup_s=tape.pick("plan", (0.002, 0.2, 0.4)), latency_s=0.3, most_calls=2)
         self.die_at: int | None = None
         self._graveyard: list[object] = []
@@ -146,9 +146,9 @@ class World:
         self._num_engines = self._num_slow = 0
         self._began = self.turns.now
 
-    def _disk(self, path: str) -> Disk:
+    def _disk(self, path: str) -> SimulatedDisk:
         come_along = not self.tape.chance("plan", 0.5)
-        disk = Disk(Path(path), 64 << 20, self.tape, self.turns, names_come_along=come_along)
+        disk = SimulatedDisk(Path(path), 64 << 20, self.tape, self.turns, names_come_along=come_along)
         self.files.mount(disk)
         return disk
 
@@ -315,7 +315,7 @@ class World:
                 self.may_come_back_old(disk)
         self.store.faults = StoreFaults()
 
-    def may_come_back_old(self, disk: Disk) -> None:
+    def may_come_back_old(self, disk: SimulatedDisk) -> None:
         """Have what was on a disk when it was remembered last, perhaps; what was promised since is not."""
         if self.tape.chance("faults", 0.3) and disk.come_back_old():
             self.trouble.is_stale = self.trouble.has_rot = True
