@@ -14,9 +14,9 @@ from tiered_kv.cache.parts import BlockKind, CacheParts, StoragePart
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.device import Device
+from tiered_kv.memory.gpu import make_device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make_device import make_device
 from tiered_kv.settings.chain_settings import GPUTier, tier_name
 from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.tiers.chain import Chain

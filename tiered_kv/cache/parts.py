@@ -8,7 +8,7 @@ from typing import Any, Final
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import Backend, RecordShape, SlotBackend
 from tiered_kv.memory.codec import Codec
-from tiered_kv.memory.make_device import DeviceLike
+from tiered_kv.memory.gpu import DeviceLike
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.settings.registry import make_backend, resolve_policy
 from tiered_kv.settings.settings import CacheLimits

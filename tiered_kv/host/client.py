@@ -38,7 +38,7 @@ from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Attach, Keys
-from tiered_kv.memory.make_device import DeviceLike, resolve
+from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
