@@ -19,7 +19,7 @@ from typing_extensions import override
 from tiered_kv.system import Files, FolderEntry
 from tiered_kv.testing.simulation.known import check_lent
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Process, ProcessEnded, Turns
+from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, Turns
 
 _SECTOR: Final = 512
 """What a medium writes whole or not at all."""
@@ -104,7 +104,7 @@ class _Open:
 
     disk: "SimulatedDisk"
     node: _Node
-    process: Process
+    process: SimulatedProcess
     era: int
     name: str = ""
     folder: _Node | None = None
@@ -290,15 +290,15 @@ class SimulatedFiles(Files):
         self._disks: list[SimulatedDisk] = []
         self._open: dict[int, _Open] = {}
         self._next_fd = _FIRST_FD
-        self.pids: dict[int, Process] = {}
+        self.pids: dict[int, SimulatedProcess] = {}
         """Processes that can be watched by a descriptor."""
-        self._pidfds: dict[int, Process] = {}
+        self._pidfds: dict[int, SimulatedProcess] = {}
 
     def mount(self, disk: SimulatedDisk) -> None:
         """Have a disk at its path."""
         self._disks.append(disk)
 
-    def close_all_of(self, process: Process) -> None:
+    def close_all_of(self, process: SimulatedProcess) -> None:
         """Close what a process that has ended had open, which lets go of its locks."""
         for fd in [fd for fd, each in self._open.items() if each.process is process]:
             self._close(fd)

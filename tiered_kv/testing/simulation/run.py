@@ -15,7 +15,7 @@ from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
-from tiered_kv.testing.simulation.threads import Process, Stuck
+from tiered_kv.testing.simulation.threads import SimulatedProcess, Stuck
 from tiered_kv.testing.simulation.workload import End, Requests
 from tiered_kv.testing.simulation.world import WEIGHTS, World
 
@@ -89,7 +89,7 @@ def _direct(world: World, theme: Scene) -> None:
         requests: list[Requests] = []
 
         async def main(
-            process: Process,
+            process: SimulatedProcess,
             shape: Shape = shape,
             memory: Memory = memory,
             ends: list[End] = ends,
@@ -120,7 +120,7 @@ def _direct(world: World, theme: Scene) -> None:
             return
 
 
-def _end(world: World, process: Process) -> None:
+def _end(world: World, process: SimulatedProcess) -> None:
     """End a process and its workers, if it has not come to its end; and see what its media keep."""
     turns, trouble = world.turns, world.trouble
     lost_power = trouble.lost_power and not process.has_ended

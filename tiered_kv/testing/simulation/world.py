@@ -26,7 +26,7 @@ from tiered_kv.testing.simulation.media import SharedStore, StoreClient, StoreFa
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, NUM_ALL, Shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
+from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, SimulatedThread, Turns
 from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.keys import ModelIdentity
 from tiered_kv.values.results import CacheStatistics
@@ -337,7 +337,9 @@ class World:
 
     # Processes.
 
-    def start_process(self, name: str, main: Callable[[Process], Coroutine[Any, Any, None]]) -> Process:
+    def start_process(
+        self, name: str, main: Callable[[SimulatedProcess], Coroutine[Any, Any, None]]
+    ) -> SimulatedProcess:
         """Start a process with an event loop, which ends with ``main``."""
         process = self.new_process(name)
         self._num_engines += 1
@@ -357,15 +359,15 @@ class World:
         self.turns.start(process, run, name)
         return process
 
-    def new_process(self, name: str) -> Process:
+    def new_process(self, name: str) -> SimulatedProcess:
         """Make a process without threads yet."""
         self._num_processes += 1
-        process = Process(name, 100 + self._num_processes)
+        process = SimulatedProcess(name, 100 + self._num_processes)
         self.files.pids[process.pid] = process
         process.on_end.append(lambda: self.files.close_all_of(process))
         return process
 
-    def start_thread(self, process: Process, target: Callable[[], object], name: str) -> SimulatedThread:
+    def start_thread(self, process: SimulatedProcess, target: Callable[[], object], name: str) -> SimulatedThread:
         """Start a thread of a process; what it raises was found."""
 
         def run() -> None:
@@ -378,7 +380,7 @@ class World:
 
         return self.turns.start(process, run, name)
 
-    def device(self, process: Process) -> ScriptedDevice:
+    def device(self, process: SimulatedProcess) -> ScriptedDevice:
         """Make a GPU of a process: its copies run in some order of those that are allowed, some time."""
         device = ScriptedDevice(chance=_TapeRandom(self.tape))
 
@@ -393,7 +395,7 @@ class World:
         self.turns.start(process, work, f"{process.name}: GPU")
         return device
 
-    def emit_of(self, process: Process) -> Callable[[Event], None]:
+    def emit_of(self, process: SimulatedProcess) -> Callable[[Event], None]:
         """Return what takes the events of a process's cache."""
 
         def emit(event: Event) -> None:
@@ -411,7 +413,7 @@ class World:
 
         return emit
 
-    def new_cache(self, process: Process, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
+    def new_cache(self, process: SimulatedProcess, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
         """Make a cache of a process, not open yet."""
         return TieredKV(
             self.tiers(shape),  # type: ignore[arg-type]  # a list of what it takes
@@ -429,7 +431,7 @@ class World:
         """Keep what belonged to a process until the end: what it would do when it is collected must not be done."""
         self._graveyard += what
 
-    def _crashed(self, process: Process, context: dict[str, Any]) -> None:
+    def _crashed(self, process: SimulatedProcess, context: dict[str, Any]) -> None:
         if not process.is_dead:
             error = context.get("exception")
             self.fail(WrongAnswer("crashed", f"{context.get('message')}: {error!r}"))
