@@ -304,6 +304,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "a small disk": (lambda path: [nvme(path, 4096)], "the NVMe tier at /.*: capacity=4096 bytes .* holds no block"),
     "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "/file: it is a file; the NVMe"),
     "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
+    "a path with a rank misspelt": (
+        lambda path: [nvme(path / "{rnk}")],
+        r"path of tier 'nvme' has \{rnk\}: only \{rank\} is filled in",
+    ),
     "a directory of the system": (lambda _: [nvme(Path("/proc/kv"))], "/proc/kv: .*needs a directory that it can"),
     "more memory than there is": (
         lambda _: [{"medium": "cpu", "capacity": "64TiB"}],

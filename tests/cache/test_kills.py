@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -105,7 +106,9 @@ def test_whenever_it_is_killed_nothing_is_wrong_lost_or_back(
     rng = np.random.default_rng(num_kills)
     history = History()
     num_served = num_musts = num_gone = 0
-    for life in range(1, num_kills + 1):
+    for life in count(1):
+        if life > num_kills and (num_served or life > 10 * num_kills):  # on a busy machine a few may begin nothing
+            break
         moment = {"after_s": rng.uniform(0, 0.3), "from": str(rng.choice(["open", "done"]))}
         history.apply(
             end_a_life({"kind": kind, "path": str(tmp_path), "life": life, "prompts": history.known, **moment})
@@ -114,7 +117,7 @@ def test_whenever_it_is_killed_nothing_is_wrong_lost_or_back(
         num_served += asyncio.run(look(kind, tmp_path, history))
     assert num_served
     sys.stdout.write(
-        f"{kind}: {num_kills} kills, in the midst of {dict(history.killed_in)}; {num_served} blocks served, "
+        f"{kind}: {life - 1} kills, in the midst of {dict(history.killed_in)}; {num_served} blocks served, "
         f"{num_musts} prompts that had to be there, {num_gone} that had not\n"
     )
 

@@ -120,6 +120,29 @@ async def test_a_load_brings_again_what_was_in_slots_that_are_given_up() -> None
             await until_idle(kv)
 
 
+async def test_what_is_stored_beside_a_resize_is_written_too() -> None:
+    """It is not put where the tier is going to end, and lost: seed 8000633 had stored while others were written."""
+    engine, slots = Engine(), ScriptedSlotBackend()
+    slots.settings = slots.settings.model_copy(update={"write": "back"})
+    limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 60.0})
+    async with open_cache(cpu(16, 16), slots, engine=engine, limits=limits) as kv:
+        await keep(kv, engine, KEYS[:8])
+        await kv.flush()
+        slots.on_write.hold()
+        await kv.store(KEYS[8:10], engine.compute(KEYS[8:10]))
+        resizing = asyncio.create_task(kv.resize("cpu", 8 * PAYLOAD_BYTES))
+        await until(lambda: slots.on_write.num_held > 0)
+        await kv.store(KEYS[10:12], engine.compute(KEYS[10:12]))
+        slots.on_write.release()
+        assert await resizing == 8
+        await kv.flush()
+        assert slots.num_records == 12
+        stats = kv.stats()["cpu"]
+        assert (stats.num_slots, stats.free + stats.ready, stats.evicted) == (8, 8, 4)
+        assert await kv.drain()
+        await until_idle(kv)
+
+
 async def test_waiting_blocks_are_written_before_their_memory_goes() -> None:
     """Shrinking a tier loses nothing that a tier below takes."""
     engine, slots = Engine(), ScriptedSlotBackend()

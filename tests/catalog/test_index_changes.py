@@ -294,6 +294,39 @@ def test_nobody_writes_down_what_was_removed() -> None:
     assert (index.statistics().dirty, index.statistics().free, index.statistics().leased) == (0, 3, 0)
 
 
+def test_what_is_held_beyond_the_end_stays_until_nobody_holds_it() -> None:
+    """It can be found and is written down; what comes meanwhile is not put there; then it goes, and is told of."""
+    heard: list[tuple[str, list[int]]] = []
+    index = TierIndex(6, write_back=True, on_change=lambda change, names: heard.append((change, ids_of(names))))
+    store(index, 1, 2)
+    with index.reserve(names_of(3, 4)) as dirty, dirty.commit() as lease:
+        index.mark_dirty(lease)
+    filling = index.reserve(names_of(5))
+    reader = index.lease(names_of(2))
+    assert ids_of(index.resize(1, keep_held=True)) == []
+    assert index.ready(names_of(1, 2, 3, 4)).all()
+    assert store(index, 6) == [1]
+    assert not index.fits(names_of(7, 8))
+    filling.commit().release()
+    reader.release()
+    names, writing = index.take_dirty(2)
+    assert ids_of(names) == [3, 4]
+    writing.release()
+    filling.close()
+    assert ids_of(index.names_in_order()[0]) == [6]
+    assert heard[2:] == [
+        (Change.EVICTED, [1]),
+        (Change.ADDED, [6]),
+        (Change.ADDED, [5]),
+        (Change.EVICTED, [5]),
+        (Change.EVICTED, [2]),
+        (Change.EVICTED, [4, 3]),
+    ]
+    assert sorted(ids_of(index.give_up(1))) == [2, 3, 4, 5]
+    counts = index.statistics()
+    assert (counts.ready, counts.leased, counts.pending, counts.doomed, counts.retired) == (1, 0, 0, 0, 5)
+
+
 def test_changes_are_told_in_order_with_their_reasons() -> None:
     """Whoever listens hears of each of the tier's own readable blocks that comes or goes, and why; of nothing else."""
     now = [0.0]

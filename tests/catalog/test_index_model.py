@@ -101,6 +101,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.withheld: set[int] = set()
         self.now_s = 1000
         self.replayed: set[int] = set()
+        self.gone: list[int] = []
         self.index = TierIndex(
             num_slots,
             max_slots=self.max_slots,
@@ -212,7 +213,9 @@ class IndexMachine(RuleBasedStateMachine):
             block.num_leases -= 1
             if block.num_leases:
                 continue
-            if block.state == SlotState.DOOMED or block.slot in self.transient:
+            if block.state == SlotState.READY and self.num_slots <= block.slot < self.max_slots:
+                self.gone.append(block.id)
+            if block.state == SlotState.DOOMED or block.slot >= self.num_slots:
                 self.model.free(block)
             else:
                 (first if block.goes_first else hot).append(block)
@@ -287,14 +290,34 @@ class IndexMachine(RuleBasedStateMachine):
             self.model.occupied[slot] = self.model.findable[i] = block
             self.model.order.append(block)
 
-    @rule(data=st.data())
-    def resize(self, data: st.DataObject) -> None:
-        """Blocks beyond the new end go; a slot that is in use there is given up by its last user."""
+    @rule(data=st.data(), keep_held=st.booleans())
+    def resize(self, *, data: st.DataObject, keep_held: bool) -> None:
+        """Blocks beyond the new end go, at once or when nobody holds them; what is in use there is given up then."""
         self.num_slots = data.draw(st.integers(0, self.max_slots))
-        beyond = [block for block in self.model.findable.values() if self.num_slots <= block.slot < self.max_slots]
-        gone = self.index.resize(self.num_slots)
-        assert sorted(ids_of(gone)) == sorted(block.id for block in beyond if block.state == SlotState.READY)
-        self.doom(beyond)
+        beyond = self.beyond(self.num_slots)
+        if keep_held:
+            beyond = [block for block in beyond if block.state == SlotState.READY and not block.num_leases]
+        gone = self.index.resize(self.num_slots, keep_held=keep_held)
+        self.check_gone(beyond, gone, with_others=not keep_held)
+
+    @rule(data=st.data())
+    def give_up(self, data: st.DataObject) -> None:
+        """What was held beyond the end goes."""
+        start = data.draw(st.integers(self.num_slots, self.max_slots))
+        self.check_gone(self.beyond(start), self.index.give_up(start), with_others=True)
+
+    def beyond(self, start: int) -> list[Block]:
+        """Return the blocks in slots from ``start`` on."""
+        return [block for block in self.model.findable.values() if start <= block.slot < self.max_slots]
+
+    def check_gone(self, blocks: list[Block], names: Names, *, with_others: bool) -> None:
+        """See that these blocks are gone, and those named that could be read; and those that went meanwhile."""
+        gone = [block.id for block in blocks if block.state == SlotState.READY]
+        if with_others:
+            gone += self.gone
+            self.gone = []
+        assert sorted(ids_of(names)) == sorted(gone)
+        self.doom(blocks)
 
     @rule(data=st.data())
     def withhold(self, data: st.DataObject) -> None:
@@ -322,6 +345,7 @@ class IndexMachine(RuleBasedStateMachine):
         """A round of the tier removes just the blocks that are ready for ``ttl_s`` or longer."""
         own = [block for block in self.model.findable.values() if block.slot not in self.transient]
         ready = [block for block in own if block.state == SlotState.READY]
+        ready = [block for block in ready if block.slot < self.num_slots]
         old = [block for block in ready if self.now_s - block.ready_since_s >= self.ttl_s]
         gone = [i for _ in range(2 * self.num_slots // limit + 2) for i in ids_of(self.index.expire(limit=limit))]
         assert sorted(gone) == sorted(block.id for block in old)

@@ -113,7 +113,7 @@ def test_tiers_are_read_from_the_command_line_or_from_settings() -> None:
     )
     assert plans_from(settings)[0] == TierPlan("cpu", 2**30, "arc", is_memory=True)
     assert plans_from(settings)[1].admit_after == 3
-    for wrong in (["cpu=lots"], ["cpu=1GiB", "cpu=2GiB"], ["=1GiB"]):
+    for wrong in (["cpu=lots"], ["cpu"], ["cpu=:lru"], ["cpu=1GiB", "cpu=2GiB"], ["=1GiB"]):
         with pytest.raises(ConfigurationError):
             tier_plans(wrong, "lru")
 

@@ -1,5 +1,6 @@
 """What a cache is made of, checked, and not open yet: tiers with their backends, and kinds of blocks."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,7 @@ from tiered_kv.values.keys import ModelIdentity, Shard
 from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout, fingerprint
 
 _RANK: Final = "{rank}"
+_FILLED_IN: Final = re.compile(r"\{\w*\}")
 
 
 @dataclass(frozen=True)
@@ -170,7 +172,12 @@ def chain_parts(
 
 
 def _of_rank(settings: TierSettings, shards: Sequence[Shard]) -> TierSettings:
-    """Put the rank into the texts and paths that ask for it."""
+    """Put the rank into the texts and paths that ask for it; a path that asks for anything else is refused."""
+    for name, value in settings:
+        if isinstance(value, Path) and (odd := set(_FILLED_IN.findall(str(value))) - {_RANK}):
+            raise ConfigurationError(
+                f"{name} of tier {tier_name(settings)!r} has {min(odd)}: only {_RANK} is filled in"
+            )
     asking = {name: value for name, value in settings if isinstance(value, str | Path) and _RANK in str(value)}
     if asking and len(shards) > 1:
         raise ConfigurationError(

@@ -87,6 +87,8 @@ class Occupancy(Books):
         self._any_goes_first = False
         self._ready = self._pending = self._doomed = self._leased = 0
         self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
+        self._goes_when_idle = False  # what is held beyond the capacity, see `TierIndex.resize`
+        self._gone_when_idle: list[Names] = []  # of that, since the last `resize`
 
     @property
     def num_free(self) -> int:
@@ -151,7 +153,9 @@ class Occupancy(Books):
         num_leases = self._num_leases.take(tail_first) - 1
         self._num_leases[tail_first] = num_leases
         is_plain = len(own) == len(tail_first) and not num_leases.any() and not self._any_to_go(own)
-        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
+        if (
+            is_plain and not self._goes_when_idle and (self._states.take(tail_first) == READY).all()
+        ):  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._policy.unpark(tail_first)
             return
@@ -161,6 +165,8 @@ class Occupancy(Books):
         stays = is_ready & is_own
         if stays.any():
             self._unpark(idle[stays])
+        if self._goes_when_idle and len(beyond := idle[stays & (idle >= self.num_slots)]):
+            self._gone_when_idle.append(self._remove(beyond, Change.EVICTED))
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
         if len(passed):
             with self.lock:
@@ -413,7 +419,7 @@ class TierIndex(Occupancy):
 
         Takes 0.2 s a million blocks: for a checkpoint at close, not for one in traffic.
         """
-        leased = ((self._states[: self.num_slots] == READY) & (self._num_leases[: self.num_slots] > 0)).nonzero()[0]
+        leased = ((self._states[: self.max_slots] == READY) & (self._num_leases[: self.max_slots] > 0)).nonzero()[0]
         slots = np.concatenate((self._policy.order(), leased))
         return self._table.names(slots), slots
 
@@ -597,25 +603,43 @@ class TierIndex(Occupancy):
         slots = self._expiry.overdue(self.num_slots, limit)
         return self._remove(slots[self._states[slots] == READY][::-1], Change.EXPIRED)
 
-    def resize(self, num_slots: int) -> Names:
+    def resize(self, num_slots: int, *, keep_held: bool = False) -> Names:
         """Change the tier's capacity, up to ``max_slots``; return the names of the readable blocks that had to go.
 
         The slots from ``num_slots`` on are given up, whatever is in them: their blocks are removed as by `remove`, and
         no such slot is used again until the capacity is raised. Takes some 1 ms a million slots of the new capacity
         and 0.6 us a block that goes: where many go, resize step by step.
 
+        Args:
+            num_slots: The new capacity.
+            keep_held: What is leased, dirty or being filled stays there, and can be found, until nobody holds it any
+                more; or until `give_up`.
+
         Raises:
             ConfigurationError: ``num_slots`` is negative or more than ``max_slots``. Nothing has changed.
         """
         if not 0 <= num_slots <= self.max_slots:
             raise ConfigurationError(f"{num_slots} slots in an index of 0 to {self.max_slots}")
-        states = self._states[num_slots : self.num_slots]
-        given_up = num_slots + ((states == READY) | (states == PENDING)).nonzero()[0]
-        self.num_slots = num_slots
-        evicted = self._remove(given_up[::-1], Change.EVICTED)
+        beyond = slice(num_slots, self.max_slots)
+        idle = num_slots + ((self._states[beyond] == READY) & (self._num_leases[beyond] == 0)).nonzero()[0]
+        self.num_slots, self._goes_when_idle = num_slots, True
+        evicted = self._remove(idle[::-1], Change.EVICTED)
         self._find_free()
         self._policy.resize(num_slots)
-        return evicted
+        return evicted if keep_held else np.concatenate((evicted, self.give_up(num_slots)))
+
+    def give_up(self, start: int) -> Names:
+        """Remove what `resize` has let stay in the slots from ``start`` on, which is the capacity or more.
+
+        Returns:
+            The names of the readable blocks that went, and of those that have since, as nobody held them any more.
+        """
+        states = self._states[start : self.max_slots]
+        held = start + ((states == READY) | (states == PENDING)).nonzero()[0]
+        gone = [self._remove(held[::-1], Change.EVICTED), *self._gone_when_idle]
+        self._gone_when_idle.clear()
+        self._goes_when_idle = start > self.num_slots
+        return np.concatenate(gone)
 
     def withhold(self, is_withheld: NDArray[np.bool_] | None) -> int:
         """Put no blocks into some slots any more, until this is called again; return how many blocks that loses.
@@ -629,8 +653,8 @@ class TierIndex(Occupancy):
         self._withheld = None if is_withheld is None else is_withheld.copy()
         lost = 0
         if is_withheld is not None:
-            states = self._states[: self.num_slots]
-            held = (is_withheld[: self.num_slots] & ((states == READY) | (states == PENDING))).nonzero()[0]
+            states = self._states[: self.max_slots]
+            held = (is_withheld & ((states == READY) | (states == PENDING))).nonzero()[0]
             lost = len(self._remove(held[::-1], Change.LOST, has_left=False))
         self._find_free()
         return lost

@@ -77,7 +77,7 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
     """Read tiers from ``NAME=SIZE`` or ``NAME=SIZE:POLICY``, fastest first: ``cpu=16GiB``, ``s3`` without a bound.
 
     Raises:
-        ConfigurationError: A size cannot be read, or two tiers have one name.
+        ConfigurationError: A size cannot be read, memory is given none, or two tiers have one name.
     """
     plans = []
     for text in texts:
@@ -87,6 +87,8 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
             capacity = int(_SIZE.validate_python(size)) if size else None
         except ValidationError:
             raise ConfigurationError(f"--tier {text}: write NAME=SIZE, e.g. cpu=16GiB or cpu=16GiB:lru") from None
+        if capacity is None and name in OWN_MEDIA:
+            raise ConfigurationError(f"--tier {text}: memory has an end, write how much there is, e.g. {name}=16GiB")
         plans.append(TierPlan(name, capacity, own_policy or policy, is_memory=name in OWN_MEDIA))
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names) or not all(names):

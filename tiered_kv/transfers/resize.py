@@ -9,6 +9,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import BookedTier
 from tiered_kv.transfers.writedown import Cleaner, write_all
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.keys import Names
 
 _STEP_SLOTS: Final = 4096
 _STEP_BYTES: Final = 4 << 20
@@ -88,8 +89,6 @@ async def resize(
     if num_slots > before:
         stride_bytes = sum(chain.stride_bytes for chain in chains)
         await tiers[0].grow(num_slots, (num_slots - before) * stride_bytes if _gives_back(chains[0]) else 0)
-    if num_slots < before:  # what waits in slots that are given up would be lost
-        await write_all({chain: chain.unwritten.mark() for chain in chains}, cleaners)
     num_evicted, is_given_back = 0, True
     for chain, tier in zip(chains, tiers, strict=True):
         evicted, is_all = await _resize_index(chain, tier, num_slots)
@@ -97,6 +96,10 @@ async def resize(
         is_given_back &= is_all
     if num_slots >= before:
         return before, num_evicted, None
+    # What waits in slots that are given up would be lost. Nothing comes there any more.
+    await write_all({chain: chain.unwritten.mark() for chain in chains}, cleaners)
+    for chain, tier in zip(chains, tiers, strict=True):
+        num_evicted += await _give_up(chain, tier)
     given_up = GivenUp(chains, tiers)
     if not await given_up.until_idle(chains[0].limits.store_timeout_s):
         return before, num_evicted, given_up
@@ -105,7 +108,7 @@ async def resize(
 
 
 async def _resize_index(chain: Chain, tier: BookedTier, num_slots: int) -> tuple[int, bool]:
-    """Change the books step by step, and give back host memory that is free.
+    """Change the books step by step, and give back host memory that is free. What is held stays.
 
     Returns:
         How many blocks had to go, and whether all that memory was free.
@@ -115,14 +118,26 @@ async def _resize_index(chain: Chain, tier: BookedTier, num_slots: int) -> tuple
     sizes = [index.num_slots, *range(index.num_slots - step, num_slots, -step), num_slots]
     is_given_back = _gives_back(chain)
     for larger, smaller in pairwise(sizes):
-        evicted = len(index.resize(smaller))
-        num_evicted += evicted
-        tier.counters.evicted += evicted
-        chain.room.changed()
+        num_evicted += _count(chain, tier, index.resize(smaller, keep_held=True))
         if is_given_back:
             is_all &= tier.give_back(smaller, larger)
         await asyncio.sleep(0)
     return num_evicted, is_all
+
+
+async def _give_up(chain: Chain, tier: BookedTier) -> int:
+    """Have whatever is held beyond the capacity go, step by step; return how many blocks did since it was resized."""
+    index, step, num_evicted = tier.index, _step_of(chain), 0
+    for start in (*range(index.max_slots - step, index.num_slots, -step), index.num_slots):
+        num_evicted += _count(chain, tier, index.give_up(start))
+        await asyncio.sleep(0)
+    return num_evicted
+
+
+def _count(chain: Chain, tier: BookedTier, evicted: Names) -> int:
+    tier.counters.evicted += len(evicted)
+    chain.room.changed()
+    return len(evicted)
 
 
 def _step_of(chain: Chain) -> int:

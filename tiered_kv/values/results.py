@@ -386,7 +386,8 @@ class TierStatistics:
         tier: Its name.
         num_slots: 0 for a tier that the cache does not own.
         free: Slots that hold nothing. Each slot is one of free, pending, ready, doomed and withheld, or beyond what a
-            tier that was made smaller may have; bounce slots are counted in `CacheStatistics` alone.
+            tier that was made smaller may have: while `resize` goes on, what somebody holds there is counted, too.
+            Bounce slots are counted in `CacheStatistics` alone.
         ready: Readable blocks.
         evictable: Those that nobody uses, and that do not wait to be written below.
         leased: Slots that somebody reads, or holds for it.

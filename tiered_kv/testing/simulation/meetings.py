@@ -12,6 +12,7 @@ from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import KINDS_OF_TROUBLE, LONGEST_S
 from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import BlockState
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.requester import Numbers
@@ -122,7 +123,8 @@ async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
     quiet, is_resizing = Quiet(requests), requests.num_resizing > 0
     for keys in prompts:
         await requests.transfer(keys, PLAIN, is_load=False)
-    there = [keys for keys in prompts if is_there(requests, keys)]
+    # What has found no room there is in the GPU pool only, if at all: its store has said so.
+    there = [keys for keys in prompts if (requests.kv.membership(keys, tier="cpu") == BlockState.HIT).all()]
     if requests.ending or not requests.keeps_all() or is_resizing:
         return
     await requests.do("resize", (0, 0, 0, 1))

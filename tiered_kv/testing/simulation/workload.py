@@ -187,7 +187,8 @@ class Requests(Asking, Keeping):
         if races := self.device.races:
             raise WrongAnswer("race", f"accesses that nothing orders: {races[0]}")
         for tier in self.kv.stats().tiers:
-            if tier.num_slots and tier.free + tier.ready + tier.withheld > tier.num_slots:
+            beyond = tier.leased if tier.tier in self._small else 0  # what somebody holds goes when nobody does
+            if tier.num_slots and tier.free + tier.ready + tier.withheld > tier.num_slots + beyond:
                 held = f"{tier.free} free, {tier.ready} ready, {tier.withheld} withheld"
                 raise WrongAnswer("limit", f"{tier.tier}: {held} of {tier.num_slots} slots")
         if self.shape.ttl_s is not None and self.shape.is_owned and not world.trouble.since_told:
