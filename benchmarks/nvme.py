@@ -27,7 +27,7 @@ from tiered_kv.media.backend import Block, Outcome, RecordShape
 from tiered_kv.media.record import encode, verify
 from tiered_kv.media.seal import Seal
 from tiered_kv.testing import ThreadWorkers, block_names, open_backend
-from tiered_kv.tiers.records import Staging
+from tiered_kv.tiers.records import SpareBlocks
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -83,7 +83,7 @@ class Ours:
         self.keys = [BlockKey(space, i.to_bytes(32, "little")) for i in range(len(blocks))]
         self.names = block_names(self.keys)
         self.slots = np.arange(len(blocks))
-        self.staging = Staging(shape)
+        self.spare_blocks = SpareBlocks(shape)
         self.workers = ThreadWorkers(os.cpu_count() or 1)
         batch = max(1, BATCH_BYTES // shape.stride_bytes)
         self.batches = [slice(start, start + batch) for start in range(0, len(blocks), batch)]
@@ -92,10 +92,10 @@ class Ours:
         """Encode and write one batch."""
         keys, blocks = self.keys[batch], self.blocks[batch]
         if seal is not None:
-            staged = self.staging.take(len(blocks))
+            staged = self.spare_blocks.take(len(blocks))
             await self.workers.run(encode_all, keys, blocks, staged, seal)
             outcomes = await self.backend.write(0, self.slots[batch], self.names[batch], staged)
-            self.staging.give(staged)
+            self.spare_blocks.give(staged)
         else:
             if with_checksums:
                 await self.workers.run(encode_all, keys, blocks, blocks)

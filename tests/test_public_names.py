@@ -28,7 +28,7 @@ MADE_BY_THE_CACHE = {
     *("JobBook", "Loading", "OpenCache", "Seat", "Store", "Storing"),  # what handles are made with
     *("HostSlab", "PageLocking", "Stream"),  # what passes between a cache and its device
     *("Reading", "Watch", "Watched"),  # what passes between a cache and its metrics
-    *("Access", "Change", "HasChanges", "HasIndex", "Place"),  # what passes between a cache and its streams of changes
+    *("Access", "Change", "HasChanges", "HasIndex", "IndexPlace"),  # what passes from a cache to its streams of changes
 }
 """No caller makes or keeps one."""
 

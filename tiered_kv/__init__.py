@@ -49,7 +49,9 @@ from tiered_kv.values.errors import (
     ClosedError,
     ConfigurationError,
     LayoutMismatchError,
+    Reason,
     TieredKVError,
+    TierFault,
 )
 from tiered_kv.values.events import (
     BlocksCorrupted,
@@ -106,13 +108,11 @@ from tiered_kv.values.results import (
     LookupResult,
     PinResult,
     PrefetchResult,
-    Reason,
     RemovalResult,
     Split,
     StoreResult,
     SwapOutResult,
     SwapResult,
-    TierFault,
     TierRun,
     TierStatistics,
     TierStore,

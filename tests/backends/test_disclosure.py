@@ -21,12 +21,11 @@ from tiered_kv import BlockKeys, Encryption, Shard, epoch_digest, hash_blocks, s
 from tiered_kv.tiers.tier import Naming
 from tiered_kv.values.keys import NO_SALT, rows_of
 from tiered_kv.values.layout import fingerprint
-from tiered_kv_backends import nvme, s3
+from tiered_kv_backends import nvme, s3, shared_fs
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.redis import RedisBackend
 from tiered_kv_backends.redis import tenants as redis_tenants
 from tiered_kv_backends.s3 import S3Backend
-from tiered_kv_backends.shared_fs import tenants as shared_fs_tenants
 
 KEY, OTHER = "01" * 32, "02" * 32
 NAMING = Naming(fingerprint(MODEL, SMALL, 0, "none"), Shard())
@@ -39,7 +38,7 @@ DELETE_TENANT = {
     "nvme": nvme.delete_tenant,
     "redis": redis_tenants.delete_tenant,
     "s3": s3.delete_tenant,
-    "shared_fs": shared_fs_tenants.delete_tenant,
+    "shared_fs": shared_fs.delete_tenant,
 }
 HIDING: dict[str, dict[str, Any]] = {
     "encrypted": {"keys": [KEY]},

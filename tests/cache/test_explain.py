@@ -15,7 +15,7 @@ from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, ModelIdentity, S
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.testing import ScriptedDevice
-from tiered_kv.tiers.fates import Fates, Place
+from tiered_kv.tiers.fates import Fates, IndexPlace
 from tiered_kv.values.keys import epoch_digest
 
 KEYS = prompt(4)
@@ -251,7 +251,7 @@ async def test_clearing_forgets_the_past() -> None:
 
 def test_the_history_keeps_the_last_fate_in_the_order_noted() -> None:
     """However many are noted before anyone asks; more reasons than there are numbers lose their detail, no more."""
-    fates, place = Fates(), Place("cpu", 0, 0)
+    fates, place = Fates(), IndexPlace("cpu", 0, 0)
     names = np.random.default_rng(0).integers(0, 2**63, (10_000, 4)).astype(np.uint64)
     fates.changed(place, Change.EVICTED, names)
     for n in range(40):

@@ -24,9 +24,10 @@ from tiered_kv import (
     TieredKV,
 )
 from tiered_kv.media.backend import Recovered, Workers
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
 from tiered_kv.values.keys import Names
-from tiered_kv.values.results import Reason, TierFault, TierStore
+from tiered_kv.values.results import TierStore
 
 KEYS = prompt(9)
 INTO = GPULoadStoreSpec(range(9))

@@ -10,8 +10,9 @@ from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BlockKey, GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import TierStalled
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 KEYS = prompt(4)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tiered_kv.catalog import UseCounts
-from tiered_kv.catalog.uses import Admission
+from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import Names
 
@@ -72,7 +72,7 @@ def test_impossible_window() -> None:
 
 def test_each_tier_admits_after_its_own_number_of_uses() -> None:
     """One that wants none takes all; of the others each is told once, with the use that is enough."""
-    admission, names = Admission([1, 2, 3], window=100), names_of([1, 2])
+    admission, names = AdmissionFilter([1, 2, 3], window=100), names_of([1, 2])
     assert admission.admits(0, names).all()
     assert not admission.admits(1, names).any()
     told = [[(tier, enough.tolist()) for tier, enough in admission.use(names[:1])] for _ in range(4)]
@@ -87,6 +87,6 @@ def test_each_tier_admits_after_its_own_number_of_uses() -> None:
 
 def test_tiers_that_want_no_uses_cost_no_counting() -> None:
     """Nothing is counted for them, and nobody is told."""
-    admission = Admission([1, 0], window=1 << 20)
+    admission = AdmissionFilter([1, 0], window=1 << 20)
     assert admission.use(names_of([1, 2])) == []
     assert admission.admits(1, names_of([3])).all()

@@ -32,10 +32,9 @@ from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme.disks import Member, are_settled, next_turn, read_member, write_member
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
-from tiered_kv_backends.redis.resp import Connection, Socket, command
+from tiered_kv_backends.redis.resp import RESPConnection, Socket, command
 from tiered_kv_backends.shared_fs.files import LOCK_NAME
-from tiered_kv_backends.shared_fs.ledger import LEDGER_NAME, Books
-from tiered_kv_backends.shared_fs.ledger import Ledger as Room
+from tiered_kv_backends.shared_fs.ledger import LEDGER_NAME, ByteLedger, LedgerCounts
 
 seeds = st.integers(0, 2**64 - 1)
 KEY = BlockKey(Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32), bytes([10]) * 32)
@@ -140,12 +139,12 @@ def test_room_of_a_shared_directory(seed: int) -> None:
         for data in variants(original, seed):
             checksum = zlib.crc32(data) if rng.random() < 0.9 else 17
             books.write_bytes(b"%08x %b\n" % (checksum, bytes(data)))
-            ledger = Room(root, 10_000, lambda: NOW_NS)
+            ledger = ByteLedger(root, 10_000, lambda: NOW_NS)
             taken = ledger.take(1000, 0)
             assert taken is None or 0 <= taken <= 1000
             begun = ledger.begin_sweep(lambda: 0)
             ledger.end_sweep(begun, 2000)
-            assert isinstance(ledger.read(), Books)
+            assert isinstance(ledger.read(), LedgerCounts)
 
 
 @given(seeds)
@@ -208,7 +207,7 @@ def test_replies_of_redis(question: str, seed: int) -> None:
     async def ask(sock: socket.socket, said: list[bytes], *, is_asking: bool) -> None:
         fed = Fed(sock)
         fed.said = said
-        connection = Connection(fed)
+        connection = RESPConnection(fed)
         connection.is_asking = is_asking
         stream = b"".join(said)
         try:

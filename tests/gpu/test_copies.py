@@ -24,7 +24,6 @@ from tiered_kv.memory import (
     gather_blocks,
     scatter_blocks,
     staging,
-    torch_copies,
 )
 from tiered_kv.memory.codec import FP8Codec
 from tiered_kv.values.layout import KVGroup
@@ -103,7 +102,7 @@ def test_all_ways_over_the_bus_move_the_same_bytes(
     through(stream, lambda: device_copies.gather_through_staging(caches, pages, found[0], slots))
     through(
         stream,
-        lambda: device_copies.gather_through_staging(caches, pages, found[1], slots, torch_copies.gather_blocks),
+        lambda: device_copies.gather_through_staging(caches, pages, found[1], slots, device_copies.gather_by_torch),
     )
     through(stream, lambda: device_copies.gather_directly(caches, pages, found[2], slots))
     through(stream, lambda: by_kernel.gather(caches, pages, found[3], slots))
@@ -112,7 +111,7 @@ def test_all_ways_over_the_bus_move_the_same_bytes(
     before = [fragment.pages.clone() for fragment in caches.fragments]
     for scatter in (
         lambda: device_copies.scatter_through_staging(found[0], slots, caches, pages),
-        lambda: device_copies.scatter_through_staging(found[0], slots, caches, pages, torch_copies.scatter_blocks),
+        lambda: device_copies.scatter_through_staging(found[0], slots, caches, pages, device_copies.scatter_by_torch),
         lambda: device_copies.scatter_directly(found[0], slots, caches, pages),
         lambda: by_kernel.scatter(found[0], slots, caches, pages),
     ):
@@ -125,7 +124,7 @@ def test_all_ways_over_the_bus_move_the_same_bytes(
 def test_triton_is_used_and_the_ways_are_measured(device: CUDADevice) -> None:
     """Where Triton is installed its kernel compiles and runs; which way is the faster one is known after `prepare`."""
     pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
-    assert device_copies.ways(device.torch_device).__name__ == "tiered_kv.memory.kernels"
+    assert device_copies.kernels_for(device.torch_device) is not None
     _, caches = large(device, "NHD")
     with capture_logs() as logs:
         crossover.prepare(caches, device)

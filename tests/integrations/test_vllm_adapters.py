@@ -100,7 +100,7 @@ def test_what_was_begun_before_the_files_changed_is_not_stored(tmp_path: Path) -
         engine.settle()
         engine.settle_loop()
         train(tmp_path / "sql")
-        naming = VLLM.naming.Naming()
+        naming = VLLM.naming.RequestNaming()
         assert naming.can_name(request)
         states = engine.scheduling.kv.membership(naming.keys(engine.groups[0], request, 0, 5))
         assert list(states[1:]) == [BlockState.MISS] * 4

@@ -57,7 +57,7 @@ class Paying:
         self.found = LookupResult(at, tuple(made), 0, BLOCK_SIZE, costs)
         request, num_tokens = Request("r", 4000, 1), (num_found or at) * BLOCK_SIZE
         request.know(4000)
-        needs = [VLLM.naming.Naming().need(each, request, 0, num_tokens) for each in self.groups]
+        needs = [VLLM.naming.RequestNaming().need(each, request, 0, num_tokens) for each in self.groups]
         num_worth: int = self.paying.num_worth(needs, num_tokens)
         return num_worth // BLOCK_SIZE
 

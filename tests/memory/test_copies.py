@@ -17,7 +17,6 @@ from tiered_kv.memory import (
     device_copies,
     gather_blocks,
     scatter_blocks,
-    torch_copies,
 )
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.layout import KVGroup
@@ -36,7 +35,7 @@ def test_a_block_is_gathered_and_scattered_bit_for_bit(engine: Engine, data: st.
     by_device_code = rows.clone()
 
     gather_blocks(caches, pages, rows, slots)
-    torch_copies.gather_blocks(caches, blocks, by_device_code, slots)
+    device_copies.gather_by_torch(caches, blocks, by_device_code, slots)
 
     assert torch.equal(rows, by_device_code)
     for slot, page_ids in zip(slots.tolist(), blocks.tolist(), strict=True):
@@ -67,7 +66,7 @@ def test_layers_copied_one_after_another_are_the_block(engine: Engine, data: st.
 
     for part in parts:
         gather_blocks(caches, pages, rows, slots, layers=part)
-        torch_copies.gather_blocks(caches.of_layers(part), blocks, by_device_code, slots)
+        device_copies.gather_by_torch(caches.of_layers(part), blocks, by_device_code, slots)
         columns = caches.of_layers(part).payload_columns
         device_copies.copy_runs(at_once, slots, by_runs, slots, columns)
         expected.view(torch.uint8)[slots, columns] = at_once.view(torch.uint8)[slots, columns]
@@ -100,7 +99,7 @@ def test_many_pieces_are_copied_as_the_device_s_code_does(
     rows = torch.zeros(num_blocks, group.stride_bytes // 8, dtype=torch.int64)
     by_device_code = rows.clone()
     gather_blocks(caches, ids, rows, slots)
-    torch_copies.gather_blocks(caches, ids.reshape(num_blocks, -1), by_device_code, slots)
+    device_copies.gather_by_torch(caches, ids.reshape(num_blocks, -1), by_device_code, slots)
     assert torch.equal(rows, by_device_code)
     for each in kv:
         each[:, torch.from_numpy(ids)] = 0
@@ -167,4 +166,4 @@ def _scatter_by_device_code(
     rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids, *, layers: slice | None = None
 ) -> None:
     blocks = pages.reshape(-1, caches.group.pages_per_block)
-    torch_copies.scatter_blocks(rows, slots, caches.of_layers(layers), blocks)
+    device_copies.scatter_by_torch(rows, slots, caches.of_layers(layers), blocks)

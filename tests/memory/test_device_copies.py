@@ -25,7 +25,6 @@ from tiered_kv.memory import (
     gather_blocks,
     host,
     staging,
-    torch_copies,
 )
 from tiered_kv.memory.host import known_as_locked
 from tiered_kv.values.layout import KVGroup
@@ -34,8 +33,8 @@ Copy = Callable[..., None]
 Ids = NDArray[np.int64]
 WAYS: dict[str, tuple[Copy, Copy]] = {
     "staging": (
-        partial(device_copies.gather_through_staging, gather=torch_copies.gather_blocks),
-        partial(device_copies.scatter_through_staging, scatter=torch_copies.scatter_blocks),
+        partial(device_copies.gather_through_staging, gather=device_copies.gather_by_torch),
+        partial(device_copies.scatter_through_staging, scatter=device_copies.scatter_by_torch),
     ),
     "directly": (device_copies.gather_directly, device_copies.scatter_directly),
 }
@@ -106,7 +105,7 @@ def test_staged_layers_take_no_more_room_than_they_have() -> None:
 
     def gather(caches: PagedCaches, pages: Ids, buffer: torch.Tensor, slots: Ids) -> None:
         seen.append(tuple(buffer.shape))
-        torch_copies.gather_blocks(caches, pages, buffer, slots)
+        device_copies.gather_by_torch(caches, pages, buffer, slots)
 
     device_copies.gather_through_staging(part, np.arange(32)[:, None], rows, np.arange(32), gather)
     assert seen == [(16, 64)] * 2  # of 8 KiB each
@@ -126,7 +125,7 @@ def test_blocks_larger_than_a_buffer_go_through_in_layers(num_layers: int) -> No
 
     def gather(caches: PagedCaches, pages: Ids, buffer: torch.Tensor, slots: Ids) -> None:
         seen.append(tuple(buffer.shape))
-        torch_copies.gather_blocks(caches, pages, buffer, slots)
+        device_copies.gather_by_torch(caches, pages, buffer, slots)
 
     pages = slots = np.arange(4)
     device_copies.gather_through_staging(caches, pages[:, None], rows, slots, gather)

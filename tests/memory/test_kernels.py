@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.engines import DTYPES, NUM_SLOTS, Engine, bytes_of, engines, places
-from tiered_kv.memory import CPUDevice, CUDADevice, Device, PagedCaches, torch_copies
+from tiered_kv.memory import CPUDevice, CUDADevice, Device, PagedCaches, device_copies
 from tiered_kv.values.layout import KVGroup, Order
 
 triton = pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
@@ -58,11 +58,11 @@ def test_any_layout_is_copied_bit_for_bit(engine: Engine, data: st.DataObject) -
     memory = [each.clone() for each in engine.memory]
 
     kernels.gather_blocks(part, blocks, rows, slots)
-    torch_copies.gather_blocks(part, blocks, expected, slots)
+    device_copies.gather_by_torch(part, blocks, expected, slots)
     assert torch.equal(rows, expected)
 
     engine.wipe(pages)
-    torch_copies.scatter_blocks(rows, slots, part, blocks)
+    device_copies.scatter_by_torch(rows, slots, part, blocks)
     expected_memory = [each.clone() for each in engine.memory]
     engine.wipe(pages)
     kernels.scatter_blocks(rows, slots, part, blocks)
@@ -111,7 +111,7 @@ def test_every_layout_and_dtype_goes_there_and_back(
     rows = rows_for(group)
     kernels.gather_blocks(caches, pages, rows, slots)
     expected = rows_for(group)
-    torch_copies.gather_blocks(caches, pages, expected, slots)
+    device_copies.gather_by_torch(caches, pages, expected, slots)
     assert torch.equal(rows, expected)
     before = [bytes_of(each.pages) for each in caches.fragments]
     for fragment in caches.fragments:
@@ -140,7 +140,7 @@ def test_more_work_than_programs_is_shared_out() -> None:
     caches = PagedCaches.bind([_random("uint8", 64, 1, 16) for _ in range(5)], group, device=DEVICE)
     rows, expected, pages = rows_for(group, 64), rows_for(group, 64), np.arange(64)[::-1].reshape(-1, 1).copy()
     kernels.gather_blocks(caches, pages, rows, np.arange(64))
-    torch_copies.gather_blocks(caches, pages, expected, np.arange(64))
+    device_copies.gather_by_torch(caches, pages, expected, np.arange(64))
     assert torch.equal(rows, expected)
 
 

@@ -22,7 +22,7 @@ from tiered_kv.testing.helpers import GROUPS
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis.resp import Connection, Pool, Socket, command, log_in
+from tiered_kv_backends.redis.resp import Pool, RESPConnection, Socket, command, log_in
 from tiered_kv_backends.redis.servers import Server
 
 NUM_SEEDS: Final = 40
@@ -307,7 +307,7 @@ def test_what_is_broken_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
     """Within the same seeds: a connection whose call was cancelled has half of its replies to come."""
     if bug == "a connection is used again":
         monkeypatch.setattr(Pool, "connection", _used_again)
-        monkeypatch.setattr(Connection, "is_clean", lambda _: True)
+        monkeypatch.setattr(RESPConnection, "is_clean", lambda _: True)
     else:
         monkeypatch.setattr(RedisBackend, "delete", _deleted_anyhow)
     with pytest.raises((ExceptionGroup, AssertionError)):
@@ -315,7 +315,7 @@ def test_what_is_broken_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @asynccontextmanager
-async def _used_again(pool: Pool) -> AsyncIterator[Connection]:
+async def _used_again(pool: Pool) -> AsyncIterator[RESPConnection]:
     async with pool._room:  # noqa: SLF001 - in the place of its own method
         connection = pool._take_idle() or await log_in(pool.address, pool._login)  # noqa: SLF001 - the same
         try:

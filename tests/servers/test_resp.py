@@ -10,7 +10,7 @@ from typing_extensions import Buffer
 from tests.support.caches import until
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import make_block
-from tiered_kv_backends.redis.resp import Address, Connection, Login, Pool, ProtocolError, Socket, command, log_in
+from tiered_kv_backends.redis.resp import Address, Login, Pool, ProtocolError, RESPConnection, Socket, command, log_in
 
 BLOCK = make_block(bytes(range(256)) * 20)
 BULK = b"$%d\r\n%b\r\n" % (BLOCK.num_bytes, bytes(BLOCK))
@@ -45,7 +45,7 @@ def serving(pieces: Iterable[bytes], *, then_ends: bool = True) -> Iterator[Addr
 
 
 @asynccontextmanager
-async def answering(pieces: Iterable[bytes]) -> AsyncIterator[Connection]:
+async def answering(pieces: Iterable[bytes]) -> AsyncIterator[RESPConnection]:
     """Yield a connection to a server that says these pieces, and no more."""
     with serving(pieces) as address:
         connection = await log_in(address, Login())
@@ -110,7 +110,7 @@ class EndlessSocket(socket.socket):
 
 async def test_a_body_without_end_does_not_keep_the_event_loop() -> None:
     """However much more than the block a server sends, others run meanwhile, and the call can be given up."""
-    connection = Connection(Socket(EndlessSocket(b"$999999999999999\r\n")))
+    connection = RESPConnection(Socket(EndlessSocket(b"$999999999999999\r\n")))
     reading = asyncio.ensure_future(connection.get([command(b"GET", b"k")], [Block.empty(1)]))
     for _ in range(1000):
         await asyncio.sleep(0)

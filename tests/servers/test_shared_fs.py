@@ -28,7 +28,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError, Config
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, sweep
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
-from tiered_kv_backends.shared_fs.ledger import Ledger
+from tiered_kv_backends.shared_fs.ledger import ByteLedger
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE
@@ -605,7 +605,7 @@ async def test_closing_gives_back_what_was_not_written(tmp_path: Path) -> None:
     tasks = asyncio.all_tasks()
     async with opened(tmp_path, capacity=2000 * RECORD) as backend:
         await store(backend, keys_of(1, 2, 3))
-    books = Ledger(str(tmp_path), 1, time.time_ns).read()
+    books = ByteLedger(str(tmp_path), 1, time.time_ns).read()
     assert books is not None
     assert books.total == 3 * RECORD
     assert [num_bytes for num_bytes, _ in books.writers.values()] == [0]

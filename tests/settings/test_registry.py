@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tiered_kv.catalog.policies.lru import LRUPolicy
+from tiered_kv.catalog.policies.base import LRUPolicy
 from tiered_kv.settings.registry import known_media, make_backend, medium_for_scheme, resolve, resolve_policy
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
@@ -160,7 +160,7 @@ def test_a_backend_is_not_made_from_settings_of_another(installed: Path) -> None
 def test_policies_are_found_by_name_and_by_path(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Names go to the catalog as they are, paths as classes."""
     (tmp_path / "registry_policy.py").write_text(
-        "from tiered_kv.catalog.policies.lru import LRUPolicy\nclass Mine(LRUPolicy): pass\n"
+        "from tiered_kv.catalog.policies.base import LRUPolicy\nclass Mine(LRUPolicy): pass\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
     assert resolve_policy("arc") == "arc"

@@ -33,7 +33,7 @@ def fake_cuda(num_devices: int = 4, seed: int = 0) -> Iterator[FakeDriver]:
     from tiered_kv.memory import crossover, device_copies, driver, kernels  # noqa: PLC0415 - imports Triton
 
     fake = FakeDriver(num_devices, seed)
-    what_asks = device_copies.kernels_for, device_copies.ways, crossover.kernel_way
+    what_asks = device_copies.kernels_for, crossover.kernel_way
     cached = *what_asks, crossover._device_name, kernels._bytes_over_bus  # noqa: SLF001 - what remembers the real GPU
     with pytest.MonkeyPatch.context() as patch:
         _patch_torch(patch, fake)

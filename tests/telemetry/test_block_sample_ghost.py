@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import pytest
 
-from tiered_kv.telemetry.block_sample import SIZES, GhostCaches, Lives
+from tiered_kv.telemetry.block_sample import SIZES, GhostCaches, SampledLives
 from tiered_kv.values.keys import Names
 
 
@@ -47,7 +47,7 @@ def trace(num_requests: int) -> list[list[int]]:
     return requests
 
 
-def asked_and_hit(lives: Lives) -> tuple[int, int]:
+def asked_and_hit(lives: SampledLives) -> tuple[int, int]:
     """Return how many requests were counted, and what a cache of this size would have had."""
     counts = lives.counts().ghost
     return counts.requested, counts.hits[1.0]
@@ -57,7 +57,7 @@ def asked_and_hit(lives: Lives) -> tuple[int, int]:
 def test_the_curve_is_within_two_hundredths_of_an_exact_replay(direction: str) -> None:
     """At each size, from a sample that holds a fraction of the blocks."""
     requests, num_blocks = trace(4000), 2000
-    lives = Lives(num_blocks, most_samples=2048)
+    lives = SampledLives(num_blocks, most_samples=2048)
     assert lives.rate < 0.3
     blocks = sorted({block for prompt in requests for block in prompt})
     table = dict(zip(blocks, names_of(blocks), strict=True))
@@ -73,7 +73,7 @@ def test_the_curve_is_within_two_hundredths_of_an_exact_replay(direction: str) -
 
 def test_what_a_load_missed_and_a_store_brought_was_asked_for_once() -> None:
     """One request of the engine counts once, however many calls it makes; what is stored unasked counts as well."""
-    lives = Lives(64)
+    lives = SampledLives(64)
     lives.use("load", names_of(range(8)))
     lives.use("store", names_of(range(8)))
     assert asked_and_hit(lives) == (8, 0)
@@ -85,7 +85,7 @@ def test_what_a_load_missed_and_a_store_brought_was_asked_for_once() -> None:
 def test_gaps_between_uses_are_seen() -> None:
     """How long a block was not used before it was used again."""
     times = iter([0.0, 50.0])
-    lives = Lives(64, clock=lambda: next(times))
+    lives = SampledLives(64, clock=lambda: next(times))
     for _ in range(2):
         lives.use("load", names_of([1]))
     assert lives.counts().ghost.gaps_s.total == 50.0

@@ -3,11 +3,11 @@
 import numpy as np
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.telemetry.block_sample import Lives
-from tiered_kv.tiers.fates import Place
+from tiered_kv.telemetry.block_sample import SampledLives
+from tiered_kv.tiers.fates import IndexPlace
 from tiered_kv.values.keys import Names
 
-CPU, NVME = Place("cpu", 0, 0), Place("nvme", 0, 0)
+CPU, NVME = IndexPlace("cpu", 0, 0), IndexPlace("nvme", 0, 0)
 
 
 def name(block: int) -> Names:
@@ -29,7 +29,7 @@ class Clock:
 def test_an_evicted_block_tells_its_age_and_how_long_it_was_idle() -> None:
     """By tier: since it came there, and since it was used last."""
     clock = Clock()
-    lives = Lives(64, clock=clock)
+    lives = SampledLives(64, clock=clock)
     lives.use("store", name(1))
     lives.changed(CPU, Change.ADDED, name(1))
     clock.now = 20.0
@@ -48,7 +48,7 @@ def test_an_evicted_block_tells_its_age_and_how_long_it_was_idle() -> None:
 def test_only_an_eviction_has_an_age() -> None:
     """Not what was removed, nor what was there before anybody watched; a block that comes back is young again."""
     clock = Clock()
-    lives = Lives(64, clock=clock)
+    lives = SampledLives(64, clock=clock)
     lives.changed(CPU, Change.EVICTED, name(1))
     for change in (Change.REMOVED, Change.EXPIRED, Change.CORRUPT, Change.LOST):
         lives.changed(CPU, Change.ADDED, name(2))
@@ -64,7 +64,7 @@ def test_only_an_eviction_has_an_age() -> None:
 
 def test_memory_is_bounded() -> None:
     """Of the blocks that are there, so many are remembered."""
-    lives = Lives(1 << 20, most_samples=256)
+    lives = SampledLives(1 << 20, most_samples=256)
     for seed in range(40):
         names = np.random.default_rng(seed).integers(2**64, size=(1 << 18, 4), dtype=np.uint64)
         lives.changed(CPU, Change.ADDED, names)
@@ -74,7 +74,7 @@ def test_memory_is_bounded() -> None:
 
 def test_an_event_loop_replays_a_little_at_a_time() -> None:
     """It goes on with the rest when it asks again; other threads replay all."""
-    lives = Lives(1 << 12)
+    lives = SampledLives(1 << 12)
     for seed in range(4):
         lives.use("load", np.random.default_rng(seed).integers(2**64, size=(1 << 10, 4), dtype=np.uint64))
     assert lives.counts(on_loop=True).ghost.requested == 1 << 10
@@ -84,7 +84,7 @@ def test_an_event_loop_replays_a_little_at_a_time() -> None:
 
 def test_an_event_loop_waits_for_no_thread_that_replays() -> None:
     """It gets what was counted before."""
-    lives = Lives(64)
+    lives = SampledLives(64)
     lives.use("load", name(1))
     before = lives.counts()
     lives.use("load", name(2))

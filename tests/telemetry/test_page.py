@@ -22,7 +22,7 @@ from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, Ti
 from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
 from tiered_kv.telemetry.prompts import Asked
-from tiered_kv.telemetry.watch import History, Moment
+from tiered_kv.telemetry.watch import Moment, MomentHistory
 from tiered_kv.values.keys import salt_digest
 from tiered_kv.values.results import CacheStatistics
 
@@ -287,7 +287,7 @@ def test_the_hour_is_kept_in_bounded_memory() -> None:
 
     async def hours() -> None:
         loop, requested = asyncio.get_running_loop(), 0
-        history = History(clock=loop.time)
+        history = MomentHistory(clock=loop.time)
 
         def count() -> tuple[CacheStatistics, Asked]:
             nonlocal requested

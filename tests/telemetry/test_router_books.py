@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tests.support.engine import BLOCK_SIZE
 from tests.support.router import Index, decoder
 from tiered_kv import Added, BlockKeys, Cleared, Namespace, Removed, Shard, Snapshot, TierChange, hash_blocks
-from tiered_kv.telemetry.router_books import Batch, CacheSpec, Description, Form, Medium, RouterBooks, encode
+from tiered_kv.telemetry.router_books import Batch, CacheSpec, Description, EventMedium, Form, RouterBooks, encode
 
 EPOCHS = (b"1" * 32, b"2" * 32)
 MEDIA = {
-    "gpu": Medium("GPU", None),
-    "cpu": Medium("CPU", None),
-    "disk": Medium("STORAGE", "LOCAL"),
-    "disk-2": Medium("STORAGE", "LOCAL"),
+    "gpu": EventMedium("GPU", None),
+    "cpu": EventMedium("CPU", None),
+    "disk": EventMedium("STORAGE", "LOCAL"),
+    "disk-2": EventMedium("STORAGE", "LOCAL"),
 }
 TREE = [np.arange(6 * BLOCK_SIZE), np.r_[np.arange(3 * BLOCK_SIZE), 1000 + np.arange(3 * BLOCK_SIZE)]]
 """Two prompts that share three blocks."""

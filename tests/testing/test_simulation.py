@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiered_kv.cli.app import app
-from tiered_kv.testing.simulation.disk import Disk, SimulatedFiles
+from tiered_kv.testing.simulation.disk import SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.testing.simulation.scenes import CLIENTS, drawn_theme
@@ -87,7 +87,7 @@ def test_the_command_counts_the_same_by_several_processes() -> None:
 
 
 _PRINT_DIGEST = """
-from tiered_kv.testing.simulation.disk import Disk, SimulatedFiles
+from tiered_kv.testing.simulation.disk import SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import simulate
 print([simulate(seed, 40).digest for seed in range(3)])
@@ -139,7 +139,7 @@ def test_a_checkpoint_of_what_was_there_before_enters_no_record() -> None:
     """
     tape = Tape(0, {})
     turns = Turns(tape)
-    files, disk = SimulatedFiles(turns, tape), Disk(Path("/sim/disk"), 1 << 20, tape, turns)
+    files, disk = SimulatedFiles(turns, tape), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
     files.mount(disk)
     slab, ledger = (files.open(f"/sim/disk/{name}", os.O_RDWR | os.O_CREAT) for name in ("slab", "ledger"))
     before, after = (b"TKVSLOT2" + name * 32 + bytes(24) for name in (b"a", b"b"))

@@ -12,7 +12,7 @@ from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import encode
 from tiered_kv.media.seal import Seal
-from tiered_kv.tiers.records import ExponentCodec, Records, Staging
+from tiered_kv.tiers.records import ExponentCodec, Records, SpareBlocks
 from tiered_kv.tiers.tasks import WorkerPool
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Names
@@ -128,11 +128,11 @@ async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
         pool.close()
 
 
-def test_staging_blocks_are_lent_once_and_lent_again() -> None:
+def test_spare_blocks_are_lent_once_and_lent_again() -> None:
     """No block is lent to two at once, and what came back is used before more is made."""
-    staging = Staging(SHAPE)
-    first, second = staging.take(2), staging.take(3)
+    spare = SpareBlocks(SHAPE)
+    first, second = spare.take(2), spare.take(3)
     assert len({id(block) for block in first + second}) == 5
     assert all(len(block.payload) == SHAPE.payload_bytes for block in first)
-    staging.give(second)
-    assert {id(block) for block in staging.take(4)} >= {id(block) for block in second}
+    spare.give(second)
+    assert {id(block) for block in spare.take(4)} >= {id(block) for block in second}

@@ -12,9 +12,8 @@ from typing import Final, Self
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError
-from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.hints import HintAction, ReuseHint
 from tiered_kv.values.keys import BlockKeys
-from tiered_kv.values.kv_hints import HintAction
 from tiered_kv.values.log import log
 
 MOST_WAITING: Final = 1024

@@ -10,17 +10,17 @@ import numpy as np
 from anyio import CancelScope
 
 from tiered_kv.cache.open_cache import OpenCache
-from tiered_kv.cache.parts import CacheParts, Kind, StoragePart
+from tiered_kv.cache.parts import BlockKind, CacheParts, StoragePart
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.memory.device import Device
+from tiered_kv.memory.gpu import make_device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make_device import make_device
 from tiered_kv.settings.chain_settings import GPUTier, tier_name
 from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.fates import Fates, Place
+from tiered_kv.tiers.fates import Fates, IndexPlace
 from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
@@ -76,7 +76,7 @@ class _OpenBackends:
 
 
 async def _open_backends(
-    stack: AsyncExitStack, parts: CacheParts, kinds: Sequence[Kind], tasks: Tasks
+    stack: AsyncExitStack, parts: CacheParts, kinds: Sequence[BlockKind], tasks: Tasks
 ) -> _OpenBackends:
     """Open every backend, in the order of the chain; ``stack`` closes them, those too that were not opened."""
     loop = asyncio.get_running_loop()
@@ -105,7 +105,7 @@ def _build_chains(
     stack: AsyncExitStack,
     parts: CacheParts,
     backends: _OpenBackends,
-    kinds: Sequence[Kind],
+    kinds: Sequence[BlockKind],
     tasks: Tasks,
     fates: Fates,
 ) -> tuple[list[Chain], Device]:
@@ -195,7 +195,7 @@ def _build_chains(
         )
         rank = sum(before.number == kind.number for before in kinds[:number])  # of those that the cache stands for
         for tier in chain.booked:
-            fates.watch(Place(tier.name, kind.number, rank), tier)
+            fates.watch(IndexPlace(tier.name, kind.number, rank), tier)
         chains.append(chain)
     for number, medium in enumerate(backends.media):
         medium.open_later([chain.storage[number] for chain in chains])

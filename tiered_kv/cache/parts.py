@@ -9,7 +9,7 @@ from typing import Any, Final
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.media.backend import Backend, RecordShape, SlotBackend
 from tiered_kv.memory.codec import Codec
-from tiered_kv.memory.make_device import DeviceLike
+from tiered_kv.memory.gpu import DeviceLike
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_chain, check_policies, check_tiers, tier_name
 from tiered_kv.settings.registry import make_backend, resolve_policy
 from tiered_kv.settings.settings import CacheLimits
@@ -63,7 +63,7 @@ class ChainParts:
 
 
 @dataclass(frozen=True)
-class Kind:
+class BlockKind:
     """A kind of block: one KV group on one rank. There is a chain for each."""
 
     number: int
@@ -126,14 +126,14 @@ class CacheParts:
     watch: Watch | None
     recorder: TraceRecorder | None = None
 
-    def kinds(self) -> list[Kind]:
+    def kinds(self) -> list[BlockKind]:
         """Return the kinds of blocks, by KV group, then by rank."""
         kinds = []
         for number, group in enumerate(self.layout.groups):
             codec, record_codec = self.codecs[number], self.record_codecs[number]
             kept = codec or record_codec
             name = fingerprint(self.model, self.layout, number, kept.name if kept else "none")
-            kinds += [Kind(number, group, Naming(name, shard), codec, record_codec) for shard in self.shards]
+            kinds += [BlockKind(number, group, Naming(name, shard), codec, record_codec) for shard in self.shards]
         return kinds
 
 

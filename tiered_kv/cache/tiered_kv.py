@@ -59,7 +59,7 @@ from tiered_kv.cache.planner import OwnPlanner, Planner
 from tiered_kv.cache.seat import Seat
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.memory.codec import CodecName, make_codec
-from tiered_kv.memory.make_device import DeviceLike, resolve
+from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.telemetry.metrics import Metrics

@@ -19,9 +19,9 @@ from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.copies import Ids, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device
+from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make_device import DeviceLike, make_device
 from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.integers import as_int

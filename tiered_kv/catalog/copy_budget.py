@@ -11,7 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.policies.ghosts import Ghosts
+from tiered_kv.catalog.uses import Ghosts
 from tiered_kv.values.keys import Names
 
 COPIES: Final = 0.495

@@ -270,7 +270,7 @@ class Broken:
 
 
 @dataclass
-class Report:
+class InventoryReport:
     """What was found by reading everything; ``num_sealed`` need keys to be verified, ``missing`` were not read."""
 
     num_good: int = 0
@@ -371,7 +371,7 @@ async def verify(
     rate: int | None = None,
     seal: "Seal | None" = None,
     on_progress: OnProgress = lambda _: None,
-) -> Report:
+) -> InventoryReport:
     """Read every record, and check every byte of it.
 
     Args:
@@ -381,7 +381,7 @@ async def verify(
         seal: Opens what is sealed.
         on_progress: Told of what was read.
     """
-    report = Report(missing=missing_of(inventory))
+    report = InventoryReport(missing=missing_of(inventory))
     started, num_bytes = time.monotonic(), 0
     async for some in inventory.found():
         for each in some:
@@ -409,7 +409,7 @@ async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress
     return matches
 
 
-def _look_at(found: Found, data: bytes | bytearray, report: Report, seal: "Seal | None") -> str:
+def _look_at(found: Found, data: bytes | bytearray, report: InventoryReport, seal: "Seal | None") -> str:
     """Count the records of one place that are well; say what is wrong with the first that is not."""
     if found.is_too_long:
         return f"{found.num_bytes} bytes are no record: none has more than {MOST_FOUND_BYTES}"

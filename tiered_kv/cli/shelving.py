@@ -67,7 +67,7 @@ def verify_command(
 ) -> None:
     """Read every record of a tier's medium, and check every byte of it. Exits 1 if something broken is left."""
 
-    async def look(on_progress: OnProgress) -> inventories.Report:
+    async def look(on_progress: OnProgress) -> inventories.InventoryReport:
         bytes_a_second = None if rate is None else _bytes_of(rate)
         settings = _named(where, config)
         tier = inventories.tier_at(where, settings)

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from tiered_kv.cli.running import AsJSON, err, out, print_json
-from tiered_kv.testing.simulation.run import STEPS_A_SEED, Report, in_words, shrink, simulate
+from tiered_kv.testing.simulation.run import STEPS_A_SEED, RunReport, in_words, shrink, simulate
 
 _SHOWN_LINES = 40
 
@@ -31,7 +31,7 @@ def simulate_command(
     With --steps 1 --seed N one seed is run again, and its timeline shown.
     """
     num_steps = num_faults = num_seeds = 0
-    failed: list[Report] = []
+    failed: list[RunReport] = []
     for report, is_same in _reports(seed, processes, twice=twice):
         if not is_same:
             err.print(f"seed {report.seed} does not do the same twice", markup=False)
@@ -51,7 +51,7 @@ def simulate_command(
         raise typer.Exit(1)
 
 
-def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[Report, bool]]:
+def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[RunReport, bool]]:
     """Yield what became of one seed after another, in their order, and whether it did the same twice."""
     seeds = count(seed)
     if processes == 1:
@@ -67,12 +67,12 @@ def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[Report
         pool.shutdown(cancel_futures=True)
 
 
-def _run(seed: int, twice: bool) -> tuple[Report, bool]:  # noqa: FBT001 - what a pool passes
+def _run(seed: int, twice: bool) -> tuple[RunReport, bool]:  # noqa: FBT001 - what a pool passes
     report = simulate(seed)
     return report, not twice or simulate(seed).digest == report.digest
 
 
-def _show(report: Report, pages: Path | None, *, is_quiet: bool) -> None:
+def _show(report: RunReport, pages: Path | None, *, is_quiet: bool) -> None:
     """Make a failure plainer, and show what happened."""
     plain = shrink(report, most_runs=60)
     told = simulate(report.seed, STEPS_A_SEED, tape=plain.tape, keeps_timeline=True)

@@ -28,8 +28,6 @@ from tiered_kv.host.protocol import (
     Mapped,
     MapSlab,
     Opening,
-    Slab,
-    Tier,
 )
 from tiered_kv.host.reception import OPENING_S, Peer
 from tiered_kv.host.session import Session
@@ -196,10 +194,17 @@ class Admission:
         return True
 
     def _attached(
-        self, token: bytes, slabs: tuple[Slab, ...], places: tuple[tuple[str, int, int], ...], *, is_read_only: bool
+        self,
+        token: bytes,
+        slabs: tuple[protocol.Slab, ...],
+        places: tuple[tuple[str, int, int], ...],
+        *,
+        is_read_only: bool,
     ) -> Attached:
         settings, limits = self._settings, self._settings.limits
-        tiers = (Tier(tier_name(tier), tier.medium, isinstance(tier, BookedTierSettings)) for tier in settings.tiers)
+        tiers = (
+            protocol.Tier(tier_name(tier), tier.medium, isinstance(tier, BookedTierSettings)) for tier in settings.tiers
+        )
         return Attached(
             token, slabs, settings.codec, tuple(tiers), places, limits.load_timeout_s, limits.store_timeout_s,
             int(limits.swap_space), int(limits.window), is_read_only,
@@ -244,13 +249,13 @@ class Admission:
 
 def _slabs_of(
     seat: Seat, num_ranks: int, given: ExitStack, *, is_read_only: bool
-) -> tuple[tuple[Slab, ...], list[int]]:
+) -> tuple[tuple[protocol.Slab, ...], list[int]]:
     """Return what a client maps, and descriptors of it, to be passed on as long as ``given`` is open."""
     slabs, descriptors = [], []
     for number, chain in enumerate(seat.chains):
         slab = chain.host.slab
         group, rank = divmod(number, num_ranks)
-        slabs.append(Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
+        slabs.append(protocol.Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, rank))
         descriptors.append(given.enter_context(_descriptor(slab.fd, is_read_only=is_read_only)))
     return tuple(slabs), descriptors
 

@@ -22,12 +22,12 @@ from numpy.typing import NDArray
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.checks import check_found, check_one_rank, check_ttl
-from tiered_kv.host import wire
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.protocol import Answer, Answered, Call, Found, Keys
+from tiered_kv.host.protocol import Answer, Answered, Call, Keys
 from tiered_kv.transfers.handles import Handle
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import check_hint
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.log import log
@@ -37,9 +37,7 @@ from tiered_kv.values.results import (
     LookupResult,
     PinResult,
     PrefetchResult,
-    Reason,
     RemovalResult,
-    TierFault,
     TierRun,
 )
 
@@ -68,7 +66,7 @@ class _Form:
 
 _FORMS: Final[Mapping[object, _Form]] = {
     BlockKeys: _Form(Keys, lambda said: said, Keys.block_keys),  # said before: with the weights that they are of
-    LookupResult: _Form(Found, Found.of, Found.result),
+    LookupResult: _Form(protocol.Found, protocol.Found.of, protocol.Found.result),
     NDArray[np.bool_]: _Form(
         bytes, lambda given: np.asarray(given, np.bool_).tobytes(), lambda said: _bytes(said) != 0
     ),

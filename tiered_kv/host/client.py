@@ -38,26 +38,18 @@ from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Attach, Keys
-from tiered_kv.memory.make_device import DeviceLike, resolve
+from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, Reason
 from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
 from tiered_kv.values.log import guarded, log_event
-from tiered_kv.values.results import (
-    CacheStatistics,
-    LoadResult,
-    PinResult,
-    PrefetchResult,
-    Reason,
-    StoreResult,
-    SwapOutResult,
-)
+from tiered_kv.values.results import CacheStatistics, LoadResult, PinResult, PrefetchResult, StoreResult, SwapOutResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 

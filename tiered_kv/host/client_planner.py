@@ -46,7 +46,7 @@ from tiered_kv.host.protocol import (
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
 from tiered_kv.transfers.jobs import Job, JobBook, with_a_worker
-from tiered_kv.transfers.workers import Process, Workers
+from tiered_kv.transfers.workers import Process, WorkerProcesses
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.keys import BlockKeys, StoredKeys, epoch_digest, stored_keys
@@ -201,7 +201,9 @@ class ServedSlab(SlabHandle):
 class Introductions:
     """What has the server watch the workers of one client's planner. For the event loop's thread."""
 
-    def __init__(self, connection: Connection, workers: Workers, here: FarSide, ended: Callable[[str], None]) -> None:
+    def __init__(
+        self, connection: Connection, workers: WorkerProcesses, here: FarSide, ended: Callable[[str], None]
+    ) -> None:
         """Have each server know ``workers``; ``ended`` is told whenever it does, or why it does not."""
         self._connection = connection
         self._workers = workers
@@ -245,7 +247,9 @@ class Introductions:
         self._ended(why)
 
 
-def introduce(path: str, token: bytes, workers: Workers, processes: Sequence[Process], timeout_s: float) -> None:
+def introduce(
+    path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
+) -> None:
     """Have the server watch the processes that work for ranks of a client; blocks the thread.
 
     Raises:
@@ -269,7 +273,7 @@ class FarJobs(JobBook):
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
         super().__init__(num_ranks, here.loop_calls)
-        self._workers = Workers(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
+        self._workers = WorkerProcesses(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
         self._tasks = here.tasks
         self._underway: dict[Job, FarJob] = {}

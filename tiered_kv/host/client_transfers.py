@@ -25,7 +25,7 @@ from tiered_kv.cache.seat import PAST_EPOCHS
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection, FarSide
-from tiered_kv.host.protocol import REVOKED, Keys, Load, Part, Store
+from tiered_kv.host.protocol import REVOKED, Keys, Part
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
 from tiered_kv.tiers.gate import Priority
@@ -34,12 +34,12 @@ from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import Order
-from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, epoch_digest
 from tiered_kv.values.log import log
-from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault, TierStore
+from tiered_kv.values.results import LoadResult, StoreResult, TierStore
 
 R = TypeVar("R")
 Ids = NDArray[np.int64]
@@ -90,10 +90,12 @@ class FarLoadRequest(MovingRequest):
     order: Order
     is_current: Callable[[], bool]
 
-    def message(self, id_: int) -> Load:
+    def message(self, id_: int) -> protocol.Load:
         """Say it to the server, which has what is left of the time."""
         left_s = max(0.0, self.deadline - self.side.loop.time())
-        return Load(id_, self.said, left_s, int(self.priority), self.layerwise, self.gaps, self.order == "back")
+        return protocol.Load(
+            id_, self.said, left_s, int(self.priority), self.layerwise, self.gaps, self.order == "back"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,9 +108,9 @@ class FarStoreRequest(MovingRequest):
 
     hint: ReuseHint | None
 
-    def message(self, id_: int) -> Store:
+    def message(self, id_: int) -> protocol.Store:
         """Say it to the server."""
-        return Store(id_, self.said, self.layerwise, self.hint)
+        return protocol.Store(id_, self.said, self.layerwise, self.hint)
 
 
 class Moving(Generic[R]):

@@ -26,8 +26,8 @@ from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened
 from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.device import Device
+from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.memory.make_device import DeviceLike, make_device
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket

@@ -18,12 +18,12 @@ import numpy as np
 
 from tiered_kv.host import wire
 from tiered_kv.host.wire import Field, Message, as_bytes, as_ids, decoder
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.plan import TierShare
-from tiered_kv.values.results import LoadCost, LookupResult, Reason, TierFault, TierRun, TierStore
+from tiered_kv.values.results import LoadCost, LookupResult, TierRun, TierStore
 from tiered_kv.values.specs import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,

@@ -35,10 +35,9 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.prefetch import bringing, lease_prefix, start_bringing
-from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, TieredKVError
+from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, Reason, TieredKVError
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
-from tiered_kv.values.results import Reason
 
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""

@@ -33,8 +33,8 @@ from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import LoadRequest, Order, StoreRequest
-from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.results import LoadResult, StoreResult
 
 Ids = NDArray[np.int64]
 

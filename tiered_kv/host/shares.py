@@ -141,7 +141,7 @@ class Share:
 
 
 @dataclass(frozen=True)
-class TierParts:
+class DividedTier:
     """One tier, and how it is taken apart.
 
     Attributes:
@@ -156,7 +156,7 @@ class TierParts:
     _settings: TierSettings
 
     @classmethod
-    def of(cls, settings: TierSettings) -> "TierParts":
+    def of(cls, settings: TierSettings) -> "DividedTier":
         """Look at one tier."""
         if not isinstance(settings, BookedTierSettings):
             return cls(tier_name(settings), 0, (), settings)
@@ -196,7 +196,7 @@ class TierParts:
         return type(self._settings).model_validate({**dict(self._settings), **changed})
 
 
-def tiers_in(settings: TieredKVSettings) -> list[TierParts]:
+def tiers_in(settings: TieredKVSettings) -> list[DividedTier]:
     """Return a server's tiers.
 
     Raises:
@@ -206,12 +206,12 @@ def tiers_in(settings: TieredKVSettings) -> list[TierParts]:
         raise ConfigurationError("a server has no gpu tier: each engine's GPU is its own")
     if not any(isinstance(tier, CPUTier) and tier.capacity for tier in settings.tiers):
         raise ConfigurationError("a server needs a cpu tier: blocks pass to and from its clients through it")
-    tiers = [TierParts.of(tier) for tier in settings.tiers]
+    tiers = [DividedTier.of(tier) for tier in settings.tiers]
     _check_fixed(settings.host.fixed, [tier for tier in tiers if tier.capacity])
     return tiers
 
 
-def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Sequence[TierParts]) -> None:
+def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Sequence[DividedTier]) -> None:
     names = [tier.name for tier in owned]
     for model, parts in fixed.items():
         if unknown := [tier for tier in parts if tier not in names]:
@@ -431,13 +431,13 @@ class Shares:
         for tier in self._owned:
             self._want(tier, {share: share.right[tier.name] for share in self})
 
-    def _want(self, tier: TierParts, wanted: Mapping[Share, int]) -> None:
+    def _want(self, tier: DividedTier, wanted: Mapping[Share, int]) -> None:
         """Have models get so much of a tier: some shrink at once, others get what that leaves as it comes."""
         for share, capacity in wanted.items():
             share.wanted[tier.name] = capacity
         self._resize(tier)
 
-    def _resize(self, tier: TierParts) -> None:
+    def _resize(self, tier: DividedTier) -> None:
         name = tier.name
         for share in self:
             if share.cache is None or share.going is not None or name in share.resizing:
@@ -449,7 +449,7 @@ class Shares:
                 share.given[name] = max(given, capacity)  # what it is to get is nobody else's
                 self._tasks.spawn(self._resized(share, tier, given, capacity), f"resize {name}")
 
-    async def _resized(self, share: Share, tier: TierParts, before: int, capacity: int) -> None:
+    async def _resized(self, share: Share, tier: DividedTier, before: int, capacity: int) -> None:
         """Give one model so much of a tier, and then others what they wait for; what fails is not tried again."""
         is_done = await share.resize(tier.name, capacity)
         share.resizing.discard(tier.name)
@@ -459,7 +459,7 @@ class Shares:
         self._changed.set()
         self._resize(tier)
 
-    def _free_bytes(self, tier: TierParts) -> int:
+    def _free_bytes(self, tier: DividedTier) -> int:
         """Say what of a tier no model has; less than 0 of one that a model is to have and others have yet."""
         return tier.capacity - sum(share.given.get(tier.name, 0) for share in self)
 

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, Final, Self
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.memory.make_device import DeviceLike
+from tiered_kv.memory.gpu import DeviceLike
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity, Shard

@@ -4,9 +4,8 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import copy_rows, gather_blocks, scatter_blocks
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.device import Device, Stream
-from tiered_kv.memory.gpu import CUDADevice
+from tiered_kv.memory.gpu import CUDADevice, make_device
 from tiered_kv.memory.host import HostSlab, PageLocking, PageLockState
-from tiered_kv.memory.make_device import make_device
 
 __all__ = [
     "CPUDevice",

@@ -93,7 +93,7 @@ def find_fragments(
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _PageSpan:
     """The same bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage.
 
     They are at ``offset`` of a payload, for the first page of a block.
@@ -107,7 +107,7 @@ class _Part:
     device: torch.device
     offset: int
 
-    def overlaps(self, other: "_Part") -> bool:
+    def overlaps(self, other: "_PageSpan") -> bool:
         """Say whether some page here has bytes of some page of a part with as many pages.
 
         Pages of several parts may take turns in memory. Parts of different strides are not compared.
@@ -138,10 +138,10 @@ class _Plane:
     """
 
     name: str
-    page: _Part
+    page: _PageSpan
     cuts: Sequence[tuple[int, int, int]]
 
-    def parts(self) -> list[_Part]:
+    def parts(self) -> list[_PageSpan]:
         """Return it cut to what lies in one piece in a payload too."""
         first = self.page.start
         return [replace(self.page, start=first + at, num_bytes=n, offset=offset) for at, n, offset in self.cuts]
@@ -268,7 +268,7 @@ def _cuts(group: KVGroup, in_page: str, layer: int, plane: int) -> list[tuple[in
     return list(zip((in_memory[starts] * unit).tolist(), (lengths * unit).tolist(), offsets.tolist(), strict=True))
 
 
-def _page_of(plane: Tensor, axes: str, layer: int) -> _Part:
+def _page_of(plane: Tensor, axes: str, layer: int) -> _PageSpan:
     plane = plane.movedim(axes.index("B"), 0)
     expected = 1
     for size, stride in zip(reversed(plane.shape[1:]), reversed(plane.stride()[1:]), strict=True):
@@ -283,10 +283,10 @@ def _page_of(plane: Tensor, axes: str, layer: int) -> _Part:
     if stride < expected:
         raise LayoutMismatchError(f"layer {layer}: pages of {expected} elements overlap, their stride is {stride}")
     first, num_bytes, stride_bytes = (n * plane.itemsize for n in (int(plane.storage_offset()), expected, stride))
-    return _Part(plane.untyped_storage(), first, num_bytes, stride_bytes, num_pages, plane.device, 0)
+    return _PageSpan(plane.untyped_storage(), first, num_bytes, stride_bytes, num_pages, plane.device, 0)
 
 
-def _merge_neighbours(parts: list[_Part]) -> list[_Part]:
+def _merge_neighbours(parts: list[_PageSpan]) -> list[_PageSpan]:
     merged = [parts[0]]
     for part in parts[1:]:
         last = merged[-1]

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tiered_kv.memory import crossover, device_copies, host_copies, staging
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory.device_copies import on_device
 from tiered_kv.memory.staging import pieces_of
-from tiered_kv.memory.torch_copies import on_device
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 Ids = NDArray[np.int64]

@@ -1,7 +1,7 @@
 """What the cache asks of the device that holds the engine's KV: ordered queues of copies, and memory it can reach.
 
-One interface and its implementations: ``cpu.py``, ``accelerator.py`` with what is CUDA's own in ``cuda.py``, and
-``testing/scripted.py``, whose copies run when a test says so.
+One interface and its implementations: ``cpu.py``, ``gpu.py``, and ``testing/scripted.py``, whose copies run when a test
+says so.
 """
 
 import threading

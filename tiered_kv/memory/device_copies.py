@@ -4,6 +4,9 @@ Between a GPU and the host there are three ways. *Staging*: fragments are gather
 the bus as whole runs of slots. *Directly*: each fragment is a DMA, all of them one call where the driver takes batches.
 *By kernel*: one launch whose programs read or write the host's memory over the bus, which must be page-locked.
 `crossover` knows which is the fastest when. All of them move the same bytes to the same places.
+
+Within one device blocks are copied by kernels of ours, or by torch's own where Triton cannot serve or is missing:
+nothing in these is particular to CUDA.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +20,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tiered_kv.memory import driver, staging, torch_copies
-from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.memory import driver, staging
+from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.host import is_page_locked, slots_per_piece
-from tiered_kv.memory.torch_copies import on_device
 
 Ids = NDArray[np.int64]
 Gather = Callable[[PagedCaches, Ids, Tensor, Ids], None]
@@ -29,28 +31,58 @@ Scatter = Callable[[Tensor, Ids, PagedCaches, Ids], None]
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages ``(n, pages_per_block)`` into slots of the same device."""
-    ways(rows.device).gather_blocks(caches, pages, rows, slots)
+    kernels = kernels_for(rows.device)
+    (gather_by_torch if kernels is None else kernels.gather_blocks)(caches, pages, rows, slots)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots into blocks of pages ``(n, pages_per_block)`` of the same device."""
-    ways(rows.device).scatter_blocks(rows, slots, caches, pages)
-
-
-@cache
-def ways(device: torch.device) -> Any:  # noqa: ANN401 - either module, of the same two functions
-    """Return what copies within ``device``: `kernels`, or `torch_copies` where Triton is missing or does not work."""
-    return kernels if (kernels := kernels_for(device)) is not None else torch_copies
+    kernels = kernels_for(rows.device)
+    (scatter_by_torch if kernels is None else kernels.scatter_blocks)(rows, slots, caches, pages)
 
 
 @cache
 def kernels_for(device: torch.device) -> Any:  # noqa: ANN401 - a module
-    """Return `kernels` if they work on ``device``, else None."""
+    """Return `kernels` if Triton is here and they work on ``device``, else None."""
     if find_spec("triton") is None:
         return None
     from tiered_kv.memory import kernels  # noqa: PLC0415 - Triton takes long to import, and only a GPU has a use for it
 
     return kernels if kernels.can_copy(device) else None
+
+
+def gather_by_torch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
+    """Copy blocks of pages into slots of the same device by torch's own kernels, one launch or two a fragment."""
+    sources, targets = on_device(pages, rows), on_device(slots, rows)
+    for fragment in caches.fragments:
+        for page in range(pages.shape[1]):
+            _columns_of(rows, fragment, page).index_copy_(0, targets, fragment.pages.index_select(0, sources[:, page]))
+    _count_launches(caches, pages)
+
+
+def scatter_by_torch(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
+    """Copy slots into blocks of pages of the same device likewise."""
+    sources, targets = on_device(slots, rows), on_device(pages, rows)
+    for fragment in caches.fragments:
+        for page in range(pages.shape[1]):
+            fragment.pages.index_copy_(0, targets[:, page], _columns_of(rows, fragment, page).index_select(0, sources))
+    _count_launches(caches, pages)
+
+
+def on_device(ids: Ids, rows: Tensor) -> Tensor:
+    """Put ids where ``rows`` are."""
+    return staging.upload(ids, rows.device)
+
+
+def _count_launches(caches: PagedCaches, pages: Ids) -> None:
+    staging.current(caches.torch_device).num_operations += 2 + 2 * len(caches.fragments) * pages.shape[1]
+
+
+def _columns_of(rows: Tensor, fragment: Fragment, page: int) -> Tensor:
+    """Return the columns of ``rows`` that hold one page of a fragment, in its words: ``(num_slots, words)``."""
+    words = fragment.pages.shape[1]
+    start = fragment.offset_bytes // fragment.pages.itemsize + page * words
+    return rows.view(fragment.pages.dtype)[:, start : start + words]
 
 
 def gather_through_staging(

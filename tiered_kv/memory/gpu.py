@@ -1,4 +1,4 @@
-"""A device that torch drives: side streams and events. What is CUDA's own is in ``cuda.py``.
+"""The device for a set of tensors, and those that torch drives: side streams and events.
 
 Copies are enqueued in the caller's thread, so that their order is the order of the calls. One thread a stream waits for
 their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a
@@ -10,9 +10,8 @@ before it is under way, so that the device goes from one to the other.
 
 An error of the device is sticky: after one, nothing this process does on the device can be trusted.
 
-What only CUDA has (and ROCm, which torch calls CUDA): blocking events, and page-locking memory that exists already.
-
-Through torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
+CUDA alone (and ROCm, which torch calls CUDA) has blocking events, and page-locks memory that exists already. Through
+torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
 """
 
 import queue
@@ -28,6 +27,7 @@ import torch
 from torch import Tensor
 
 from tiered_kv.memory import driver
+from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
 from tiered_kv.memory.host import HostSlab, PageLocking, TryAgainError, node_of_gpu
 from tiered_kv.memory.lanes import LateEvent
@@ -35,9 +35,14 @@ from tiered_kv.memory.staging import Staging
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit
 
+DeviceLike = Device | torch.device | str
+"""A device of ours, torch's, or the name of one."""
 MOST_AHEAD: Final = 512
 """Operations of one stream that the device has not come to. Its queue holds about 1,000; one more copy has to fit. 80
 layers of a load take 240."""
+_SUCCESS: Final = 0
+_FORBIDDEN_BY_A_CAPTURE: Final = 900
+"""Of the results of CUDA's runtime."""
 
 
 class AcceleratorDevice(Device):
@@ -300,10 +305,6 @@ def _nobody(error: BaseException | None) -> None:
     """Tell nobody: whoever waits behind it will hear."""
 
 
-_SUCCESS: Final = 0
-_FORBIDDEN_BY_A_CAPTURE: Final = 900
-
-
 class CUDADevice(AcceleratorDevice):
     """One GPU of NVIDIA's, or of AMD's under ROCm."""
 
@@ -388,6 +389,49 @@ class CUDADevice(AcceleratorDevice):
     def _cuda_host_unregister(self, address: int) -> None:
         with self.here():
             _check(_runtime().cudaHostUnregister(address), "unlock host memory")
+
+
+def resolve(device: DeviceLike | None) -> DeviceLike:
+    """Return a device, or say which one is meant *here*: ``"cuda"`` is this thread's current GPU, not another's.
+
+    None is the GPU if torch has one, else the CPU.
+
+    Raises:
+        ConfigurationError: There is no device of this name.
+    """
+    if isinstance(device, Device):
+        return device
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigurationError(f"there is no device {device!r:.80}: write e.g. 'cpu', 'cuda' or 'cuda:0'") from error
+    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+        # Before CUDA is initialised no thread can have chosen one; and asking would initialise it, for forks to fail.
+        return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
+    return wanted
+
+
+def make_device(device: torch.device | str | None = None) -> Device:
+    """Return the device the engine's tensors are on, ``"cpu"`` or ``"cuda:0"``; the caller closes it.
+
+    Without a name it is the GPU if torch has one, else the CPU.
+
+    Raises:
+        ConfigurationError: There is no such device, or none of a kind known here.
+    """
+    wanted = resolve(device)
+    if isinstance(wanted, Device):
+        return wanted
+    wanted = torch.device(wanted)
+    if wanted.type == "cpu":
+        return CPUDevice()
+    if wanted.type == "cuda":
+        return CUDADevice(wanted)
+    if wanted.type == "xpu":
+        return AcceleratorDevice(wanted)
+    raise ConfigurationError(f"KV on {wanted} is not supported: tensors must be on a CPU, a CUDA or an XPU device")
 
 
 def _runtime() -> Any:  # noqa: ANN401 - a module without stubs

@@ -1,7 +1,8 @@
 """Copies by Triton, within a GPU or between it and page-locked host memory: one launch, whatever the number of blocks.
 
 A table tells the kernel where each fragment is, in memory and in a payload: it is on the device since the binding. Ids
-tell which pages and slots; they go up in front of the launch. Imported only where Triton is: see `device_copies.ways`.
+tell which pages and slots; they go up in front of the launch. Imported only where Triton is, by
+`device_copies.kernels_for`.
 
 Nothing is compiled while serving: no argument is specialised on its value or alignment, and `prepare` compiles what one
 binding can need.

@@ -15,7 +15,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from tiered_kv.catalog import Policy, TierIndex, locate
 from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.catalog.locate import Located
-from tiered_kv.catalog.uses import Admission
+from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.registry import OWN_MEDIA
@@ -154,7 +154,7 @@ class SimulatedChain:
         self._promote = promote
         first = self.memory[0].index.num_slots if self.memory else 0
         window = min(max(_LEAST_USES, 4 * first), _MOST_USES)
-        self._admission = Admission([tier.plan.admit_after for tier in self.tiers], window)
+        self._admission = AdmissionFilter([tier.plan.admit_after for tier in self.tiers], window)
 
     def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
         """Load the prefix that is there, and store the rest; return the blocks that came from each tier."""

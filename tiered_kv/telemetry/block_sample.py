@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.tiers.fates import Direction, Place
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.tiers.fates import Direction, Histogram, IndexPlace
 from tiered_kv.values.keys import Names
 
 SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -222,7 +221,7 @@ class LifeCounts:
     idle_s: Mapping[str, Histogram]
 
 
-class Lives:
+class SampledLives:
     """Follows a sample of blocks. `use` and `changed` belong to the event loop; `counts` is for any thread.
 
     Attributes:
@@ -248,7 +247,7 @@ class Lives:
         """Which part of the blocks is in the sample."""
         return self._ghost.rate
 
-    def changed(self, place: Place, change: Change, names: Names) -> None:
+    def changed(self, place: IndexPlace, change: Change, names: Names) -> None:
         """Note that blocks came to a tier, or left it."""
         self._sampler.note(_WHAT.get(change, "gone"), names, place.tier)
 

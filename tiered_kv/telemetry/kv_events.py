@@ -116,7 +116,7 @@ class KVEventPublisher:
             raise ConfigurationError(f"KV events need {error.name}: pip install 'tiered-kv[events]'") from error
         changes = self._kv.events()
         media = {
-            tier: router_books.Medium(name, self._localities.get(tier, "LOCAL") if name == "STORAGE" else None)
+            tier: router_books.EventMedium(name, self._localities.get(tier, "LOCAL") if name == "STORAGE" else None)
             for tier, name in self._media_of(changes).items()
         }
         specs = {group: router_books.CacheSpec(*spec) for group, spec in self._cache_specs.items()}

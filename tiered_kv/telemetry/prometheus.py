@@ -13,7 +13,7 @@ from typing import Final, TypeVar
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from tiered_kv.telemetry.watch import Reading, SaltCounts
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.tiers.fates import Histogram
 from tiered_kv.values.results import CacheStatistics, TierStatistics
 
 W = TypeVar("W", bound=str)

@@ -34,7 +34,7 @@ CLEARED: Final[Event] = {"type": "AllBlocksCleared"}
 _OPTIONAL: Final = {"group_idx", "extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"}
 
 
-class Medium(NamedTuple):
+class EventMedium(NamedTuple):
     """Where blocks are, in the words of the format: ``GPU``, ``CPU`` or ``STORAGE``; ``locality`` of the last alone."""
 
     medium: str
@@ -84,7 +84,7 @@ class Described(NamedTuple):
         )
 
 
-def stored(run: Sequence[Described], at: Medium, spec: CacheSpec | None) -> Event:
+def stored(run: Sequence[Described], at: EventMedium, spec: CacheSpec | None) -> Event:
     """Return the event that neighbouring blocks of a prompt can be read from now on."""
     first = run[0]
     has_extra = any(block.extra_keys is not None for block in run)
@@ -105,7 +105,7 @@ def stored(run: Sequence[Described], at: Medium, spec: CacheSpec | None) -> Even
     }
 
 
-def removed(hashes: Sequence[int], at: Medium, group: int) -> Event:
+def removed(hashes: Sequence[int], at: EventMedium, group: int) -> Event:
     """Return the event that blocks cannot be read there any more."""
     return {
         "type": "BlockRemoved",
@@ -199,7 +199,7 @@ class RouterBooks:
     """
 
     def __init__(
-        self, places: Sequence[tuple[str, int, int]], media: Mapping[str, Medium], specs: Mapping[int, CacheSpec]
+        self, places: Sequence[tuple[str, int, int]], media: Mapping[str, EventMedium], specs: Mapping[int, CacheSpec]
     ) -> None:
         """Begin without knowing anything.
 

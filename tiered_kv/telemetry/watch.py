@@ -22,15 +22,14 @@ from functools import partial
 from itertools import pairwise, starmap
 from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
 
-from tiered_kv.telemetry.block_sample import LifeCounts, Lives
+from tiered_kv.telemetry.block_sample import LifeCounts, SampledLives
 from tiered_kv.telemetry.prompts import Asked, Prompts
-from tiered_kv.tiers.fates import Fates
-from tiered_kv.values.errors import ClosedError
+from tiered_kv.tiers.fates import Fates, Histogram
+from tiered_kv.values.errors import ClosedError, Reason
 from tiered_kv.values.events import Emit, Event, RecordsRefused, TierFailed, TierStalled, TierTripped
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.values.hints import HintAction
 from tiered_kv.values.keys import BlockKeys, Namespace, salt_digest
-from tiered_kv.values.kv_hints import HintAction
-from tiered_kv.values.results import CacheStatistics, Reason
+from tiered_kv.values.results import CacheStatistics
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
@@ -169,7 +168,7 @@ class Span:
         return 1 - self.missing / self.requested if self.requested else None
 
 
-class History:
+class MomentHistory:
     """Takes a moment every ten seconds, and keeps those of an hour. `begin` and `end` belong to the event loop."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
@@ -346,14 +345,14 @@ class Watch:
         self.number = 0
         self.registry: CollectorRegistry | None = None
         self.prefill_tokens_per_s = 0.0
-        self.history = History()
+        self.history = MomentHistory()
         self.prompts = Prompts()
         self.started_at = 0.0
         self._watchers = watchers
         self._explain = explain
         self.make_hinted = make_hinted
         self._tallies = Tallies()
-        self._lives: Lives | None = None
+        self._lives: SampledLives | None = None
         self._watched: Watched | None = None
         self._last: Reading | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -390,7 +389,7 @@ class Watch:
         self.started_at = time.time()
         self._last = self._take()
         if num_slots := max(tier.num_slots for tier in self._last.statistics.tiers):
-            self._lives = Lives(num_slots)
+            self._lives = SampledLives(num_slots)
             watched.fates.on_use = self._lives.use
             watched.fates.listeners.append(self._lives.changed)
         watched.fates.on_load = self.prompts.loaded

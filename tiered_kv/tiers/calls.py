@@ -18,8 +18,8 @@ from tiered_kv.media.backend import Ended, Outcome, Then
 from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import TierFailed
-from tiered_kv.values.results import Reason, TierFault
 
 T = TypeVar("T")
 _FIRST_CALLS: Final = 16

@@ -15,7 +15,7 @@ import numpy as np
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
-from tiered_kv.catalog.uses import Admission, Fate, said_of
+from tiered_kv.catalog.uses import AdmissionFilter, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.tiers.fates import Fates
@@ -93,7 +93,7 @@ class Chain:
         self.back = [tier for tier in self.written if tier.is_written_back]
         least_uses = [1] * len(self.memory) + [tier.settings.admit_after for tier in self.storage]
         window = min(max(_LEAST_USES, 4 * self.host.index.max_slots), _MOST_USES)
-        self._admission = Admission(least_uses, window)
+        self._admission = AdmissionFilter(least_uses, window)
         clock = asyncio.get_running_loop().time
         self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
         self.waiting = self.unwritten.waiting

@@ -15,7 +15,7 @@ from weakref import WeakSet
 from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
-from tiered_kv.tiers.fates import Fates, HasIndex, Place
+from tiered_kv.tiers.fates import Fates, HasIndex, IndexPlace
 from tiered_kv.values.keys import Names, rows_of
 
 _MOST_NAMES: Final = 1 << 16
@@ -102,13 +102,13 @@ class Changes(ABC):
 class OwnChanges(Changes):
     """Those of a cache in this process."""
 
-    def __init__(self, tiers: Mapping[Place, HasIndex], max_names: int) -> None:
+    def __init__(self, tiers: Mapping[IndexPlace, HasIndex], max_names: int) -> None:
         """Made by `Subscribers` only."""
         self.num_overflows = 0
         self._tiers = tiers
         self._max_names = max_names
         self._unseen = dict.fromkeys(tiers)  # places that a snapshot is due of; an ordered set
-        self._queue: deque[tuple[Place, Change, Names]] = deque()
+        self._queue: deque[tuple[IndexPlace, Change, Names]] = deque()
         self._weight = 0
         self._sequence = 0
         self._has_ended = False
@@ -130,7 +130,7 @@ class OwnChanges(Changes):
         self._sequence += 1
         return change
 
-    def tell(self, place: Place, change: Change, names: Names) -> None:
+    def tell(self, place: IndexPlace, change: Change, names: Names) -> None:
         """Queue a change, unless a snapshot will tell."""
         if place in self._unseen:
             return
@@ -198,7 +198,7 @@ class Subscribers:
         for each in list(self._subscribers):
             each.end()
 
-    def _tell(self, place: Place, change: Change, names: Names) -> None:
+    def _tell(self, place: IndexPlace, change: Change, names: Names) -> None:
         for each in list(self._subscribers):
             each.tell(place, change, names)
         if not self._subscribers:

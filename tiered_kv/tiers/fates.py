@@ -1,12 +1,14 @@
-"""What became of the blocks of one cache: counts for `stats`, the last fate of each name for `explain`.
+"""What became of the blocks of one cache: counts and times for `stats`, the last fate of each name for `explain`.
 
-One a cache, shared by its chains; for the event loop's thread.
+One a cache, shared by its chains; for the event loop's thread. A `Histogram` is cheap to tell, and worked out when
+somebody looks.
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from typing import TYPE_CHECKING, Final, Literal, Protocol
 
 import numpy as np
@@ -14,13 +16,15 @@ import numpy as np
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.uses import Fate, History
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.values.errors import Reason
 from tiered_kv.values.keys import Names
-from tiered_kv.values.results import Reason
 
 if TYPE_CHECKING:  # it brings torch, which who reads events alone does without
     from tiered_kv.tiers.tier import Batch
 
+SECONDS: Final = tuple(digit * 10.0**power for power in range(-4, 2) for digit in (1, 2.5, 5))
+"""Upper bounds of a histogram's ranges; what takes longer is in one more."""
+_COUNTED_AT_ONCE: Final = 256
 _FATES: Final = 8
 _MOST_DETAILS: Final = 31
 _NOTED_AT_ONCE: Final = 256
@@ -35,7 +39,7 @@ _FATE_OF: Final = {
 
 
 @dataclass(frozen=True)
-class Place:
+class IndexPlace:
     """Where an index is: one KV group of one rank in one tier."""
 
     tier: str
@@ -49,7 +53,7 @@ class HasIndex(Protocol):
     index: TierIndex
 
 
-OnPlaceChange = Callable[[Place, Change, Names], None]
+OnPlaceChange = Callable[[IndexPlace, Change, Names], None]
 Direction = Literal["load", "store"]
 OnUse = Callable[[Direction, Names], None]
 OnLoad = Callable[["Batch", int, str], None]
@@ -84,7 +88,7 @@ class Fates:
         self.preemptions = 0
         self.on_use: OnUse | None = None
         self.on_load: OnLoad | None = None
-        self.tiers: dict[Place, HasIndex] = {}
+        self.tiers: dict[IndexPlace, HasIndex] = {}
         self.listeners: list[OnPlaceChange] = []
         self._history = History()
         self._details = [""]
@@ -114,12 +118,12 @@ class Fates:
         if self.on_use is not None:
             self.on_use(direction, names)
 
-    def watch(self, place: Place, tier: HasIndex) -> None:
+    def watch(self, place: IndexPlace, tier: HasIndex) -> None:
         """Take note of whatever changes in the index of a tier."""
         self.tiers[place] = tier
         tier.index.on_change = partial(self.changed, place)
 
-    def changed(self, place: Place, change: Change, names: Names) -> None:
+    def changed(self, place: IndexPlace, change: Change, names: Names) -> None:
         """Take note of what changed in an owned tier; see `catalog.books.OnChange`."""
         if change is Change.CLEARED:
             self._forget()
@@ -168,3 +172,48 @@ class Fates:
             return 0
         self._details.append(detail)
         return len(self._details) - 1
+
+
+class Histogram:
+    """How often a value of each range was seen. For one thread.
+
+    Attributes:
+        bounds: Upper bounds of the ranges, ascending; the last range has none.
+    """
+
+    def __init__(self, bounds: Sequence[float] = SECONDS) -> None:
+        self.bounds = bounds
+        self._total = 0.0
+        self._counts = np.zeros(len(bounds) + 1, np.int64)
+        self._seen: list[float] = []  # not counted yet
+
+    def saw(self, value: float) -> None:
+        """Count one value."""
+        self._seen.append(value)
+        if len(self._seen) == _COUNTED_AT_ONCE:
+            self._count()
+
+    @property
+    def total(self) -> float:
+        """The sum of what was seen."""
+        self._count()
+        return self._total
+
+    def copy(self) -> "Histogram":
+        """Return one with the same counts."""
+        self._count()
+        copied = Histogram(self.bounds)
+        copied._total, copied._counts = self._total, self._counts.copy()
+        return copied
+
+    def cumulated(self) -> list[tuple[str, float]]:
+        """Return how many values were at most each bound, as Prometheus has it: the last one is ``"+Inf"``."""
+        self._count()
+        names = [*(f"{bound:g}" for bound in self.bounds), "+Inf"]
+        return list(zip(names, map(float, accumulate(self._counts.tolist())), strict=True))
+
+    def _count(self) -> None:
+        seen = np.array(self._seen)
+        self._seen.clear()
+        self._total += float(seen.sum())
+        self._counts += np.bincount(np.searchsorted(self.bounds, seen), minlength=len(self._counts))

@@ -21,7 +21,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, MemoryTier, ReadReport
-from tiered_kv.values.results import Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
 
 
 class Unwritten:
@@ -382,11 +382,11 @@ class Fills:
             self._tasks.spawn(_read_each(later), f"fill {len(batch)} blocks")
         return fill
 
-    def _part(self, number: int, fill: Fill, batch: Batch, reservation: Reservation) -> "_Part":
+    def _part(self, number: int, fill: Fill, batch: Batch, reservation: Reservation) -> "_TierRead":
         tier = self._tiers[number]
         assert tier is not None  # noqa: S101 - blocks are read from storage
         at = ((fill.source == number) & (reservation.slots >= 0)).nonzero()[0]
-        return _Part(self, self._host, tier, fill, batch, at, reservation)
+        return _TierRead(self, self._host, tier, fill, batch, at, reservation)
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving."""
@@ -413,7 +413,7 @@ class Fills:
         return faults
 
 
-class _Part:
+class _TierRead:
     """What one tier brings of a fill."""
 
     def __init__(
@@ -482,7 +482,7 @@ class _Part:
         self._fills.part_ended(fill, self._reservation)
 
 
-async def _read_each(parts: Sequence[_Part]) -> None:
+async def _read_each(parts: Sequence[_TierRead]) -> None:
     """Read several parts at once; all of them end, whatever one raises."""
     ended = await asyncio.gather(*(part.read() for part in parts), return_exceptions=True)
     for error in ended:

@@ -452,7 +452,7 @@ class Verification:
         return await _to_the_end(self._threads.run(self.verify, range(len(outcomes)), outcomes))  # it writes to blocks
 
 
-class Staging:
+class SpareBlocks:
     """Blocks for what is encrypted on its way to a medium: made when needed, and kept for the next call.
 
     There are as many as were ever lent at once, which the tier's bytes in flight bound.

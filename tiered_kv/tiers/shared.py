@@ -35,8 +35,9 @@ from tiered_kv.tiers.calls import Answer, outcomes_problem
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
+from tiered_kv.values.errors import TierFault
 from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
-from tiered_kv.values.results import BlockState, TierFault
+from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import LoadStoreSpec
 
 _KEPT_S: Final = 1.0

@@ -24,13 +24,13 @@ from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.tiers.calls import Answer, Calls, all_failed, outcomes_problem
 from tiered_kv.tiers.gate import Budget, Give, Kind, Priority, Read, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, Staging, Verification
+from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, SpareBlocks, Verification
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKey, Names
-from tiered_kv.values.results import Reason, TierFault
 from tiered_kv.values.specs import LoadStoreSpec
 
 READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)
@@ -87,7 +87,7 @@ class StorageTier(Tier):
         self._codec = parts.codec
         self.records = parts.records
         self._wear = parts.wear
-        self._staging = Staging(parts.shape)
+        self._spare_blocks = SpareBlocks(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
         parts.health.on_stall.append(parts.budget.room.changed)
@@ -384,13 +384,13 @@ class StorageTier(Tier):
     async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
         keys = self.records.keys(batch)
-        staged = self._staging.take(len(keys)) if self._stages else blocks
+        staged = self._spare_blocks.take(len(keys)) if self._stages else blocks
         made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
         if len(made.at) < len(keys):
             self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(made.at), self.shape.codec))
         yield made
         if staged is not blocks:  # and not after an error: who was cancelled cannot tell whether they are still read
-            self._staging.give(staged)
+            self._spare_blocks.give(staged)
 
     @contextmanager
     def _is_writing(self, names: Names) -> Iterator[None]:

@@ -22,9 +22,8 @@ from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
-from tiered_kv.values.results import Reason
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096

@@ -25,11 +25,12 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport, prefix_of
 from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
-from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.results import Reason, StoreResult, TierFault
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import StoreResult
 
 
 class DirectLoad(Load):
@@ -78,7 +79,9 @@ class DirectLoad(Load):
         num_right = prefix_of(await self._read_from_all(start, part, numbers))
         nowhere = np.full(len(part), -1, np.int64)
         window = Window(start, part, numbers, nowhere, nowhere, np.full(len(part), -1, np.int8))
-        self._copied.append(Copied(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True))
+        self._copied.append(
+            WindowCopy(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True)
+        )
         if self.revoked:
             raise asyncio.CancelledError
         if asyncio.get_running_loop().time() >= self._request.deadline:

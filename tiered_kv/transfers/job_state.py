@@ -20,10 +20,9 @@ from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import Tally, write_down
-from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
-from tiered_kv.values.results import Reason
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 

@@ -28,7 +28,7 @@ from tiered_kv.transfers.load_parts import bring_around_gaps
 from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bringing, start_bringing
 from tiered_kv.transfers.submissions import Polled
 from tiered_kv.transfers.transfer_requests import JobRequest
-from tiered_kv.transfers.workers import Workers
+from tiered_kv.transfers.workers import WorkerProcesses
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
 from tiered_kv.values.integers import as_int
@@ -317,7 +317,7 @@ class Jobs(JobBook):
     def __init__(self, num_ranks: int, loop_calls: LoopCalls, tasks: Tasks, emit: Emit) -> None:
         """Take jobs from now on. In the event loop's thread."""
         super().__init__(num_ranks, loop_calls)
-        self.workers = Workers(num_ranks, loop_calls, self._lose)
+        self.workers = WorkerProcesses(num_ranks, loop_calls, self._lose)
         self._tasks = tasks
         self._emit = emit
         self._underway: dict[Job, Underway] = {}

@@ -18,12 +18,12 @@ from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
-from tiered_kv.transfers.load import Copied, Load
+from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.results import Reason, StoreResult
+from tiered_kv.values.errors import ConfigurationError, Reason
+from tiered_kv.values.results import StoreResult
 
 LAYERS_A_TURN: Final = 16
 """Of a load that are enqueued in one turn of the event loop: a launch each, of 20 to 60 us..."""
@@ -64,7 +64,7 @@ class LayerLoad(Load):
         return not underway and not self._copied
 
     def _copy(self, landed: Landed) -> None:
-        self._copied.append(Copied(landed))
+        self._copied.append(WindowCopy(landed))
 
     async def _admit(self) -> None:
         landed = [copied.landed for copied in self._copied if copied.landed.num_blocks]

@@ -26,9 +26,9 @@ from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.events import BlocksLoaded
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
 _TOUCHED_AT_ONCE: Final = 512
@@ -37,7 +37,7 @@ _RETRIES: Final = 3
 
 
 @dataclass
-class Copied:
+class WindowCopy:
     """One window on its way into the engine's blocks; ``ok`` once it is in place."""
 
     landed: Landed
@@ -100,7 +100,7 @@ class Load(InTask):
         self._chain = chain = request.chain
         self._batch = batch = request.batch
         self._gpu = request.binding.gpu
-        self._copied: list[Copied] = []
+        self._copied: list[WindowCopy] = []
         self._last: LaneCopy | None = None
         self._head: list[Lease] = []
         promote = chain.limits.promote
@@ -251,7 +251,7 @@ class Load(InTask):
             if len(direct):
                 memory.scatter(chain.host.rows, landed.host[direct], pages[direct].ravel())
 
-        copied = Copied(landed)
+        copied = WindowCopy(landed)
         self._copied.append(copied)
         if n == 0:
             self._end_copy(copied, None, promotion)
@@ -271,7 +271,7 @@ class Load(InTask):
         self._may_promote -= len(head)
         return self._chain.reserve(self._gpu, landed.window.batch[head])
 
-    def _end_copy(self, copied: Copied, error: BaseException | None, promotion: Reservation | None) -> None:
+    def _end_copy(self, copied: WindowCopy, error: BaseException | None, promotion: Reservation | None) -> None:
         copied.ok = error is None
         if promotion is not None:
             if copied.ok and self._gpu:

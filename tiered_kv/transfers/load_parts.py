@@ -31,14 +31,15 @@ from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken,
 from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
 from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
 """Blocks that media pack; a part has no fewer unless it has to."""
 
 
 @dataclass
-class _Part:
+class _LoadPart:
     """Blocks ``start <= i < stop`` and what loads them."""
 
     start: int
@@ -57,7 +58,7 @@ class BackLoad(InTask):
         self._size = _part_size(len(request.batch), request.chain.window_blocks, self._ahead)
         self._claimed = 0
         self._begun = len(request.batch)
-        self._parts: list[_Part] = []  # the last blocks first
+        self._parts: list[_LoadPart] = []  # the last blocks first
         self._given_up: list[LoadHandle] = []
         self._in_place = len(request.batch)
 
@@ -136,7 +137,7 @@ class BackLoad(InTask):
             request, batch=request.batch[start:stop], pages=request.pages[start:stop], lane=request.lane.part(),
             order="front", is_part=True,
         )  # fmt: skip
-        self._parts.append(_Part(start, stop, self._start_part(part)))
+        self._parts.append(_LoadPart(start, stop, self._start_part(part)))
         self._begun = start
 
     async def _end_parts(self) -> None:

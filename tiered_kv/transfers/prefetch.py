@@ -20,9 +20,9 @@ from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.window import Bringer, Landed, Said
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.events import BlocksPrefetched
-from tiered_kv.values.results import PrefetchResult, Reason, TierFault
+from tiered_kv.values.results import PrefetchResult
 
 _LONG_S: Final = 3600.0
 """What a window may take that nobody waits for; its tiers have time limits of their own."""

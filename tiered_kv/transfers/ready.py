@@ -27,7 +27,8 @@ from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.load import check_stop, copy_failure, load_result, overtaken, revocation
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
-from tiered_kv.values.results import LoadResult, Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 StartInTask = Callable[[LoadRequest], LoadHandle]
 """Starts a load in a task."""

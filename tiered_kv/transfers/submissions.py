@@ -21,9 +21,9 @@ from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.system import system
 from tiered_kv.transfers.handles import Handle
-from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.errors import ClosedError, ConfigurationError, Reason, TierFault
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import LoadResult, Reason, StoreResult, TierFault
+from tiered_kv.values.results import LoadResult, StoreResult
 
 K = TypeVar("K")
 V = TypeVar("V")

@@ -21,10 +21,10 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError, submit_copy
 from tiered_kv.transfers.handles import Revocable
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.events import Emit
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import Reason, SwapResult, TierFault
+from tiered_kv.values.results import SwapResult
 
 Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: target}``, or ``(source, target)`` pairs in any form."""

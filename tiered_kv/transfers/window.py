@@ -23,7 +23,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
 from tiered_kv.transfers.handles import until_done
-from tiered_kv.values.results import Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault
 
 _ASKED_AT_ONCE: Final = 1024
 

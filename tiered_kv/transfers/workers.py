@@ -14,7 +14,7 @@ from tiered_kv.values.loop_calls import LoopCalls
 
 
 class Process:
-    """The process that works for a rank. Whoever uses ``fd`` holds the lock of `Workers`.
+    """The process that works for a rank. Whoever uses ``fd`` holds the lock of `WorkerProcesses`.
 
     Attributes:
         rank: Of its plans.
@@ -39,7 +39,7 @@ class Process:
         return system().has_ended(self.fd)
 
 
-class Workers:
+class WorkerProcesses:
     """Which process works for which rank."""
 
     def __init__(self, num_ranks: int, loop_calls: LoopCalls, on_end: Callable[[int, int], None]) -> None:

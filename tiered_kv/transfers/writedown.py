@@ -33,7 +33,8 @@ from tiered_kv.tiers.fills import Fill, Waiting
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
-from tiered_kv.values.results import Reason, TierStore
+from tiered_kv.values.errors import Reason
+from tiered_kv.values.results import TierStore
 
 _NONE: Final[Mapping[Reason, int]] = {}
 

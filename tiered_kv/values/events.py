@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from tiered_kv.values.results import Reason, TierStore
+from tiered_kv.values.errors import Reason
+from tiered_kv.values.results import TierStore
 
 Level = Literal["debug", "info", "warning", "error"]
 

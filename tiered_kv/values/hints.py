@@ -1,11 +1,45 @@
-"""What a caller knows of the future of blocks: how likely they come back, and when; and when it is to store them."""
+"""What a caller knows of the future of blocks: how likely they come back, and when; and when it is to store them.
 
-import math
-from dataclasses import dataclass
-from typing import Final, Literal
+Orchestrators say it of KV in an envelope that vLLM, SGLang and Dynamo share; it is read and bounded here. An action is
+about blocks of the prompt that it comes with, and of no other: so nobody reaches another tenant's. What is not
+understood is passed over and counted. A hint is never an order: what it asks for may not happen.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Any, Final, Literal
 
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import is_number
+
+StoreWhen = Literal["computed", "evicted", "auto"]
+"""When an engine stores a block: as soon as it is computed, or when its own cache is about to drop it; see `evicts`."""
+_MIRRORED: Final = 4
+"""Where memory below holds so many times what the engine does, little is gained by not having the same there twice."""
+
+HintKind = Literal["retain", "demote", "prefetch", "pin", "evict"]
+_KINDS: Final[Mapping[str, HintKind]] = {
+    "kv.retain": "retain",
+    "kv.demote": "demote",
+    "kv.prefetch": "prefetch",
+    "kv.fetch": "prefetch",
+    "kv.pin": "pin",
+    "kv.evict": "evict",
+}
+_MAJOR: Final = "1"
+"""Of an action's version: others may mean something else."""
+MOST_ACTIONS: Final = 16
+"""Of a request, and as many directives of an action."""
+MOST_HASHES: Final = 1 << 16
+"""That an action may name."""
+MOST_S: Final = 3600.0
+"""What lasts for longer, or comes later, does so for so long."""
+USUAL_S: Final = 600.0
+"""How long what is retained or pinned stays where nobody says."""
+PREFETCHED_S: Final = 60.0
+"""For how long what was prefetched counts as favoured."""
+_MASK: Final = (1 << 64) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,16 +68,21 @@ class ReuseHint:
     def __post_init__(self) -> None:
         if not is_number(self.probability) or not 0 <= self.probability <= 1:
             raise ConfigurationError(f"a hint's probability must be a number from 0 to 1, got {self.probability!r:.80}")
-        if self.within_s is not None and not (is_number(self.within_s) and 0 < self.within_s < math.inf):
+        if self.within_s is not None and not (is_number(self.within_s) and 0 < self.within_s < inf):
             raise ConfigurationError(f"a hint's within_s must be a positive number or None, got {self.within_s!r:.80}")
         if not isinstance(self.category, str):
             raise ConfigurationError(f"a hint's category must be a str, got {type(self.category).__name__}")
 
 
-StoreWhen = Literal["computed", "evicted", "auto"]
-"""When an engine stores a block: as soon as it is computed, or when its own cache is about to drop it; see `evicts`."""
-_MIRRORED: Final = 4
-"""Where memory below holds so many times what the engine does, little is gained by not having the same there twice."""
+def check_hint(hint: object) -> ReuseHint | None:
+    """Return it.
+
+    Raises:
+        ConfigurationError: It is neither a hint nor None.
+    """
+    if hint is None or isinstance(hint, ReuseHint):
+        return hint
+    raise ConfigurationError(f"hint must be a ReuseHint or None, got {type(hint).__name__}")
 
 
 def evicts(when: StoreWhen, *, engine_blocks: int, memory_blocks: int) -> bool:
@@ -62,12 +101,137 @@ def evicts(when: StoreWhen, *, engine_blocks: int, memory_blocks: int) -> bool:
     return 0 < memory_blocks < _MIRRORED * engine_blocks
 
 
-def check_hint(hint: object) -> ReuseHint | None:
-    """Return it.
+@dataclass(frozen=True, slots=True)
+class HintAction:
+    """One thing that is wanted of a request's blocks.
 
-    Raises:
-        ConfigurationError: It is neither a hint nor None.
+    Attributes:
+        kind: What.
+        probability: Of a retention: how likely the blocks come back.
+        for_s: For how long.
+        after_s: When, once the request has ended; None for as soon as it has come.
+        start: The first token; None for the first that was not in the prompt.
+        end: The token behind the last; None for the request's last.
+        hashes: The last 64 bits of the engine's names of blocks, as its KV events have them; None for all blocks.
     """
-    if hint is None or isinstance(hint, ReuseHint):
-        return hint
-    raise ConfigurationError(f"hint must be a ReuseHint or None, got {type(hint).__name__}")
+
+    kind: HintKind
+    probability: float = 0.0
+    for_s: float = 0.0
+    after_s: float | None = 0.0
+    start: int | None = 0
+    end: int | None = None
+    hashes: frozenset[int] | None = None
+
+    def ranges(self, hashes: Sequence[bytes], block_size: int, num_prompt_tokens: int) -> Iterator[range]:
+        """Yield which of a request's blocks are meant, neighbours together.
+
+        Args:
+            hashes: The engine's name of each block, as far as its tokens are known.
+            block_size: Tokens a block.
+            num_prompt_tokens: Of the request.
+        """
+        start = -(-(num_prompt_tokens if self.start is None else self.start) // block_size)
+        stop = min(len(hashes), inf if self.end is None else self.end // block_size)
+        first = None
+        for at in range(start, int(stop)):
+            is_meant = self.hashes is None or int.from_bytes(hashes[at][-8:], "big") in self.hashes
+            if is_meant and first is None:
+                first = at
+            elif not is_meant and first is not None:
+                yield range(first, at)
+                first = None
+        if first is not None:
+            yield range(first, int(stop))
+
+
+def read_hints(envelope: object) -> tuple[list[HintAction], int]:
+    """Return what an envelope asks for, and how many of its actions are not understood, or one too many.
+
+    Args:
+        envelope: An object or a mapping with ``actions``, and each of these with ``action_type``, ``action_version``
+            and ``payload``; None for nothing.
+    """
+    if envelope is None:
+        return [], 0
+    actions = _field(envelope, "actions")
+    if not isinstance(actions, list | tuple):
+        return [], 1
+    read: list[HintAction] = []
+    num_ignored = max(0, len(actions) - MOST_ACTIONS)
+    for action in actions[:MOST_ACTIONS]:
+        try:
+            read += _read(action)
+        except (ValueError, OverflowError):
+            num_ignored += 1
+    return read, num_ignored
+
+
+def _field(of: object, name: str) -> Any:  # noqa: ANN401 - whatever somebody has sent
+    return of.get(name) if isinstance(of, Mapping) else getattr(of, name, None)
+
+
+def _read(action: object) -> list[HintAction]:
+    kind = _KINDS.get(str(_field(action, "action_type")))
+    payload = _field(action, "payload")
+    version = str(_field(action, "action_version")).partition(".")[0]
+    if kind is None or version != _MAJOR or not isinstance(payload, Mapping):
+        raise ValueError
+    if kind != "retain" or "directives" not in payload:
+        return [_one(kind, payload)]
+    directives = payload["directives"]
+    if not isinstance(directives, list) or len(directives) > MOST_ACTIONS:
+        raise ValueError
+    return [_one(kind, each) for each in directives]
+
+
+def _one(kind: HintKind, payload: object) -> HintAction:
+    if not isinstance(payload, Mapping):
+        raise ValueError  # noqa: TRY004 - what was sent is wrong, not the program
+    start, end = _int(payload, "start", 0), _int(payload, "end", None)
+    if payload.get("covers_output") is True:
+        start = None
+    action = HintAction(kind, start=start, end=end, hashes=_hashes(payload))
+    lasting = _seconds(payload, ("ttl_seconds", "duration"), USUAL_S)
+    if kind == "retain":
+        priority = payload.get("priority", 100)
+        if not is_number(priority) or not 0 <= priority <= 100:
+            raise ValueError
+        return (
+            replace(action, probability=priority / 100, for_s=lasting) if priority else replace(action, kind="demote")
+        )
+    if kind == "pin":
+        return replace(action, for_s=lasting)
+    if kind == "prefetch":
+        has_delay = payload.get("delay_seconds") is not None
+        return replace(
+            action, after_s=_seconds(payload, ("delay_seconds",), 0.0) if has_delay else None, for_s=PREFETCHED_S
+        )
+    return action
+
+
+def _int(payload: Mapping[str, Any], name: str, usual: int | None) -> int | None:
+    value = payload.get(name)
+    if value is None:
+        return usual
+    if type(value) is not int or value < 0:
+        raise ValueError
+    return value
+
+
+def _seconds(payload: Mapping[str, Any], names: tuple[str, ...], usual: float) -> float:
+    value = next((payload[name] for name in names if payload.get(name) is not None), usual)
+    if not is_number(value) or value < 0:
+        raise ValueError
+    return float(min(max(value, 1e-3), MOST_S))
+
+
+def _hashes(payload: Mapping[str, Any]) -> frozenset[int] | None:
+    named = payload.get("block_hashes")
+    if named is None:
+        return None
+    if not isinstance(named, list | tuple) or len(named) > MOST_HASHES:
+        raise ValueError
+    if not all(type(each) is int for each in named):
+        raise ValueError
+    return frozenset(each & _MASK for each in named)  # some send them signed

@@ -1,4 +1,4 @@
-"""`NVMeBackend`: one directory, or several that blocks are spread over; each is a `Store` of its own.
+"""`NVMeBackend`: one directory, or several that blocks are spread over; each is a `DirectoryStore` of its own.
 
 Slot ``n`` of the tier is slot ``n // d`` in directory ``n % d`` of ``d``, so that neighbours lie on different disks and
 are moved at once.
@@ -31,17 +31,17 @@ from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.store import Store
+from tiered_kv_backends.nvme.store import DirectoryStore
 from tiered_kv_backends.nvme.upkeep import delete_left, has_left
 
 _NAMED: Final = ("io", "io_reason", "last_error")
 """Facts of a directory that are listed for all."""
 
-_Call = Callable[[Store, Slots, Slots], Awaitable[list[Outcome]]]
+_Call = Callable[[DirectoryStore, Slots, Slots], Awaitable[list[Outcome]]]
 
 
 class NVMeBackend(SlotBackend):
-    """Directories on local disks that one process owns and that outlive it. See `Store` for what each promises."""
+    """Directories on local disks that one process owns and that outlive it; `DirectoryStore` has what each promises."""
 
     Settings = NVMeSettings
     makes_records = True
@@ -106,7 +106,7 @@ class NVMeBackend(SlotBackend):
         """
         check_lengths(slots, into)
 
-        def read(store: Store, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
+        def read(store: DirectoryStore, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
             return store.read(group, local, [into[i] for i in at], verify and _verify_there(verify, at))
 
         return await self._move(slots, read)
@@ -127,7 +127,7 @@ class NVMeBackend(SlotBackend):
         return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), then, make)
 
     @property
-    def _only_store(self) -> Store | None:
+    def _only_store(self) -> DirectoryStore | None:
         """The directory in use of a tier that has only one."""
         disks = self._open_disks
         return next(iter(disks)).store if disks is not None and len(disks) == 1 else None
@@ -156,14 +156,14 @@ class NVMeBackend(SlotBackend):
         check_lengths(names, blocks)
         sequences = self._disks.order.take(len(slots))
 
-        def write(store: Store, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
+        def write(store: DirectoryStore, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
             made = None if make is None else lambda positions: make(at[positions].tolist())
             return store.write(group, local, names[at], [blocks[i] for i in at], sequences[at], made)
 
         return await self._move(slots, write)
 
     async def forget(self, group: int, slots: Slots) -> None:
-        """Make sure that what these slots hold is not found after a restart: see `Store.forget`.
+        """Make sure that what these slots hold is not found after a restart: see `DirectoryStore.forget`.
 
         Raises:
             BackendUnavailableError: A disk did not take it.
@@ -309,7 +309,7 @@ class NVMeBackend(SlotBackend):
     async def _on_each(
         self,
         slots: Slots,
-        call: Callable[[Store, Slots, Slots], Awaitable[None]],
+        call: Callable[[DirectoryStore, Slots, Slots], Awaitable[None]],
         *,
         everywhere: bool = False,
     ) -> None:

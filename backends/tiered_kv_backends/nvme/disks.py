@@ -35,7 +35,7 @@ from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import explained, fit, folders_in, open_file, open_root, taken
 from tiered_kv_backends.nvme.ledger import Entries, Order
 from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.store import Store, Threads
+from tiered_kv_backends.nvme.store import DirectoryStore, DirectoryThreads
 
 MEMBER: Final = "member"
 _COPY_BYTES: Final = 4096
@@ -190,8 +190,8 @@ class Disk:
 
     number: int
     path: Path
-    threads: Threads
-    store: Store | None = None
+    threads: DirectoryThreads
+    store: DirectoryStore | None = None
     why: str = ""
     member: Member = field(default_factory=Member)
     site: Site = Site.SYSTEM_DISK
@@ -234,7 +234,7 @@ class Disks:
         self.missing: Missing | None = None
         self.order = Order()
         self._disks = [
-            Disk(n, path, Threads(*map(context.workers, (settings.num_threads, settings.num_threads, 1))))
+            Disk(n, path, DirectoryThreads(*map(context.workers, (settings.num_threads, settings.num_threads, 1))))
             for n, path in enumerate(settings.paths)
         ]
         self._changing = asyncio.Lock()  # which are in use
@@ -249,7 +249,7 @@ class Disks:
     def __iter__(self) -> Iterator[Disk]:
         return iter(self._disks)
 
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[DirectoryStore]:
         """Those of the directories that are in use."""
         return [disk.store for disk in self._disks if disk.store is not None]
 
@@ -265,7 +265,7 @@ class Disks:
             try:
                 if was_away:
                     await self._empty(disk)
-                disk.store = Store(disk.path, self._settings, disk.threads, self.order)
+                disk.store = DirectoryStore(disk.path, self._settings, disk.threads, self.order)
                 found.append((disk, await disk.store.open(self._shapes)))
             except (ConfigurationError, BackendError, OSError) as error:
                 disk.store, disk.why = None, _why_away(error)
@@ -279,7 +279,7 @@ class Disks:
         await self._join()
         return found
 
-    async def lose(self, disk: Disk, store: Store, why: str) -> None:
+    async def lose(self, disk: Disk, store: DirectoryStore, why: str) -> None:
         """Let go of a directory that fails. When this returns no restart finds what was in it."""
         async with self._changing:
             if disk.store is not store:
@@ -364,7 +364,7 @@ class Disks:
             disk, store = probes[probe]
             await self.lose(disk, store, f"it hangs: no answer within {_ANSWER_S:g} s")
 
-    async def _probe(self, disk: Disk, store: Store) -> None:
+    async def _probe(self, disk: Disk, store: DirectoryStore) -> None:
         if problem := await store.problem():
             await self.lose(disk, store, problem)
 
@@ -445,7 +445,7 @@ class Disks:
             disk.member = member
 
     async def _return(self, disk: Disk) -> None:
-        store, num_slots = Store(disk.path, self._settings, disk.threads, self.order), self.num_slots
+        store, num_slots = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_slots
         try:
             await self._look_into(disk)
             if self._is_unmounted(disk):

@@ -1,7 +1,7 @@
 """What is open in a directory: the slab, the ledger and the states of the slots of each KV group.
 
-A `Group` is these three of one KV group; `Files` opens, grows, resizes and closes those of all groups, in one thread,
-while any threads move blocks in slabs; `rebuild` reads from headers what a ledger cannot say.
+A `Group` is these three of one KV group; `OpenFiles` opens, grows, resizes and closes those of all groups, in one
+thread, while any threads move blocks in slabs; `rebuild` reads from headers what a ledger cannot say.
 """
 
 import asyncio
@@ -141,7 +141,7 @@ _MAX_GROWTH_BYTES = 256 << 20
 """How far ahead of its use, at most, a slab is given its place on the disk."""
 
 
-class Files:
+class OpenFiles:
     """What is open in a directory that is this process's, until `close`.
 
     Attributes:
@@ -183,7 +183,7 @@ class Files:
             self.close = opened.pop_all().close
 
     def describe(self) -> dict[str, object]:
-        """Return where and how blocks are kept, see `Store.describe`."""
+        """Return where and how blocks are kept, see `DirectoryStore.describe`."""
         return {
             "path": str(self._path),
             "capacity_bytes": int(self._directory.capacity_bytes),

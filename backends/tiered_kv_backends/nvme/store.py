@@ -1,6 +1,6 @@
-"""`Store`: slots in preallocated files of one directory, moved by direct, vectored I/O in threads of its own.
+"""`DirectoryStore`: slots in preallocated files of one directory, moved by direct, vectored I/O in threads of its own.
 
-`Calls` keeps the files open until the last call in a thread has ended; `_Write` is one batch on its way to a slab.
+`FileCalls` keeps the files open until the last call in a thread has ended; `_Write` is one batch on its way to a slab.
 """
 
 import asyncio
@@ -23,14 +23,14 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError, Config
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Order, Slots
-from tiered_kv_backends.nvme.open_files import HELD, WRITING, Files, Group, look_at, rebuild
+from tiered_kv_backends.nvme.open_files import HELD, WRITING, Group, OpenFiles, look_at, rebuild
 from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Moved, Slab
 
 T = TypeVar("T")
 
 
-class Calls:
+class FileCalls:
     """The calls under way in threads. Files close after the last: a descriptor may be another file's by then."""
 
     def __init__(self, close_files: Callable[[], None]) -> None:
@@ -72,7 +72,7 @@ _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
 
 
 @dataclass(frozen=True)
-class Threads:
+class DirectoryThreads:
     """What the calls of one directory run in: made once, whichever store has the directory.
 
     Attributes:
@@ -84,7 +84,7 @@ class Threads:
     clerk: Workers
 
 
-class Store:
+class DirectoryStore:
     """One directory on a local disk that one process owns and that outlives it.
 
     Blocks of neighbouring slots move in one call. A block is stored when it is in the slab and then its entry in the
@@ -98,14 +98,14 @@ class Store:
         order: Of all that is written to the tier.
     """
 
-    def __init__(self, path: Path, settings: NVMeSettings, threads: Threads, order: Order) -> None:
+    def __init__(self, path: Path, settings: NVMeSettings, threads: DirectoryThreads, order: Order) -> None:
         self.path = path
         self.settings = settings
         self._order = order
         self._readers, self._writers, self._clerk = threads.readers, threads.writers, threads.clerk
         self._num_moving = Counter[Workers]()  # calls queued or running
         self._groups: list[Group] = []
-        self._calls: Calls | None = None
+        self._calls: FileCalls | None = None
         self._last_error: OSError | None = None
         self._num_recovered = self._num_damaged = self._num_rebuilt = 0
 
@@ -392,10 +392,10 @@ class Store:
         future.add_done_callback(look_at)
         return future
 
-    def _open(self, groups: Sequence[RecordShape]) -> Files:
+    def _open(self, groups: Sequence[RecordShape]) -> OpenFiles:
         """Open all files. In the clerk's thread, which leaves them here even if nobody waits for it any more."""
-        self._files = files = Files(self.path, self.settings, groups, self._order)
-        self._calls = Calls(files.close)
+        self._files = files = OpenFiles(self.path, self.settings, groups, self._order)
+        self._calls = FileCalls(files.close)
         self._groups = files.groups
         return files
 
@@ -435,7 +435,7 @@ class _Write:
 
     def __init__(
         self,
-        opened: Files,
+        opened: OpenFiles,
         files: Group,
         slots: Slots,
         names: Names,

@@ -183,7 +183,7 @@ def command(*words: bytes) -> bytes:
 _ASKING = command(b"ASKING")
 
 
-class Connection:
+class RESPConnection:
     """One authenticated socket for one call at a time. A call that does not end by itself leaves it to be closed.
 
     Attributes:
@@ -391,13 +391,13 @@ class LoginError(ConnectionError):
     """The server did not accept a login; its own words are the message."""
 
 
-async def log_in(address: Address, login: Login) -> Connection:
+async def log_in(address: Address, login: Login) -> RESPConnection:
     """Return a connection that is ready for blocks.
 
     Raises:
         OSError: Not reachable, or TLS failed (`ssl.SSLError`), or a `LoginError`.
     """
-    connection = Connection(await Socket.connect(address, login.tls))
+    connection = RESPConnection(await Socket.connect(address, login.tls))
     try:
         for each in login.commands():
             _check(await connection.say(each), login)
@@ -422,11 +422,11 @@ class Pool:
         self._login = login
         self._connect_timeout_s = connect_timeout_s
         self._room = asyncio.Semaphore(size)
-        self._idle: list[Connection] = []
-        self._lent: set[Connection] = set()
+        self._idle: list[RESPConnection] = []
+        self._lent: set[RESPConnection] = set()
 
     @asynccontextmanager
-    async def connection(self) -> AsyncIterator[Connection]:
+    async def connection(self) -> AsyncIterator[RESPConnection]:
         """Lend a connection; whatever is raised inside, cancellation included, closes it.
 
         Raises:
@@ -454,7 +454,7 @@ class Pool:
         other._is_asking = True  # noqa: SLF001 - of the same class
         return other
 
-    def _take_idle(self) -> Connection | None:
+    def _take_idle(self) -> RESPConnection | None:
         while self._idle:
             connection = self._idle.pop()
             if connection.is_clean():

@@ -23,7 +23,7 @@ from tiered_kv_backends.s3.client import (
 )
 from tiered_kv_backends.s3.doomed import MARKS, MOST_MARKS, Doomed, is_mark, mark_of
 from tiered_kv_backends.s3.packing import Packing, Unit
-from tiered_kv_backends.s3.presence import Answers, count_blocks
+from tiered_kv_backends.s3.presence import PresenceAnswers, count_blocks
 from tiered_kv_backends.s3.upkeep import open_inventory
 
 if TYPE_CHECKING:  # it is in the client's type stubs alone
@@ -71,7 +71,7 @@ class S3Backend(Backend):
         self._store = make_store(self.settings)
         self._context, self._clock = context, context.clock
         self._packing = Packing(context.groups, self.settings.pack_bytes)
-        self._answers = Answers(context.clock, self.settings.answer_ttl_s)
+        self._answers = PresenceAnswers(context.clock, self.settings.answer_ttl_s)
         self._reading = asyncio.Semaphore(self.settings.connections)
         self._writing = asyncio.Semaphore(self.settings.connections)
         self._doomed, self._read_marks_at = Doomed(), self._clock()

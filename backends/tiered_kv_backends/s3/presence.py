@@ -14,7 +14,7 @@ from tiered_kv_backends.s3.packing import Unit
 _MAX_ANSWERS = 1 << 16
 
 
-class Answers:
+class PresenceAnswers:
     """What was said lately about keys, each answer believed for ``ttl_s`` seconds."""
 
     def __init__(self, clock: Callable[[], float], ttl_s: float) -> None:

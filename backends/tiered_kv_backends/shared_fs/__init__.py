@@ -1,6 +1,5 @@
 """A directory that many hosts share."""
 
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
-from tiered_kv_backends.shared_fs.tenants import delete_tenant, sweep
+from tiered_kv_backends.shared_fs.backend import SharedFSBackend, delete_tenant, sweep
 
 __all__ = ["SharedFSBackend", "delete_tenant", "sweep"]

@@ -1,13 +1,13 @@
 """`SharedFSBackend`: a file per block in a directory that many engines on many hosts share.
 
     sweeper.lock                                             made when a cache first opens the directory
-    ledger                                                   how many bytes may still be written (`shared_fs_ledger`)
+    ledger                                                   how many bytes may still be written (`ledger.py`)
     <fingerprint>/<epoch>/<shard>/<salt>/<abc>/<hash>        one record; <abc> are the first digits of its hash
     <fingerprint>/<epoch>/<shard>/<salt>/<abc>/.<id>.tmp     one that is being written
 
 A file gets its name when it is whole and closed, by a rename, so readers need no lock and writers of one key do not
-meet. Its mtime says when it was last used; sweeps delete the oldest first (`shared_fs_sweeper`). A thread moves a block
-in one go (`shared_fs_files`).
+meet. Its mtime says when it was last used; sweeps delete the oldest first (`sweeper.py`). A thread moves a block
+in one go (`files.py`). Beside the caches `delete_tenant` and `sweep` are jobs for operators.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ from pydantic import Field
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.settings.tier_settings import Size, SizeOrNone, StorageTierSettings, default_size
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv.values.log import log
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs import files
-from tiered_kv_backends.shared_fs.files import Moved, Threads, Work, each_of, look_at, text_of
-from tiered_kv_backends.shared_fs.ledger import Ledger, Room
-from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, holds_blocks
+from tiered_kv_backends.shared_fs.files import FileThreads, Moved, Work, each_of, look_at, text_of
+from tiered_kv_backends.shared_fs.ledger import ByteLedger, DirectoryRoom
+from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, delete_folders, holds_blocks
 
 T = TypeVar("T")
 
@@ -101,11 +101,11 @@ class SharedFSBackend(Backend):
         if largest > settings.capacity:
             raise ConfigurationError(f"a capacity of {settings.capacity} bytes for blocks of {largest}")
         n = settings.num_threads
-        readers, writers = context.workers(n), context.workers(n)
-        self._readers, self._writers, self._clerk = Threads(readers), Threads(writers), Threads(context.workers(1))
+        self._readers, self._writers = FileThreads(context.workers(n)), FileThreads(context.workers(n))
+        self._clerk = FileThreads(context.workers(1))
         self._context, self._clock = context, context.clock
-        self._ledger = Ledger(self._root, settings.capacity, self._wall_clock_ns)
-        self._room = Room(
+        self._ledger = ByteLedger(self._root, settings.capacity, self._wall_clock_ns)
+        self._room = DirectoryRoom(
             self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
         )
         self._written = Counter[str]()
@@ -339,7 +339,52 @@ class SharedFSBackend(Backend):
         return swept
 
 
-def _probe(root: str, ledger: Ledger) -> None:
+async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
+    """Delete the blocks of one salt, of every model, epoch and shard. What is being written meanwhile may stay.
+
+    Returns:
+        How many blocks were deleted.
+
+    Raises:
+        ConfigurationError: No settings of this medium.
+        BackendUnavailableError: The filesystem failed, is not mounted, or no cache has used the directory yet; what was
+            deleted until then stays deleted.
+    """
+    settings = SharedFSBackend.Settings.of(settings)
+    root = str(settings.path)
+    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
+    try:
+        return await asyncio.to_thread(delete_folders, root, folder)
+    except OSError as error:
+        raise BackendUnavailableError(
+            f"{error.filename or root}: could not delete a tenant: {error.strerror}"
+        ) from error
+
+
+async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) -> Swept | None:
+    """Delete what is over the limit, and what dead writers have left, at once: each process does it now and then.
+
+    Returns:
+        What was done; None if another process is at it.
+
+    Raises:
+        ConfigurationError: No settings of this medium, or ``read_only``.
+        BackendUnavailableError: No cache has used the directory yet, or the filesystem failed.
+    """
+    settings = SharedFSBackend.Settings.of(settings)
+    if settings.read_only:
+        raise ConfigurationError(f"the tier at {settings.path} is read_only: another process sweeps")
+    root = str(settings.path.absolute())
+    capacity, clock_ns = settings.capacity, time.time_ns
+    ledger = ByteLedger(root, capacity, clock_ns)
+    sweeper = Sweeper(root, ledger, lambda: 0, capacity, 0, settings.min_free_fraction, clock_ns, settings.salt_quota)
+    try:
+        return await asyncio.to_thread(sweeper.sweep)
+    except OSError as error:
+        raise BackendUnavailableError(f"cannot sweep {root}: {error.strerror}") from error
+
+
+def _probe(root: str, ledger: ByteLedger) -> None:
     files.probe(root)
     with contextlib.suppress(BlockingIOError):  # then it is there
         ledger.create(is_empty=not holds_blocks(root))

@@ -391,7 +391,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class Threads(Executor):
+class FileThreads(Executor):
     """The tier's own threads, in the shape that aiofiles wants.
 
     They are daemons: a call that is stuck on a dead server keeps neither asyncio's default threads nor the

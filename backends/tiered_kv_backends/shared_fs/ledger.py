@@ -29,7 +29,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from tiered_kv.media.backend import Block
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv_backends.shared_fs import files
-from tiered_kv_backends.shared_fs.files import Threads, check_mounted, open_own, text_of
+from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of
 
 LEDGER_NAME = "ledger"
 ALLOWANCE_S = 60.0
@@ -48,7 +48,7 @@ _Count = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 
 
 @dataclass(frozen=True)
-class Books:
+class LedgerCounts:
     """What the file says.
 
     Attributes:
@@ -64,10 +64,10 @@ class Books:
     writers: dict[str, tuple[_Count, _Count]] = field(default_factory=dict)
 
 
-_BOOKS = TypeAdapter(Books)
+_BOOKS = TypeAdapter(LedgerCounts)
 
 
-class Ledger:
+class ByteLedger:
     """One process's hand in the ledger of a directory. Each call may be in a thread of its own.
 
     Args:
@@ -92,9 +92,9 @@ class Ledger:
         """
         with self._locked(os.O_CREAT) as file:
             if is_empty and not os.fstat(file).st_size:
-                _write(file, Books(swept_ns=self._wall_clock_ns()))
+                _write(file, LedgerCounts(swept_ns=self._wall_clock_ns()))
 
-    def read(self) -> Books | None:
+    def read(self) -> LedgerCounts | None:
         """Return what it says now; None if nothing can be known.
 
         Raises:
@@ -142,7 +142,7 @@ class Ledger:
             if (books := _read(file)) is not None:
                 self._put(file, books, -num_bytes, unwritten)
 
-    def begin_sweep(self, unwritten: Callable[[], int]) -> Books:
+    def begin_sweep(self, unwritten: Callable[[], int]) -> LedgerCounts:
         """Return what it says before anything is counted, without those who are dead.
 
         Args:
@@ -154,14 +154,14 @@ class Ledger:
         with self._locked(os.O_CREAT) as file:
             books = _read(file)
             if books is None:
-                books = Books(total=self._capacity)  # full, as long as nobody knows
+                books = LedgerCounts(total=self._capacity)  # full, as long as nobody knows
             now_ns = self._wall_clock_ns()
             entries = books.writers | {self._writer: (unwritten(), now_ns)}
             books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
             _write(file, books)
             return books
 
-    def end_sweep(self, begun: Books, num_bytes: int) -> None:
+    def end_sweep(self, begun: LedgerCounts, num_bytes: int) -> None:
         """Set right what is there: ``num_bytes`` were found and not deleted since ``begun``.
 
         Raises:
@@ -175,7 +175,7 @@ class Ledger:
             total = num_bytes + unwritten + taken_since
             _write(file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns()))
 
-    def _put(self, file: int, books: Books, taken: int, unwritten: int) -> None:
+    def _put(self, file: int, books: LedgerCounts, taken: int, unwritten: int) -> None:
         entry = {self._writer: (unwritten, self._wall_clock_ns())}
         _write(file, replace(books, total=books.total + taken, writers=books.writers | entry))
 
@@ -207,7 +207,7 @@ def _lock(file: int) -> bool:
     return True
 
 
-def _read(file: int) -> Books | None:
+def _read(file: int) -> LedgerCounts | None:
     line, _, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text) or not text:
@@ -218,7 +218,7 @@ def _read(file: int) -> Books | None:
         return None
 
 
-def _write(file: int, books: Books) -> None:
+def _write(file: int, books: LedgerCounts) -> None:
     text = json.dumps(asdict(books)).encode()
     line = b"%08x %b\n" % (zlib.crc32(text), text)
     if os.pwrite(file, line, 0) == len(line):  # if not, it is found to be broken
@@ -230,7 +230,7 @@ _TAKEN_FRACTION, _TAKEN_BYTES = 1 / 1024, 256 << 20
 """Of the capacity, and at most: what is taken from the ledger at once, ahead of what is written now."""
 
 
-class Room:
+class DirectoryRoom:
     """Takes bytes for what is to be written. For the event loop, but for `unwritten`, which any thread may read.
 
     Args:
@@ -248,10 +248,10 @@ class Room:
     def __init__(
         self,
         root: str,
-        ledger: Ledger,
+        ledger: ByteLedger,
         capacity: int,
         min_free_fraction: float,
-        threads: Threads,
+        threads: FileThreads,
         clock: Callable[[], float],
     ) -> None:
         self._root = root

@@ -29,7 +29,7 @@ from tiered_kv_backends.shared_fs.files import (
     free_bytes,
     open_own,
 )
-from tiered_kv_backends.shared_fs.ledger import Ledger
+from tiered_kv_backends.shared_fs.ledger import ByteLedger
 
 _FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
@@ -74,7 +74,7 @@ class Sweeper:
     Args:
         root: The directory; ``LOCK_NAME`` is in it.
         ledger: Told what is there.
-        unwritten: As `Ledger.begin_sweep` wants it.
+        unwritten: As `ByteLedger.begin_sweep` wants it.
         capacity: Bytes that all files may have together.
         room_bytes: What must have room after a sweep, however large it is beside the capacity.
         min_free_fraction: Part of the filesystem that has to stay free.
@@ -88,7 +88,7 @@ class Sweeper:
     def __init__(
         self,
         root: str,
-        ledger: Ledger,
+        ledger: ByteLedger,
         unwritten: Callable[[], int],
         capacity: int,
         room_bytes: int,

@@ -28,7 +28,7 @@ from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
 from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, read_member, were_away, write_member
-from tiered_kv_backends.nvme.store import Store
+from tiered_kv_backends.nvme.store import DirectoryStore
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12
@@ -396,9 +396,9 @@ async def test_a_block_that_is_on_two_disks_is_evicted_from_both(paths: list[Pat
 async def test_one_that_comes_back_as_all_are_resized(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """It has as many slots as the others, though it was made ready with another number."""
     now = [0.0]
-    is_ready, may_go_on, resize = asyncio.Event(), asyncio.Event(), Store.resize
+    is_ready, may_go_on, resize = asyncio.Event(), asyncio.Event(), DirectoryStore.resize
 
-    async def resize_and_wait(store: Store, num_slots: int) -> None:
+    async def resize_and_wait(store: DirectoryStore, num_slots: int) -> None:
         await resize(store, num_slots)
         if store.path == paths[1]:
             is_ready.set()
@@ -410,7 +410,7 @@ async def test_one_that_comes_back_as_all_are_resized(paths: list[Path], monkeyp
         (found,) = await backend.open(replace(context, clock=lambda: now[0]))
         tier = Tier(backend, found, "a")
         paths[1].unlink()
-        monkeypatch.setattr(Store, "resize", resize_and_wait)
+        monkeypatch.setattr(DirectoryStore, "resize", resize_and_wait)
         backend.try_again()
         await is_ready.wait()
         await backend.resize(backend.fit(8 * MIB))

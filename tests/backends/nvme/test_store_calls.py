@@ -5,13 +5,13 @@ import threading
 import pytest
 
 from tiered_kv import BackendUnavailableError
-from tiered_kv_backends.nvme.store import Calls
+from tiered_kv_backends.nvme.store import FileCalls
 
 
 def test_files_are_closed_at_once_where_nothing_is_under_way() -> None:
     """And once, however often that is asked for; no call begins after it."""
     closed: list[str] = []
-    calls = Calls(lambda: closed.append("files"))
+    calls = FileCalls(lambda: closed.append("files"))
     assert calls.guarded(lambda: "read") == "read"
     calls.close()
     calls.close()
@@ -24,7 +24,7 @@ def test_files_are_closed_at_once_where_nothing_is_under_way() -> None:
 def test_files_stay_open_until_the_last_call_has_ended() -> None:
     """Whatever ends it: a descriptor may be another file's by then."""
     happened: list[str] = []
-    calls, begun, go_on = Calls(lambda: happened.append("files closed")), threading.Event(), threading.Event()
+    calls, begun, go_on = FileCalls(lambda: happened.append("files closed")), threading.Event(), threading.Event()
 
     def read() -> None:
         begun.set()

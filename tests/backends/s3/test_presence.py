@@ -100,10 +100,10 @@ async def test_groups_in_parts_are_counted(num_stored: int, in_parts: set[int]) 
     assert counted == num_stored
 
 
-def answers(ttl_s: float = 2.0) -> tuple[presence.Answers, Clock]:
+def answers(ttl_s: float = 2.0) -> tuple[presence.PresenceAnswers, Clock]:
     """Return answers and their clock."""
     clock = Clock()
-    return presence.Answers(clock, ttl_s), clock
+    return presence.PresenceAnswers(clock, ttl_s), clock
 
 
 def test_answers_bound_a_prefix() -> None:

@@ -13,8 +13,8 @@ from tiered_kv.media.backend import Block
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey, Namespace
-from tiered_kv_backends.shared_fs.files import Threads, probe
-from tiered_kv_backends.shared_fs.ledger import Books, Ledger, Room
+from tiered_kv_backends.shared_fs.files import FileThreads, probe
+from tiered_kv_backends.shared_fs.ledger import ByteLedger, DirectoryRoom, LedgerCounts
 from tiered_kv_backends.shared_fs.sweeper import Sweeper, Swept
 
 CAPACITY = 1000 * 8192
@@ -50,14 +50,14 @@ def root(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def ledger_in(root: str, clock: Clock, capacity: int = CAPACITY) -> Ledger:
+def ledger_in(root: str, clock: Clock, capacity: int = CAPACITY) -> ByteLedger:
     """Return the hand of one more process."""
-    ledger = Ledger(root, capacity, clock.ns)
+    ledger = ByteLedger(root, capacity, clock.ns)
     ledger.create(is_empty=True)
     return ledger
 
 
-def books_of(ledger: Ledger) -> Books:
+def books_of(ledger: ByteLedger) -> LedgerCounts:
     """Return what it says."""
     books = ledger.read()
     assert books is not None
@@ -151,9 +151,9 @@ class AtOnce:
         )
 
 
-def room_in(root: str, clock: Clock, ledger: Ledger, workers: AtOnce | None = None) -> Room:
+def room_in(root: str, clock: Clock, ledger: ByteLedger, workers: AtOnce | None = None) -> DirectoryRoom:
     """Return a process's room, of which it takes eight blocks ahead."""
-    return Room(root, ledger, 1024 * 8 * BLOCK, 0.0, Threads(workers or AtOnce()), clock.s)
+    return DirectoryRoom(root, ledger, 1024 * 8 * BLOCK, 0.0, FileThreads(workers or AtOnce()), clock.s)
 
 
 def blocks(n: int) -> list[Block]:
@@ -234,7 +234,7 @@ async def test_what_is_to_be_left_free_is(
         return os.statvfs_result((BLOCK, BLOCK, 100, 0, num_free + 10, 0, 0, 0, 0, 255))
 
     monkeypatch.setattr(os, "statvfs", statvfs)
-    room = Room(root, ledger_in(root, clock), CAPACITY, 0.1, Threads(AtOnce()), clock.s)
+    room = DirectoryRoom(root, ledger_in(root, clock), CAPACITY, 0.1, FileThreads(AtOnce()), clock.s)
     assert await room.take(blocks(4), lambda: None) == num_blocks
     assert await room.take(blocks(4), lambda: None) == 0
     assert asked == [root]
@@ -250,11 +250,11 @@ async def test_a_filesystem_that_does_not_say_is_written_to(
 ) -> None:
     """Some network filesystems know of no size: there the tier's own capacity is the limit."""
     monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result((BLOCK, BLOCK, 0, 0, 0, 0, 0, 0, 0, 255)))
-    room = Room(root, ledger_in(root, clock), CAPACITY, 0.5, Threads(AtOnce()), clock.s)
+    room = DirectoryRoom(root, ledger_in(root, clock), CAPACITY, 0.5, FileThreads(AtOnce()), clock.s)
     assert await room.take(blocks(2), lambda: None) == 2
 
 
-def sweeper_in(root: str, clock: Clock, ledger: Ledger, min_free_fraction: float = 0.0) -> Sweeper:
+def sweeper_in(root: str, clock: Clock, ledger: ByteLedger, min_free_fraction: float = 0.0) -> Sweeper:
     """Return one of the directory."""
     return Sweeper(root, ledger, lambda: 0, CAPACITY, BLOCK, min_free_fraction, clock.ns)
 

@@ -29,9 +29,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.ghosts import Ghosts, Times, Uses, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
+from tiered_kv.catalog.uses import Ghosts, Times, Uses, at_least_as_often
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 

@@ -10,9 +10,8 @@ import numpy as np
 from typing_extensions import override
 
 from tiered_kv.catalog.policies.arc import ARCPolicy
-from tiered_kv.catalog.policies.base import Policy
+from tiered_kv.catalog.policies.base import LRUPolicy, Policy
 from tiered_kv.catalog.policies.lhd import LHDPolicy
-from tiered_kv.catalog.policies.lru import LRUPolicy
 from tiered_kv.catalog.policies.mq import MQPolicy
 from tiered_kv.catalog.table import Slots
 from tiered_kv.values.errors import ConfigurationError

@@ -12,9 +12,9 @@ from typing import Final
 import numpy as np
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.policies.ghosts import Ghosts, Times, at_least_as_often
 from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
+from tiered_kv.catalog.uses import Ghosts, Times, at_least_as_often
 from tiered_kv.values.keys import Names
 
 _NUM_QUEUES: Final = 8

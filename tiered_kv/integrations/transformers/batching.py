@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from tiered_kv.cache.blocking import BlockingTieredKV
-from tiered_kv.integrations.transformers.past import Part
+from tiered_kv.integrations.transformers.past import LayerPart
 from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
@@ -30,7 +30,7 @@ _VERSION: Final = "5.23"
 
 @contextmanager
 def tiered_batches(
-    model: PreTrainedModel, kv: BlockingTieredKV, parts: Sequence[Part], salt: str | bytes
+    model: PreTrainedModel, kv: BlockingTieredKV, parts: Sequence[LayerPart], salt: str | bytes
 ) -> Iterator[None]:
     """Have every continuous batching of a model that begins in this block use the tiers."""
     begin: Any = model.init_continuous_batching
@@ -202,7 +202,7 @@ class TieredBlocks:
                 pool.free_blocks(allocator.index, [block])
 
 
-def _group_of(parts: Sequence[Part]) -> KVGroup:
+def _group_of(parts: Sequence[LayerPart]) -> KVGroup:
     """Return the one KV group that continuous batching can share.
 
     Raises:

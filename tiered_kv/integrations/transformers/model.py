@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
-from tiered_kv.integrations.transformers.past import Part, Staging, TieredCache
+from tiered_kv.integrations.transformers.past import LayerPart, ModelStaging, TieredCache
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
@@ -35,12 +35,12 @@ class TieredModel:
         block_size: Tokens a block has.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: BlockingTieredKV, parts: list[Part], salt: str | bytes) -> None:
+    def __init__(self, model: PreTrainedModel, kv: BlockingTieredKV, parts: list[LayerPart], salt: str | bytes) -> None:
         """Made by `open_tiered` only."""
         self.kv = kv
         self.block_size = parts[0].group.block_size
         self._model = model
-        self._staging = Staging(kv, parts, _STAGING_BYTES, salt)
+        self._staging = ModelStaging(kv, parts, _STAGING_BYTES, salt)
 
     def past(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TieredCache:
         """Return a cache that begins with what the tiers have of these prompts, for one ``model.generate``.
@@ -91,7 +91,7 @@ def open_tiered(
         yield TieredModel(model, kv, parts, salt)
 
 
-def _parts_of(model: PreTrainedModel, block_size: int) -> list[Part]:
+def _parts_of(model: PreTrainedModel, block_size: int) -> list[LayerPart]:
     """Return what a model keeps of a token, as one computed token shows it.
 
     Raises:
@@ -107,7 +107,7 @@ def _parts_of(model: PreTrainedModel, block_size: int) -> list[Part]:
         heads, others = ((states.shape[1], states.shape[3]) for states in (layer.keys, layer.values))
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         alike.setdefault((window, heads, others, layer.keys.dtype), []).append(number)
-    parts: list[Part] = []
+    parts: list[LayerPart] = []
     for (window, heads, others, dtype), layers in alike.items():
         if heads != others and (heads[0], others[0]) != (1, 1):
             raise ConfigurationError(
@@ -118,7 +118,7 @@ def _parts_of(model: PreTrainedModel, block_size: int) -> list[Part]:
         kept = [((0, 1), heads)] if heads == others else [((0,), heads), ((1,), others)]
         for planes, (num_heads, dim) in kept:
             group = KVGroup(len(layers), num_heads, dim, str(dtype).removeprefix("torch."), block_size, order)
-            parts.append(Part(group, len(parts), tuple(layers), planes, window))
+            parts.append(LayerPart(group, len(parts), tuple(layers), planes, window))
     return parts
 
 

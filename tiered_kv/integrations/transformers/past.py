@@ -25,7 +25,7 @@ from tiered_kv.values.specs import CPULoadStoreSpec
 
 
 @dataclass(frozen=True)
-class Part:
+class LayerPart:
     """Tensors of some layers, which are kept as one KV group.
 
     Attributes:
@@ -47,7 +47,7 @@ class Part:
         return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.group.block_size
 
 
-class Staging:
+class ModelStaging:
     """Host memory through which blocks pass between tiers and one model's tensors. Any thread may use it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Staging:
         salt: Keeps tenants apart.
     """
 
-    def __init__(self, kv: BlockingTieredKV, parts: Sequence[Part], num_bytes: int, salt: str | bytes) -> None:
+    def __init__(self, kv: BlockingTieredKV, parts: Sequence[LayerPart], num_bytes: int, salt: str | bytes) -> None:
         """Take ``num_bytes`` of memory, or what one block of each part needs."""
         self.kv, self.parts, self.salt = kv, tuple(parts), salt
         self.block_size = parts[0].group.block_size
@@ -70,11 +70,11 @@ class Staging:
             kv.register_host_pool(_pool(part), self._blocks[-1], group=part.number)
         self._lock = threading.Lock()  # of the blocks
 
-    def keys(self, part: Part, tokens: Any) -> BlockKeys:  # noqa: ANN401 - an array of numpy's
+    def keys(self, part: LayerPart, tokens: Any) -> BlockKeys:  # noqa: ANN401 - an array of numpy's
         """Name the blocks of a part."""
         return hash_blocks(tokens, block_size=self.block_size, salt=self.salt, group=part.number)
 
-    def load(self, part: Part, keys: BlockKeys) -> Iterator[tuple[int, Tensor]]:
+    def load(self, part: LayerPart, keys: BlockKeys) -> Iterator[tuple[int, Tensor]]:
         """Load neighbouring blocks piece by piece, up to the first that can't be had.
 
         Yields:
@@ -90,7 +90,7 @@ class Staging:
             if arrived < len(piece):
                 return
 
-    def store(self, part: Part, keys: BlockKeys, layers: list[list[Tensor]]) -> None:
+    def store(self, part: LayerPart, keys: BlockKeys, layers: list[list[Tensor]]) -> None:
         """Store blocks.
 
         Args:
@@ -110,7 +110,7 @@ class Staging:
                 self.kv.store(piece, CPULoadStoreSpec(range(len(piece)), pool=_pool(part)))
 
 
-def _pool(part: Part) -> str:
+def _pool(part: LayerPart) -> str:
     return f"transformers {part.number}"
 
 
@@ -126,7 +126,7 @@ class TieredCache(DynamicCache):
 
     def __init__(
         self,
-        staging: Staging,
+        staging: ModelStaging,
         config: PreTrainedConfig,
         device: torch.device,
         input_ids: Tensor,
@@ -251,20 +251,20 @@ class TieredCache(DynamicCache):
             if isinstance(window := self.layers[layer], DynamicSlidingWindowLayer):
                 window.cumulative_length = length
 
-    def _there(self, part: Part, keys: BlockKeys) -> Mask:
+    def _there(self, part: LayerPart, keys: BlockKeys) -> Mask:
         """Say which blocks of a row's part could be loaded, ``(len(keys),)``."""
         if part.window is not None:
             return self._staging.kv.presence(keys)
         return np.arange(len(keys)) < self._staging.kv.lookup(keys).num_blocks
 
-    def _empty(self, part: Part, length: int, device: torch.device) -> Tensor:
+    def _empty(self, part: LayerPart, length: int, device: torch.device) -> Tensor:
         """Return zeros, ``(L, planes, rows, H, tokens, D)``, for the tokens that a part needs behind ``length``."""
         of = part.group
         num_tokens = length if part.window is None else min(length, part.window - 1)
         shape = (of.num_layers, len(part.planes), len(self._pads), of.num_kv_heads, num_tokens, of.head_dim)
         return torch.zeros(shape, dtype=getattr(torch, of.dtype), device=device)
 
-    def _load_row(self, part: Part, keys: BlockKeys, there: Mask, into: Tensor, num_tokens: int) -> None:
+    def _load_row(self, part: LayerPart, keys: BlockKeys, there: Mask, into: Tensor, num_tokens: int) -> None:
         """Load what a row needs to go on behind so many of its tokens.
 
         Args:

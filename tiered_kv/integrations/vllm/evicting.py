@@ -15,7 +15,7 @@ from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
-from tiered_kv.integrations.vllm.storing import MOST_DUE, MOST_STEPS, Storing
+from tiered_kv.integrations.vllm.storing import MOST_DUE, MOST_STEPS, PendingStores
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState
 
@@ -40,7 +40,7 @@ class Evicting:
 
     def __init__(
         self,
-        storing: Storing,
+        storing: PendingStores,
         configuration: Configuration,
         counts: Counts,
         kv: BlockCache,

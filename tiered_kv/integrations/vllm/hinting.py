@@ -10,10 +10,10 @@ from tiered_kv.cache.hinted import MOST_WAITING, Hints
 from tiered_kv.integrations.vllm.configuration import EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Tracked
-from tiered_kv.integrations.vllm.naming import Naming
-from tiered_kv.integrations.vllm.storing import Storing
+from tiered_kv.integrations.vllm.naming import RequestNaming
+from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.transfers.jobs import Job
-from tiered_kv.values.kv_hints import HintAction, read_hints
+from tiered_kv.values.hints import HintAction, read_hints
 
 _NAMES: Final = ("kv_hints", "kv_hint")
 """In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
@@ -27,7 +27,7 @@ class Hinting:
         hints: Hints,
         groups: tuple[EngineGroup, ...],
         counts: Counts,
-        naming: Naming,
+        naming: RequestNaming,
         *,
         call: Callable[..., object],
     ) -> None:
@@ -71,7 +71,7 @@ class Hinting:
         if actions and tracked is not None:  # else it has never had its turn
             self._ended.append((tracked, actions))
 
-    def step(self, storing: Storing) -> None:
+    def step(self, storing: PendingStores) -> None:
         """Hand on the hints of requests that have ended, once jobs hold all that is stored of them."""
         if not self._ended:
             return

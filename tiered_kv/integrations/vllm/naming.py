@@ -45,7 +45,7 @@ class _Adapter:
     is_read: bool = False
 
 
-class Naming:
+class RequestNaming:
     """Names blocks as requests come. Used by the scheduler's thread alone."""
 
     def __init__(self) -> None:

@@ -58,7 +58,7 @@ class _Asked:
     begun_s: float
 
 
-class Jobs:
+class OffloadJobs:
     """What is known of chunks, and what moves them. Its attributes may be read, and it be told, by any thread."""
 
     def __init__(self, cache: TieredKV, chunk: KVGroup, pool: str, load_timeout_s: float) -> None:

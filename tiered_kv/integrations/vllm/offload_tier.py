@@ -19,7 +19,7 @@ from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.configuration import weights_of, with_rank
-from tiered_kv.integrations.vllm.offload_jobs import Jobs
+from tiered_kv.integrations.vllm.offload_jobs import OffloadJobs
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
@@ -80,7 +80,7 @@ class TieredKVTier(SecondaryTierManager):
         self._stack = ExitStack()
         self.kv = self._stack.enter_context(open_blocking(cache))
         self.kv.register_host_pool(_POOL, primary_kv_view, direct=direct)
-        self._jobs = self.kv.call(Jobs, cache, chunk, _POOL, load_timeout_s)
+        self._jobs = self.kv.call(OffloadJobs, cache, chunk, _POOL, load_timeout_s)
         self._asked: dict[str, list[bytes]] = {}  # by request
         self._is_open = True
 

@@ -29,9 +29,9 @@ from tiered_kv.integrations.vllm.counts import Counts, hit_sources
 from tiered_kv.integrations.vllm.evicting import Evicting
 from tiered_kv.integrations.vllm.hinting import Hinting
 from tiered_kv.integrations.vllm.messages import Hello, Load, LoadOrder, Report, Step, Tracked
-from tiered_kv.integrations.vllm.naming import Naming
+from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
-from tiered_kv.integrations.vllm.storing import Storing
+from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.integrations.vllm.tier_events import TierEvents
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.transfers.jobs import Job
@@ -50,7 +50,7 @@ class SchedulingSide:
     def __init__(self, configuration: Configuration) -> None:
         self.counts = Counts()
         self._configuration = configuration
-        self.naming = Naming()
+        self.naming = RequestNaming()
         self._stack = ExitStack()
         self._kv: BlockingTieredKV | None = None
         self._planner: Planner | None = None
@@ -61,7 +61,7 @@ class SchedulingSide:
         self._tracked: dict[str, Tracked] = {}
         self._loads: dict[str, Load] = {}
         self._moving: dict[int, Load] = {}
-        self._storing: Storing  # likewise
+        self._storing: PendingStores  # likewise
         self._pool: Any = None
         self._known: object = None  # which blocks vLLM's prefix cache has
         self._evicting: Evicting | None = None
@@ -104,7 +104,7 @@ class SchedulingSide:
         cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
         planner = self._planner = cache.planner()
-        self._storing = Storing(
+        self._storing = PendingStores(
             planner, wanted, self.counts, self.naming, hear=self._hear_of_jobs, describe=self._describe
         )
         self._storing.use_pool(self._pool)

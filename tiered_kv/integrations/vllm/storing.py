@@ -17,7 +17,7 @@ from tiered_kv.cache.planner import Planner
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Due, Step, Store, StoreOrder, Tracked
-from tiered_kv.integrations.vllm.naming import Naming
+from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.plan import Outcomes
@@ -40,7 +40,7 @@ _PLAN_TIMEOUT_S: Final = 0.1
 """How long a step that preempts waits for the plan of what is due: a turn or two of the event loop."""
 
 
-class Storing:
+class PendingStores:
     """What is to be stored, what is being stored, and whose blocks vLLM has to keep for that."""
 
     def __init__(
@@ -48,7 +48,7 @@ class Storing:
         planner: Planner,
         configuration: Configuration,
         counts: Counts,
-        naming: Naming,
+        naming: RequestNaming,
         *,
         hear: Callable[[float], bool],
         describe: Callable[[Any, EngineGroup, BlockKeys], None],

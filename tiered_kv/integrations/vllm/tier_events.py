@@ -16,7 +16,7 @@ from vllm.v1.core.kv_cache_utils import generate_block_hash_extra_keys, to_event
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.telemetry.kv_event_values import own_hashes
-from tiered_kv.telemetry.router_books import CLEARED, Batch, Event, Medium, RouterBooks, removed
+from tiered_kv.telemetry.router_books import CLEARED, Batch, Event, EventMedium, RouterBooks, removed
 from tiered_kv.telemetry.router_feed import RouterFeed
 from tiered_kv.telemetry.router_socket import Work
 from tiered_kv.values.errors import ClosedError
@@ -40,8 +40,8 @@ class TierEvents:
     def open(cls, cache: BlockCache) -> "TierEvents":
         """Begin with what is in the tiers now; of tiers that others use too nothing is told."""
         changes = cache.events()
-        storage = Medium("STORAGE", "LOCAL")
-        media = {tier: Medium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
+        storage = EventMedium("STORAGE", "LOCAL")
+        media = {tier: EventMedium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
         books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
         queue = EventQueue()
         return cls(RouterFeed(cache, changes, books, queue), books, queue)
@@ -94,7 +94,7 @@ class EventQueue:
         self.num_batches = self.num_snapshots = 0
         self._work: deque[Work] = deque()
         self._events: deque[KVCacheEvent] = deque()
-        self._told: dict[tuple[Medium, int], set[int]] = {}
+        self._told: dict[tuple[EventMedium, int], set[int]] = {}
         self._changed = threading.Condition()
         self._is_stopping = False
 
@@ -158,7 +158,7 @@ class EventQueue:
                         yield removed(sorted(hashes), medium, group)
                 self._told.clear()
                 continue
-            told = self._told.setdefault((Medium(event["medium"], event["locality"]), event["group_idx"]), set())
+            told = self._told.setdefault((EventMedium(event["medium"], event["locality"]), event["group_idx"]), set())
             (told.update if event["type"] == "BlockStored" else told.difference_update)(event["block_hashes"])
             yield event
 

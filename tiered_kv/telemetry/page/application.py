@@ -20,8 +20,8 @@ from typing import Any, Final
 from tiered_kv.telemetry.page.hints_door import HintsDoor
 from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.telemetry.watch import Moment, Reading, Span, Watch
+from tiered_kv.tiers.fates import Histogram
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
-from tiered_kv.values.histogram import Histogram
 from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, hash_blocks
 
 

@@ -11,8 +11,8 @@ from typing import Any, Final
 from tiered_kv.settings.page_address import checked_token
 from tiered_kv.telemetry.watch import Hinted, Watch
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.hints import HintAction, read_hints
 from tiered_kv.values.keys import BlockKeys
-from tiered_kv.values.kv_hints import HintAction, read_hints
 
 _SCHEME: Final = b"bearer "
 _NAMES: Final = ("kv_hints", "kv_hint")

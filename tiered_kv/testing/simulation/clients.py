@@ -25,7 +25,7 @@ from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE, content, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
-from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
@@ -228,7 +228,7 @@ class _ClientThread:
     def __init__(
         self,
         requests: "Requests",
-        process: Process,
+        process: SimulatedProcess,
         stream: _Stream,
         rows: dict[str, NDArray[np.uint8]],
         *,

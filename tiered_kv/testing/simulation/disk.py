@@ -1,8 +1,8 @@
 """Disks under the real calls about files: slow, full, failing, and without what was not synced after a loss of power.
 
-A `Disk` is what outlives processes: folders, files, what of them is on the medium for good, and a journal of names as
-ext4 keeps one. `SimulatedFiles` are the calls of the kernel, by any process, over all disks. Each call takes its time,
-others go on meanwhile, and a process that is killed leaves half of what it wrote.
+A `SimulatedDisk` is what outlives processes: folders, files, what of them is on the medium for good, and a journal of
+names as ext4 keeps one. `SimulatedFiles` are the calls of the kernel, by any process, over all disks. Each call takes
+its time, others go on meanwhile, and a process that is killed leaves half of what it wrote.
 """
 
 import errno
@@ -19,7 +19,7 @@ from typing_extensions import override
 from tiered_kv.system import Files, FolderEntry
 from tiered_kv.testing.simulation.known import check_lent
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Process, ProcessEnded, Turns
+from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, Turns
 
 _SECTOR: Final = 512
 """What a medium writes whole or not at all."""
@@ -102,15 +102,15 @@ class _Node:
 class _Open:
     """An open file: what it is called, in which folder."""
 
-    disk: "Disk"
+    disk: "SimulatedDisk"
     node: _Node
-    process: Process
+    process: SimulatedProcess
     era: int
     name: str = ""
     folder: _Node | None = None
 
 
-class Disk:
+class SimulatedDisk:
     """One filesystem, which outlives processes and losses of power.
 
     Attributes:
@@ -287,18 +287,18 @@ class SimulatedFiles(Files):
     def __init__(self, turns: Turns, tape: Tape) -> None:
         self._turns = turns
         self._tape = tape
-        self._disks: list[Disk] = []
+        self._disks: list[SimulatedDisk] = []
         self._open: dict[int, _Open] = {}
         self._next_fd = _FIRST_FD
-        self.pids: dict[int, Process] = {}
+        self.pids: dict[int, SimulatedProcess] = {}
         """Processes that can be watched by a descriptor."""
-        self._pidfds: dict[int, Process] = {}
+        self._pidfds: dict[int, SimulatedProcess] = {}
 
-    def mount(self, disk: Disk) -> None:
+    def mount(self, disk: SimulatedDisk) -> None:
         """Have a disk at its path."""
         self._disks.append(disk)
 
-    def close_all_of(self, process: Process) -> None:
+    def close_all_of(self, process: SimulatedProcess) -> None:
         """Close what a process that has ended had open, which lets go of its locks."""
         for fd in [fd for fd, each in self._open.items() if each.process is process]:
             self._close(fd)
@@ -568,7 +568,7 @@ class SimulatedFiles(Files):
 
     @staticmethod
     def _slots(each: _Open, offset: int, num_bytes: int, slot_bytes: int) -> set[tuple[int, int]]:
-        """Return the slots that a part of a file is of, as `Disk.unentered` names them."""
+        """Return the slots that a part of a file is of, as `SimulatedDisk.unentered` names them."""
         assert each.folder is not None
         slots = range(offset // slot_bytes, -(-(offset + num_bytes) // slot_bytes))
         return {(each.folder.number, slot) for slot in slots}
@@ -600,13 +600,13 @@ class SimulatedFiles(Files):
         if each.node.locked_by is each and each not in self._open.values():
             each.node.locked_by = None
 
-    def _folder(self, fd: int) -> tuple[Disk, _Node]:
+    def _folder(self, fd: int) -> tuple[SimulatedDisk, _Node]:
         each = self._of(fd)
         if each.node.entries is None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         return each.disk, each.node
 
-    def _disk(self, path: Path) -> tuple[Disk, list[str]]:
+    def _disk(self, path: Path) -> tuple[SimulatedDisk, list[str]]:
         for disk in self._disks:
             if path.is_relative_to(disk.path):
                 return disk, list(path.relative_to(disk.path).parts)

@@ -46,7 +46,7 @@ class StoreFaults:
     most_calls: int = 64
 
 
-class Store:
+class SharedStore:
     """What outlives the processes that use it.
 
     Attributes:
@@ -93,7 +93,7 @@ class _Strange(BaseException):
 
 
 class StoreClient(Backend):
-    """One process's client of a `Store`."""
+    """One process's client of a `SharedStore`."""
 
     class Settings(StorageTierSettings):
         """Nothing but what every medium has."""
@@ -101,7 +101,7 @@ class StoreClient(Backend):
         medium: str = "simulated"
         capacity: ByteSize = Field(default=ByteSize(1 << 30), gt=0)
 
-    def __init__(self, store: Store, **fields: Any) -> None:  # noqa: ANN401 - of the settings
+    def __init__(self, store: SharedStore, **fields: Any) -> None:  # noqa: ANN401 - of the settings
         self.settings = self.Settings.model_validate(fields)
         self._store = store
 

@@ -10,7 +10,7 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LONGEST_S, World
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
@@ -26,7 +26,7 @@ async def open_beside(requests: "Requests", _: "Numbers") -> None:
     """Another process opens a cache on the same directory: it is told that somebody has it."""
     world = requests.world
 
-    async def main(process: Process) -> None:
+    async def main(process: SimulatedProcess) -> None:
         device = world.device(process)
         cache = world.new_cache(process, requests.shape, device, requests.weights)
         world.bury(cache, device, asyncio.current_task())
@@ -47,7 +47,7 @@ async def share_store(requests: "Requests", numbers: "Numbers") -> None:
     world = requests.world
     world.has_neighbour = True
 
-    async def main(process: Process) -> None:
+    async def main(process: SimulatedProcess) -> None:
         device = world.device(process)
         shape = replace(requests.shape, chain=("cpu", "store"), cpu_slots=6, writes_back=bool(numbers[2] % 2))
         cache = world.new_cache(process, shape, device, requests.weights)
@@ -63,7 +63,7 @@ async def share_store(requests: "Requests", numbers: "Numbers") -> None:
     await _until_ended(world, process)
 
 
-async def _until_ended(world: World, process: Process) -> None:
+async def _until_ended(world: World, process: SimulatedProcess) -> None:
     for _ in range(int(10 * LONGEST_S)):
         if process.has_ended or process.is_dead or world.failures:
             break

@@ -9,7 +9,7 @@ from tiered_kv.cache.worker import Worker
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError, ConfigurationError
@@ -28,7 +28,7 @@ class Planning:
     def __init__(self, requests: "Requests") -> None:
         self._requests = requests
         self._planner = requests.kv.planner()
-        self._worker: Process | None = None
+        self._worker: SimulatedProcess | None = None
         self._plans: Queue[Plan | None] = system().queue()
         self._answers: Queue[Outcomes | None] = system().queue()
         self._num_workers = 0

@@ -9,7 +9,7 @@ from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import Name, WrongAnswer
 from tiered_kv.testing.simulation.shapes import Shape
-from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import World
 from tiered_kv.transfers.handles import LoadHandle
 
@@ -39,7 +39,13 @@ class Requester:
     """
 
     def __init__(
-        self, world: World, process: Process, shape: Shape, memory: Memory, device: ScriptedDevice, weights: str
+        self,
+        world: World,
+        process: SimulatedProcess,
+        shape: Shape,
+        memory: Memory,
+        device: ScriptedDevice,
+        weights: str,
     ) -> None:
         self.world = world
         self.process = process

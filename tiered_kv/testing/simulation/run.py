@@ -15,7 +15,7 @@ from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
-from tiered_kv.testing.simulation.threads import Process, Stuck
+from tiered_kv.testing.simulation.threads import SimulatedProcess, Stuck
 from tiered_kv.testing.simulation.workload import End, Requests
 from tiered_kv.testing.simulation.world import WEIGHTS, World
 
@@ -24,7 +24,7 @@ STEPS_A_SEED: Final = 120
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """What became of one run.
 
     Attributes:
@@ -52,7 +52,7 @@ class Report:
 
 def simulate(
     seed: int, num_steps: int = STEPS_A_SEED, *, tape: Numbers | None = None, keeps_timeline: bool = False
-) -> Report:
+) -> RunReport:
     """Run one seed, or the numbers of a run before."""
     started = time.perf_counter()
     numbers = Tape(seed, tape)
@@ -64,7 +64,7 @@ def simulate(
         except Stuck as error:
             world.fail(error)
     failure = world.failures[0] if world.failures else None
-    return Report(
+    return RunReport(
         seed,
         world.num_steps,
         numbers.num_faults,
@@ -89,7 +89,7 @@ def _direct(world: World, theme: Scene) -> None:
         requests: list[Requests] = []
 
         async def main(
-            process: Process,
+            process: SimulatedProcess,
             shape: Shape = shape,
             memory: Memory = memory,
             ends: list[End] = ends,
@@ -120,7 +120,7 @@ def _direct(world: World, theme: Scene) -> None:
             return
 
 
-def _end(world: World, process: Process) -> None:
+def _end(world: World, process: SimulatedProcess) -> None:
     """End a process and its workers, if it has not come to its end; and see what its media keep."""
     turns, trouble = world.turns, world.trouble
     lost_power = trouble.lost_power and not process.has_ended
@@ -163,7 +163,7 @@ def _changed(world: World, shape: Shape) -> Shape:
     return shape
 
 
-def shrink(report: Report, num_steps: int = STEPS_A_SEED, most_runs: int = 200) -> Report:
+def shrink(report: RunReport, num_steps: int = STEPS_A_SEED, most_runs: int = 200) -> RunReport:
     """Return the plainest run that fails in the same way: as many numbers as can be are 0."""
     best, num_runs = report, 0
 

@@ -30,7 +30,7 @@ class Stuck(Exception):  # noqa: N818 - reads better where it is raised
 
 
 @dataclass(eq=False)
-class Process:
+class SimulatedProcess:
     """Some threads that end together.
 
     Attributes:
@@ -51,7 +51,7 @@ class Process:
 class SimulatedThread:
     """One of them. `is_alive` and `join` are as of `threading.Thread`, in virtual time."""
 
-    def __init__(self, turns: "Turns", process: Process, name: str, number: int) -> None:
+    def __init__(self, turns: "Turns", process: SimulatedProcess, name: str, number: int) -> None:
         self.process = process
         self.name = name
         self.number = number
@@ -100,7 +100,7 @@ class Turns:
         self._num_in_a_row = 0
         self._moment = (self.now, 0)
         self._preempt_odds = tape.pick("plan", (0.0, 0.02, 0.1, 0.3)) if self._pct is None else 1.0
-        self._director = Process("the director", 1)
+        self._director = SimulatedProcess("the director", 1)
         self._real: list[threading.Thread] = []
         self._by_ident: dict[int, SimulatedThread] = {}
         self._killer: SimulatedThread | None = None
@@ -112,7 +112,7 @@ class Turns:
         """The thread that runs."""
         return self._current
 
-    def start(self, process: Process, target: Callable[[], object], name: str) -> SimulatedThread:
+    def start(self, process: SimulatedProcess, target: Callable[[], object], name: str) -> SimulatedThread:
         """Start a thread of a process. It runs when it is chosen."""
         thread = self._new(process, name)
         real = threading.Thread(target=self._run, args=(thread, target), name=name, daemon=True)
@@ -150,7 +150,7 @@ class Turns:
         """Wait for so long."""
         self.wait(lambda: False, seconds, f"{seconds:g} s")
 
-    def kill(self, process: Process) -> None:
+    def kill(self, process: SimulatedProcess) -> None:
         """End a process now: none of its threads does anything any more. From a thread of another one."""
         if process.is_dead:
             return
@@ -172,9 +172,9 @@ class Turns:
 
     def bury(self) -> None:
         """After `end`: whatever code of dead processes runs yet, when it is collected, is told that it has ended."""
-        self._current = SimulatedThread(self, Process("the dead", 0, is_dead=True), "the dead", 0)
+        self._current = SimulatedThread(self, SimulatedProcess("the dead", 0, is_dead=True), "the dead", 0)
 
-    def _new(self, process: Process, name: str) -> SimulatedThread:
+    def _new(self, process: SimulatedProcess, name: str) -> SimulatedThread:
         self._num_threads += 1
         thread = SimulatedThread(self, process, name, self._num_threads)
         self._stamp += 1

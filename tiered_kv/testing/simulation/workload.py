@@ -16,7 +16,7 @@ from tiered_kv.testing.simulation.planning import Planning
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
 from tiered_kv.testing.simulation.shapes import Shape
-from tiered_kv.testing.simulation.threads import Process
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, Held, World
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.results import CacheStatistics
@@ -76,7 +76,7 @@ class Requests(Asking, Keeping):
     def __init__(
         self,
         world: World,
-        process: Process,
+        process: SimulatedProcess,
         shape: Shape,
         memory: Memory,
         device: ScriptedDevice,

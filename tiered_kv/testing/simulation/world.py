@@ -19,14 +19,14 @@ from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.system import running_in
 from tiered_kv.testing.scripted import ScriptedDevice
-from tiered_kv.testing.simulation.disk import Disk, DiskFaults, SimulatedFiles
+from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
-from tiered_kv.testing.simulation.media import Store, StoreClient, StoreFaults
+from tiered_kv.testing.simulation.media import SharedStore, StoreClient, StoreFaults
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, NUM_ALL, Shape
 from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Process, ProcessEnded, SimulatedThread, Turns
+from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, SimulatedThread, Turns
 from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.keys import ModelIdentity
 from tiered_kv.values.results import CacheStatistics
@@ -136,8 +136,8 @@ class World:
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
         self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
-        self.store = Store(self.shape.store_bytes, tape, self.turns)
-        self.other = Store(1 << 30, tape, self.turns)
+        self.store = SharedStore(self.shape.store_bytes, tape, self.turns)
+        self.other = SharedStore(1 << 30, tape, self.turns)
         self.other.faults = StoreFaults(lookup_s=tape.pick("plan", (0.002, 0.2, 0.4)), latency_s=0.3, most_calls=2)
         self.die_at: int | None = None
         self._graveyard: list[object] = []
@@ -146,9 +146,9 @@ class World:
         self._num_engines = self._num_slow = 0
         self._began = self.turns.now
 
-    def _disk(self, path: str) -> Disk:
+    def _disk(self, path: str) -> SimulatedDisk:
         come_along = not self.tape.chance("plan", 0.5)
-        disk = Disk(Path(path), 64 << 20, self.tape, self.turns, names_come_along=come_along)
+        disk = SimulatedDisk(Path(path), 64 << 20, self.tape, self.turns, names_come_along=come_along)
         self.files.mount(disk)
         return disk
 
@@ -315,7 +315,7 @@ class World:
                 self.may_come_back_old(disk)
         self.store.faults = StoreFaults()
 
-    def may_come_back_old(self, disk: Disk) -> None:
+    def may_come_back_old(self, disk: SimulatedDisk) -> None:
         """Have what was on a disk when it was remembered last, perhaps; what was promised since is not."""
         if self.tape.chance("faults", 0.3) and disk.come_back_old():
             self.trouble.is_stale = self.trouble.has_rot = True
@@ -337,7 +337,9 @@ class World:
 
     # Processes.
 
-    def start_process(self, name: str, main: Callable[[Process], Coroutine[Any, Any, None]]) -> Process:
+    def start_process(
+        self, name: str, main: Callable[[SimulatedProcess], Coroutine[Any, Any, None]]
+    ) -> SimulatedProcess:
         """Start a process with an event loop, which ends with ``main``."""
         process = self.new_process(name)
         self._num_engines += 1
@@ -357,15 +359,15 @@ class World:
         self.turns.start(process, run, name)
         return process
 
-    def new_process(self, name: str) -> Process:
+    def new_process(self, name: str) -> SimulatedProcess:
         """Make a process without threads yet."""
         self._num_processes += 1
-        process = Process(name, 100 + self._num_processes)
+        process = SimulatedProcess(name, 100 + self._num_processes)
         self.files.pids[process.pid] = process
         process.on_end.append(lambda: self.files.close_all_of(process))
         return process
 
-    def start_thread(self, process: Process, target: Callable[[], object], name: str) -> SimulatedThread:
+    def start_thread(self, process: SimulatedProcess, target: Callable[[], object], name: str) -> SimulatedThread:
         """Start a thread of a process; what it raises was found."""
 
         def run() -> None:
@@ -378,7 +380,7 @@ class World:
 
         return self.turns.start(process, run, name)
 
-    def device(self, process: Process) -> ScriptedDevice:
+    def device(self, process: SimulatedProcess) -> ScriptedDevice:
         """Make a GPU of a process: its copies run in some order of those that are allowed, some time."""
         device = ScriptedDevice(chance=_TapeRandom(self.tape))
 
@@ -393,7 +395,7 @@ class World:
         self.turns.start(process, work, f"{process.name}: GPU")
         return device
 
-    def emit_of(self, process: Process) -> Callable[[Event], None]:
+    def emit_of(self, process: SimulatedProcess) -> Callable[[Event], None]:
         """Return what takes the events of a process's cache."""
 
         def emit(event: Event) -> None:
@@ -411,7 +413,7 @@ class World:
 
         return emit
 
-    def new_cache(self, process: Process, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
+    def new_cache(self, process: SimulatedProcess, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
         """Make a cache of a process, not open yet."""
         return TieredKV(
             self.tiers(shape),  # type: ignore[arg-type]  # a list of what it takes
@@ -429,7 +431,7 @@ class World:
         """Keep what belonged to a process until the end: what it would do when it is collected must not be done."""
         self._graveyard += what
 
-    def _crashed(self, process: Process, context: dict[str, Any]) -> None:
+    def _crashed(self, process: SimulatedProcess, context: dict[str, Any]) -> None:
         if not process.is_dead:
             error = context.get("exception")
             self.fail(WrongAnswer("crashed", f"{context.get('message')}: {error!r}"))

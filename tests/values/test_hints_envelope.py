@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.support.hints import hints
-from tiered_kv.values.kv_hints import MOST_ACTIONS, MOST_S, HintAction, read_hints
+from tiered_kv.values.hints import MOST_ACTIONS, MOST_S, HintAction, read_hints
 
 
 @pytest.mark.parametrize(

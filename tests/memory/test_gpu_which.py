@@ -2,7 +2,7 @@
 
 import torch
 
-from tiered_kv.memory.make_device import resolve
+from tiered_kv.memory.gpu import resolve
 
 
 def test_the_device_is_the_gpu_if_there_is_one() -> None:

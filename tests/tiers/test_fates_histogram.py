@@ -1,6 +1,6 @@
 """Counts of ranges."""
 
-from tiered_kv.values.histogram import Histogram
+from tiered_kv.tiers.fates import Histogram
 
 
 def test_each_value_counts_in_the_first_range_that_it_fits_in() -> None:
