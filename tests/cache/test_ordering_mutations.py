@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedStream
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import Load
-from tiered_kv.transfers.ready import ReadyLoad
+from tiered_kv.transfers.start import ReadyLoad
 from tiered_kv.transfers.store import Store
 
 T = TypeVar("T")

@@ -144,9 +144,11 @@ def check_pages(binding: Binding, keys: BlockKeys, spec: EngineBlocks) -> NDArra
         ConfigurationError: An id that is no block of the engine's memory, or comes twice.
         LayoutMismatchError: Another number of ids than the keys need.
     """
-    check_count(binding.caches.group, keys, spec)
-    binding.caches.check_ids(spec.ids)
-    return spec.ids.reshape(-1, binding.caches.pages_per_block)
+    caches, ids = binding.caches, spec.ids
+    if len(ids) != len(keys) * caches.pages_per_block:
+        check_count(caches.group, keys, spec)
+    caches.check_ids(ids)
+    return ids.reshape(-1, caches.pages_per_block)
 
 
 def check_specs(bindings: Bindings, wanted: Sequence[BlockKeys], into: Sequence[EngineBlocks]) -> None:

@@ -198,7 +198,8 @@ class Seat(EngineSide):
         binding = self.bindings.find(call.into, call.keys.group)
         pages = check_pages(binding, call.keys, call.into)
         deadline = self.deadline(call.deadline_s)
-        self.cache.note("load", call.keys)
+        if self.cache.recorder is not None:
+            self.cache.note("load", call.keys)
         lane = binding.h2d.take(binding.to_wait_for(call.after))
         return LoadRequest(
             chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=deadline,
@@ -213,7 +214,8 @@ class Seat(EngineSide):
         pages = check_pages(binding, call.keys, call.source)
         after = binding.to_wait_for(call.after)
         lane = binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
-        self.cache.note("store", call.keys)
+        if self.cache.recorder is not None:
+            self.cache.note("store", call.keys)
         return StoreRequest(
             chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise, hint=call.hint
         )

@@ -157,7 +157,11 @@ class UseCounts:
 
 
 class AdmissionFilter:
-    """Which blocks are used often enough for tiers that want some uses before they take one."""
+    """Which blocks are used often enough for tiers that want some uses before they take one.
+
+    Attributes:
+        is_wanted: Whether there is such a tier.
+    """
 
     def __init__(self, least_uses: Sequence[int], window: int) -> None:
         """Make one.
@@ -167,6 +171,7 @@ class AdmissionFilter:
             window: As for `UseCounts`.
         """
         self._least = {tier: least for tier, least in enumerate(least_uses) if least > 1}
+        self.is_wanted = bool(self._least)
         self._counts = UseCounts(window if self._least else 1)
 
     def admits(self, tier: int, names: Names) -> NDArray[np.bool_]:

@@ -38,7 +38,7 @@ def gather_blocks(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids, 
         ConfigurationError: An id out of range.
     """
     pages = _pages_of(caches, page_ids, rows, slots)
-    part = caches.of_layers(layers)
+    part = caches if layers is None else caches.of_layers(layers)
     if not part.layers or not len(slots):
         return
     if rows.device == caches.torch_device:
@@ -54,7 +54,7 @@ def scatter_blocks(
 ) -> None:
     """Copy blocks out of slots into the engine's pages: the reverse of `gather_blocks`; a slot may come twice."""
     pages = _pages_of(caches, page_ids, rows, slots)
-    part = caches.of_layers(layers)
+    part = caches if layers is None else caches.of_layers(layers)
     if not part.layers or not len(slots):
         return
     if rows.device == caches.torch_device:
@@ -129,7 +129,7 @@ def _pages_of(caches: PagedCaches, page_ids: Ids, rows: Tensor, slots: Ids) -> I
     if rows.shape[1] * 8 < stored_bytes:
         raise LayoutMismatchError(f"a block of {stored_bytes} bytes does not fit a slot of {rows.shape[1] * 8}")
     _check_range("block id", page_ids, caches.num_pages)
-    _check_range("slot", slots, len(rows))
+    _check_range("slot", slots, rows.shape[0])
     return page_ids.reshape(-1, each)
 
 

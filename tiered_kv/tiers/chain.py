@@ -202,6 +202,8 @@ class Chain:
 
         What these get then came when the use did: now if not said, see `Unwritten`.
         """
+        if not self._admission.is_wanted:
+            return
         for number, admitted in self._admission.use(batch.names):
             if admitted.any():
                 self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted], came)

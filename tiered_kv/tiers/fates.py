@@ -96,10 +96,18 @@ class Fates:
         self._codes = np.full(_NOTED_AT_ONCE, 0, dtype=np.uint8)
         self._num_noted = 0
 
+    def load_ended(self, batch: "Batch", loaded: int, why_not_more: str, seconds: float) -> None:
+        """Count a load that has ended, with its blocks, and tell of it."""
+        self.count_load(batch, loaded, why_not_more)
+        self.load_seconds.saw(seconds)
+        if self.on_use is not None:
+            self.on_use("load", batch.names)
+
     def count_load(self, batch: "Batch", loaded: int, why_not_more: str) -> None:
         """Count the blocks of a load that has ended; those behind the first one missed are missed for its reason."""
-        self.requested += len(batch)
-        if missed := len(batch) - loaded:
+        num_requested = len(batch.names)
+        self.requested += num_requested
+        if missed := num_requested - loaded:
             self.missed += missed
             self.missed_because[why_not_more] += missed
         if self.on_load is not None:

@@ -164,9 +164,15 @@ async def in_a_thread(loop_calls: LoopCalls, function: Callable[..., T], *args: 
 
 
 class Tasks:
-    """The tasks of one cache: nothing is fire-and-forget, and `aclose` bounds how long they are waited for."""
+    """The tasks of one cache: nothing is fire-and-forget, and `aclose` bounds how long they are waited for.
+
+    Attributes:
+        thread: The event loop's.
+    """
 
     def __init__(self) -> None:
+        """Begin without any, in the thread of the event loop."""
+        self.thread = system().get_ident()
         self._tasks: dict[object, Callable[[], object]] = {}
         """What is under way, and how to stop it."""
         self._on_less: asyncio.Future[None] | None = None

@@ -6,7 +6,6 @@ behind it go on as fills of the cache, and are there for whoever asks next.
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
@@ -19,15 +18,13 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority
-from tiered_kv.tiers.tier import Batch, Mask
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
-from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
-from tiered_kv.values.events import BlocksLoaded
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
@@ -51,7 +48,7 @@ class InTask(Revocable):
         super().__init__()
         self._request = request
         self.num_layers = request.chain.group.num_layers
-        self.thread = system().get_ident()
+        self.thread = request.chain.tasks.thread
         self._admitted: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     def start_load(self, task: "asyncio.Task[LoadResult]") -> LoadHandle:
@@ -83,7 +80,7 @@ class InTask(Revocable):
 
     def stop_before(self, block: int) -> int:
         """Claim the blocks before ``block`` for the engine, of a load from the back; others refuse."""
-        check_stop(self._request, block)
+        self._request.check_stop(block)
         return block
 
     def _settle(self, num_blocks: int) -> None:
@@ -147,8 +144,8 @@ class Load(InTask):
         num_blocks, counts = self._count_loaded()
         self._settle(num_blocks)
         await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
-        faults = [*self._bringer.faults, *revocation(self._batch)] if self.revoked else self._bringer.faults
-        return load_result(self._request, num_blocks, counts, faults, loop.time() - started)
+        faults = [*self._bringer.faults, self._request.revocation()] if self.revoked else self._bringer.faults
+        return self._request.result(num_blocks, counts, faults, loop.time() - started)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""
@@ -298,7 +295,7 @@ class Load(InTask):
         numbers = np.concatenate(sources)
         if not self._request.is_current():
             num_blocks, numbers = 0, numbers[:0]
-            self._bringer.faults.append(overtaken(self._request))
+            self._bringer.faults.append(self._request.overtaken())
         return num_blocks, np.bincount(numbers, minlength=len(self._chain.tiers)).tolist()
 
 
@@ -312,70 +309,3 @@ async def count_uses(chain: Chain, batch: Batch, priority: Priority = Priority.L
         if stop > _TOUCHED_AT_ONCE:
             with suppress(asyncio.CancelledError):  # all of it is in place
                 await chain.tasks.turn(priority)
-
-
-def check_stop(request: LoadRequest, block: int) -> None:
-    """Raise `ConfigurationError` unless the load is one from the back, and has such a block or ends there."""
-    if request.order != "back":
-        raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
-    if not 0 <= block <= len(request.batch):
-        raise ConfigurationError(f"block {block} is not one of the load's {len(request.batch)}")
-
-
-def overtaken(request: LoadRequest) -> TierFault:
-    """Say that the weights have changed since the load began."""
-    return TierFault("", Reason.EPOCH_ADVANCED, len(request.batch))
-
-
-def copy_failure(request: LoadRequest, error: BaseException) -> TierFault:
-    """Say with what a copy into the engine's memory failed."""
-    return TierFault("engine", Reason.COPY_FAILED, len(request.batch), f"{type(error).__name__}: {error}")
-
-
-def revocation(batch: Batch) -> list[TierFault]:
-    """Say that whoever asked for these blocks has given up."""
-    return [TierFault("", Reason.REVOKED, len(batch))]
-
-
-def load_result(
-    request: LoadRequest,
-    num_blocks: int,
-    counts: Sequence[int],
-    faults: Sequence[TierFault],
-    seconds: float,
-    mask: Mask | None = None,
-) -> LoadResult:
-    """Count a load that has ended, tell of it, and say what it brought.
-
-    Args:
-        request: What was asked for. Of a part of another load nothing is counted or told: that load does it.
-        num_blocks: The prefix that is in place.
-        counts: By tier, the blocks in place that it had.
-        faults: What went wrong.
-        seconds: How long it took.
-        mask: Which blocks are in place, of a load with gaps.
-    """
-    chain, num_requested, num_in_place = request.chain, len(request.batch), sum(counts)
-    by_tier: dict[str, int] = {}
-    for tier, count in zip(chain.tiers, counts, strict=True):
-        if count:
-            by_tier[tier.name] = count
-            tier.counters.hits += 0 if request.is_part else count
-    if not request.is_part:
-        why = _why_not_more(request, num_blocks, faults) if num_in_place < num_requested else ""
-        said = tuple([f"{fault.tier}: {fault.reason}" for fault in faults]) if faults else ()
-        chain.fates.count_load(request.batch, num_in_place, why)
-        chain.fates.load_seconds.saw(seconds)
-        if said:
-            chain.fates.load_faults.update(said)
-        chain.fates.use("load", request.batch.names)
-        chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
-    num_bytes = num_in_place * chain.group.payload_bytes
-    return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)
-
-
-def _why_not_more(request: LoadRequest, num_blocks: int, faults: Sequence[TierFault]) -> str:
-    """Return why the first block behind the prefix did not come: a fault's reason, or what befell it before."""
-    if faults:
-        return faults[-1].reason
-    return request.chain.why_missing(request.batch[num_blocks : num_blocks + 1])

@@ -27,7 +27,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
-from tiered_kv.transfers.load import InTask, check_stop, load_result, overtaken, revocation
+from tiered_kv.transfers.load import InTask
 from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
 from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
@@ -69,7 +69,7 @@ class BackLoad(InTask):
 
     @override
     def stop_before(self, block: int) -> int:
-        check_stop(self._request, block)
+        self._request.check_stop(block)
         while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
             self._parts.pop()
             first.handle.cancel()
@@ -96,7 +96,7 @@ class BackLoad(InTask):
         if not request.is_current():
             self._in_place = self._begun = n
             by_tier.clear()
-            faults = [overtaken(request)]
+            faults = [request.overtaken()]
         mask: Mask = np.arange(n) >= self._in_place
         mask.flags.writeable = False
         self._settle(n - self._in_place)
@@ -104,8 +104,8 @@ class BackLoad(InTask):
         wanted = replace(request, batch=request.batch[self._claimed :])
         last_missed = max(0, self._in_place - 1 - self._claimed)
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
-        faults += revocation(wanted.batch) if self.revoked else []
-        result = load_result(wanted, last_missed, counts, faults, loop.time() - started, mask)
+        faults += [wanted.revocation()] if self.revoked else []
+        result = wanted.result(last_missed, counts, faults, loop.time() - started, mask)
         return replace(result, num_blocks=0 if self._in_place else n, num_requested=n)
 
     async def _move(self, by_tier: Counter[str], faults: list[TierFault]) -> None:
@@ -262,12 +262,12 @@ class GapLoad(InTask):
         if not request.is_current():
             mask[:] = False
             by_tier.clear()
-            faults = [overtaken(request)]
+            faults = [request.overtaken()]
         mask.flags.writeable = False
         self._settle(int(np.count_nonzero(mask)))
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
-        faults += revocation(request.batch) if self.revoked else []
-        return load_result(request, prefix_of(mask), counts, faults, loop.time() - started, mask)
+        faults += [request.revocation()] if self.revoked else []
+        return request.result(prefix_of(mask), counts, faults, loop.time() - started, mask)
 
     async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:
         request, loop = self._request, asyncio.get_running_loop()

@@ -1,27 +1,42 @@
-"""Where every load and store begins: which kind of transfer serves a request.
+"""Where every load and store begins: which kind of transfer serves a request, and loads that need no task.
 
-A load of what can be had at once needs no task: what is in memory is leased, and being copied, before `start_load`
+A load of what can be had at once needs none: what is in memory is leased, and being copied, before `start_load`
 returns; what owned storage tiers have is being read by then, if it is one window and host slots are free. What is
 small, and copied by a thread anyway, is copied at once: to hand it over would take longer.
+
+A load in a task decides window by window, and waits for turns, slots and tiers. These decide once, when they are
+started, and are told once, when their bytes have come. What goes otherwise than was decided then, as a block that was
+evicted or is broken, is left to a load in a task, which looks for all of it anew.
 """
 
 import asyncio
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.catalog.books import READY
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.memory.device import attempt, raise_the_programs
+from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE
+from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Waiter
-from tiered_kv.tiers.tier import MemoryTier
+from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tier import MemoryTier, ReadReport, Tier, prefix_of
 from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
-from tiered_kv.transfers.handles import LoadHandle
+from tiered_kv.transfers.engine_memory import DirectSlots
+from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import InTask, Load
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
-from tiered_kv.transfers.ready import InPlaceLoad, ReadyLoad, copy_now
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
+from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.results import LoadResult
 
 
 def start_load(request: LoadRequest) -> LoadHandle:
@@ -74,8 +89,8 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
 def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
     """Start a load of what is in these slots of one memory tier."""
     if may_copy_at_once(request, len(slots)):
-        return copy_now(request, tier, slots)
-    return ReadyLoad(request, _in_task, tier, tier.index.lease(request.batch.names)).start()
+        return _copy_now(request, tier, slots)
+    return ReadyLoad(request, tier, tier.index.lease(request.batch.names)).start()
 
 
 def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.uint8]) -> LoadHandle | None:
@@ -102,7 +117,7 @@ def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.ui
             chain.release(held)
         return None
     fill = chain.fills.start(part, sources, reservation, waiter)
-    return ReadyLoad(request, _in_task, chain.host, held, fill, missing).start()
+    return ReadyLoad(request, chain.host, held, fill, missing).start()
 
 
 def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle | None:
@@ -114,7 +129,7 @@ def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle
         return None
     if request.lane.has_events or not chain.tasks.goes_on():
         return None
-    return InPlaceLoad(request, _in_task, direct, tier).begin()
+    return InPlaceLoad(request, direct, tier).begin()
 
 
 def _owned_sources(request: LoadRequest, missing: NDArray[np.intp]) -> NDArray[np.int8] | None:
@@ -130,3 +145,347 @@ def _owned_sources(request: LoadRequest, missing: NDArray[np.intp]) -> NDArray[n
         if (sources >= 0).all():
             return sources
     return None
+
+
+def _copy_now(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
+    """Copy what is in these slots in this turn of the loop: no lease, as what could evict it comes in later turns."""
+    loop, chain, n = asyncio.get_running_loop(), request.chain, len(slots)
+    started = loop.time()
+    error = attempt(partial(request.binding.scatter, tier.rows, slots, request.pages.ravel()))
+    request.lane.release()
+    faults = [] if error is None else [request.copy_failure(error)]
+    if not request.is_current():
+        faults.append(request.overtaken())
+    counts, num_blocks = [0] * len(chain.tiers), 0 if faults else n
+    if num_blocks:
+        counts[chain.memory.index(tier)] = n
+        tier.index.use(slots)
+        chain.touch(request.batch, but=tier)
+    ended: asyncio.Future[LoadResult] = loop.create_future()
+    ended.set_result(request.result(num_blocks, counts, faults, loop.time() - started))
+    raise_the_programs(error)
+    return LoadHandle(ended, CopiedLoad(request, num_blocks))
+
+
+class CopiedLoad:
+    """A load that had ended when it was started: what its handle asks of it."""
+
+    num_layers: int
+    thread: int
+    is_admitted = True
+    is_copying = True
+
+    def __init__(self, request: LoadRequest, num_blocks: int) -> None:
+        """Note that so many blocks are in place."""
+        self.num_layers = request.chain.group.num_layers
+        self.thread = request.chain.tasks.thread
+        self._request = request
+        self._num_blocks = num_blocks
+
+    async def wait_admitted(self) -> int:
+        """Return how many blocks there are, in a later turn of the loop."""
+        await asyncio.sleep(0)
+        return self._num_blocks
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """Return None: all is in place."""
+        return None
+
+    def stop_before(self, block: int) -> int:
+        """Claim blocks for the engine; nothing is waited for: all is in place, or never will be."""
+        self._request.check_stop(block)
+        return 0 if self._num_blocks else block
+
+    def revoke(self) -> None:
+        """Do nothing: it has ended."""
+
+
+class BegunLoad(ABC):
+    """A load that was begun in the call that started it, and ends in a callback.
+
+    Attributes:
+        is_admitted: Whether it is known how many blocks will be in place.
+    """
+
+    num_layers: int
+    thread: int
+    is_admitted = False
+
+    def __init__(self, request: LoadRequest) -> None:
+        """Begin to count its time."""
+        loop = asyncio.get_running_loop()
+        self.num_layers = request.chain.group.num_layers
+        self.thread = request.chain.tasks.thread
+        self._request = request
+        self._started = loop.time()
+        self._again: LoadHandle | None = None
+        self._faults: list[TierFault] = []
+        self._num_blocks = 0
+        self._ended: asyncio.Future[LoadResult] = loop.create_future()
+        self._admitted: asyncio.Future[None] | None = None  # once somebody waits for it
+        self._over: Callable[[], None] = _nothing
+
+    def handle(self) -> LoadHandle:
+        """Return a handle of what is under way, which the end of the cache ends."""
+        if not self._ended.done():
+            self._over = self._request.chain.tasks.hold(self.revoke)
+        return LoadHandle(self._ended, self)
+
+    async def wait_admitted(self) -> int:
+        """Return how many blocks there will be, in a later turn of the loop."""
+        await asyncio.sleep(0)
+        if not self.is_admitted:
+            self._admitted = self._admitted or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._admitted)
+        return self._num_blocks
+
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        """Return the one copy that brings all layers; None where none of a stream's does."""
+        return None
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether something may have been written to the engine's blocks."""
+        return True
+
+    def stop_before(self, block: int) -> int:
+        """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
+        self._request.check_stop(block)
+        has_failed = self._ended.done() and not self._ended.result().num_blocks
+        return block if has_failed else 0
+
+    @abstractmethod
+    def revoke(self) -> None:
+        """Stop, as far as that is still possible."""
+
+    def _admit(self, num_blocks: int) -> None:
+        self._num_blocks = num_blocks
+        self.is_admitted = True
+        if self._admitted is not None:
+            self._admitted.set_result(None)
+
+    def _begin_again(self) -> None:
+        """Look for all of it anew, as any load does."""
+        self._again = _in_task(self._request)
+        self._again.when_done(self._ended_again)
+
+    def _ended_again(self, ended: "asyncio.Future[LoadResult]") -> None:
+        is_well = not ended.cancelled() and ended.exception() is None
+        self._admit(ended.result().num_blocks if is_well else 0)
+        self._over()
+        if ended.cancelled():
+            self._ended.cancel()
+        elif (error := ended.exception()) is not None:
+            self._ended.set_exception(error)
+        else:
+            self._ended.set_result(ended.result())
+
+    def _is_overtaken(self) -> bool:
+        """Say whether the weights have changed, and that they have: then nothing that was brought is of use."""
+        if self._request.is_current():
+            return False
+        self._faults.append(self._request.overtaken())
+        return True
+
+    def _end(self, num_blocks: int, counts: Sequence[int], *, but: Tier | None = None) -> None:
+        """Count a use, in ``but`` not again, and say what is in place, which is the engine's alone from here on."""
+        request, chain = self._request, self._request.chain
+        if num_blocks:
+            used = request.batch if num_blocks == len(request.batch) else request.batch[:num_blocks]
+            chain.touch(used, but=but)
+        seconds = asyncio.get_running_loop().time() - self._started
+        self._over()
+        self._ended.set_result(request.result(num_blocks, counts, self._faults, seconds))
+
+
+class InPlaceLoad(BegunLoad):
+    """A load that one storage tier of this cache's own reads to where it belongs."""
+
+    def __init__(self, request: LoadRequest, slots: DirectSlots, tier: StorageTier) -> None:
+        """Prepare to read from ``tier``."""
+        super().__init__(request)
+        self._tier = tier
+        self._blocks = slots.lend(request.pages[:, 0])
+        self._is_revoked = False
+
+    def begin(self) -> LoadHandle | None:
+        """Have the tier read now; None, and nothing is begun, if it has to wait for anything, or lacks a block."""
+        waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
+        if self._tier.begin_read(self._request.batch, self._blocks, waiter, self._late, self._read, is_use=True):
+            return self.handle()
+        self._blocks.give_back()
+        return None
+
+    @override
+    def revoke(self) -> None:
+        """Have what is begun end: a medium that has been given memory cannot be asked to stop."""
+        self._is_revoked = True
+        if self._again is not None:
+            self._again.cancel()
+
+    def _late(self) -> None:
+        self._faults.append(TierFault(self._tier.name, Reason.TIMEOUT, len(self._request.batch)))
+
+    def _read(self, report: ReadReport) -> None:
+        """Say what is in place, now that the medium has let go of the engine's memory."""
+        request, n = self._request, len(self._request.batch)
+        self._blocks.give_back()
+        num_right = prefix_of(report.right)
+        is_in_time = asyncio.get_running_loop().time() < request.deadline
+        if num_right < n and is_in_time and not self._is_revoked:
+            self._begin_again()  # another tier may have what is broken here
+            return
+        if self._is_revoked:
+            self._faults.append(request.revocation())
+        elif not is_in_time:
+            self._faults.append(TierFault("", Reason.DEADLINE, n))
+        request.lane.release()
+        num_blocks = 0 if self._is_overtaken() else num_right
+        self._admit(num_blocks)
+        counts = [0] * len(request.chain.tiers)
+        counts[request.chain.tiers.index(self._tier)] = num_blocks
+        self._end(num_blocks, counts, but=self._tier if num_right == n else None)
+
+
+class ReadyLoad(BegunLoad):
+    """A load of what is in memory, from its lease on, or of what is being read there already."""
+
+    def __init__(
+        self,
+        request: LoadRequest,
+        tier: MemoryTier,
+        held: Lease | None,
+        fill: Fill | None = None,
+        filled: NDArray[np.intp] | None = None,
+    ) -> None:
+        """Take over ``held``, which holds blocks in ``tier``: all of them, but for those ``filled`` by ``fill``."""
+        super().__init__(request)
+        self._tier = tier
+        self._leases = [] if held is None else [held]
+        self._fill = fill
+        self._filled = np.empty(0, np.intp) if filled is None else filled
+        self._has_let_go = False
+        self._copy: LaneCopy | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def start(self) -> LoadHandle:
+        """Copy, or have it done by the stream, once all is in memory."""
+        if self._fill is None:
+            self._submit(self._leases[0].slots)
+        else:
+            self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived)
+            self._fill.when_done(self._arrived)
+        return self.handle()
+
+    @override
+    def copy_of(self, layer: int) -> LaneCopy | None:
+        return self._copy
+
+    @property
+    @override
+    def is_copying(self) -> bool:
+        """From the moment when all is in memory."""
+        return self.is_admitted
+
+    @override
+    def revoke(self) -> None:
+        """Stop, unless the copy has begun."""
+        if self._again is not None:
+            self._again.cancel()
+        elif self._copy is not None:
+            self._copy.revoke()
+        elif not self._ended.done():
+            self._admit(0)
+            self._faults.append(self._request.revocation())
+            self._copied(None)
+
+    def _arrived(self) -> None:
+        """Copy what has come, once nothing more will, or none came in time."""
+        fill, chain, n = self._fill, self._request.chain, len(self._request.batch)
+        if fill is None or self.is_admitted:
+            return
+        if not fill.is_done:
+            names = sorted({chain.names[number] for number in fill.source.tolist()})
+            self._faults.append(TierFault(",".join(names), Reason.DEADLINE, n))
+        self._faults += chain.fills.faults_of(fill)
+        slots, states = self._tier.index.find(self._request.batch.names)
+        num_blocks = prefix_of(states == READY)
+        is_short = num_blocks < n and (not self._faults or (self._request.gaps and fill.is_done))
+        if is_short:  # what was brought has left already; or what comes after what did not come is wanted too
+            self._faults.clear()
+            self._let_go()
+            self._begin_again()
+        elif not num_blocks or may_copy_at_once(self._request, num_blocks):
+            self._copy_at_once(slots[:num_blocks])
+        else:
+            self._leases.append(self._tier.index.lease(self._request.batch.names[:num_blocks]))
+            self._submit(self._leases[-1].slots)
+
+    def _copy_at_once(self, slots: NDArray[np.int64]) -> None:
+        """Copy what has been found, in this turn of the loop."""
+        error = attempt(self._copy_of_slots(slots)) if len(slots) else None
+        self._admit(len(slots))
+        self._copied(error)
+        raise_the_programs(error)
+
+    def _submit(self, slots: NDArray[np.int64]) -> None:
+        """Have the stream copy what has been found, and is leased."""
+        request, loop = self._request, asyncio.get_running_loop()
+        self._let_go_of_fill()
+        self._admit(len(slots))
+        self._copy = request.chain.copy(request.lane, self._copy_of_slots(slots))
+        self._copy.ended.add_done_callback(self._stream_copied)
+        self._timer = loop.call_at(max(request.deadline, loop.time() + LAST_COPIES_S), self._revoke_late)
+
+    def _copy_of_slots(self, slots: NDArray[np.int64]) -> Callable[[], None]:
+        pages = self._request.pages[: len(slots)].ravel()
+        return partial(self._request.binding.scatter, self._tier.rows, slots, pages)
+
+    def _let_go(self, *, is_use: bool = False) -> None:
+        self._let_go_of_fill()
+        self._request.chain.release(*self._leases, is_use=is_use)
+
+    def _let_go_of_fill(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._fill is not None and not self._has_let_go:
+            self._has_let_go = True
+            self._fill.let_go()
+
+    def _revoke_late(self) -> None:
+        self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))
+        self.revoke()
+
+    def _stream_copied(self, copied: "asyncio.Future[None]") -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._copied(copied.exception())
+
+    def _copied(self, error: BaseException | None) -> None:
+        """Let go of everything, and say what is in place."""
+        request, num_blocks, is_resident = self._request, self._num_blocks, self._fill is None
+        request.lane.release()
+        if error is not None:
+            num_blocks = 0
+            if not isinstance(error, RevokedError):
+                self._faults.append(request.copy_failure(error))
+        if self._is_overtaken():
+            num_blocks = 0
+        self._let_go(is_use=num_blocks > 0 and is_resident)
+        self._end(num_blocks, self._counts(num_blocks), but=self._tier if is_resident else None)
+
+    def _counts(self, num_blocks: int) -> list[int]:
+        """Say how many of so many leading blocks each tier had."""
+        chain, number = self._request.chain, self._request.chain.memory.index(self._tier)
+        counts = [0] * len(chain.tiers)
+        counts[number] = num_blocks
+        if self._fill is not None:
+            brought = self._fill.source[self._filled < num_blocks]
+            counts[number] -= len(brought)
+            for source in brought.tolist():
+                counts[source] += 1
+        return counts
+
+
+def _nothing() -> None:
+    pass

@@ -1,4 +1,7 @@
-"""What a load or store is asked for, once it has been checked: made in any thread, moved on the event loop."""
+"""What a load or store is asked for, once it has been checked: made in any thread, moved on the event loop.
+
+A load's request also says how the load has ended, and counts it: whatever kind of load it was.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,11 +13,14 @@ from numpy.typing import NDArray
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
-from tiered_kv.tiers.tier import Batch
+from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.window import Said
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.events import BlocksLoaded
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import StoredKeys
+from tiered_kv.values.results import LoadResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 Order = Literal["front", "back"]
@@ -57,6 +63,68 @@ class LoadRequest:
     order: Order = "front"
     said: Said | None = None
     is_part: bool = False
+
+    def check_stop(self, block: int) -> None:
+        """Raise `ConfigurationError` unless it is a load from the back, and has such a block or ends there."""
+        if self.order != "back":
+            raise ConfigurationError(
+                "only a load from the back can be stopped before a block: start_load(order='back')"
+            )
+        if not 0 <= block <= len(self.batch):
+            raise ConfigurationError(f"block {block} is not one of the load's {len(self.batch)}")
+
+    def overtaken(self) -> TierFault:
+        """Say that the weights have changed since the load began."""
+        return TierFault("", Reason.EPOCH_ADVANCED, len(self.batch))
+
+    def copy_failure(self, error: BaseException) -> TierFault:
+        """Say with what a copy into the engine's memory failed."""
+        return TierFault("engine", Reason.COPY_FAILED, len(self.batch), f"{type(error).__name__}: {error}")
+
+    def revocation(self) -> TierFault:
+        """Say that whoever asked for the blocks has given up."""
+        return TierFault("", Reason.REVOKED, len(self.batch))
+
+    def result(
+        self,
+        num_blocks: int,
+        counts: Sequence[int],
+        faults: Sequence[TierFault],
+        seconds: float,
+        mask: Mask | None = None,
+    ) -> LoadResult:
+        """Count the load, which has ended, tell of it, and say what it brought.
+
+        Of a part of another load nothing is counted or told: that load does it.
+
+        Args:
+            num_blocks: The prefix that is in place.
+            counts: By tier, the blocks in place that it had.
+            faults: What went wrong.
+            seconds: How long it took.
+            mask: Which blocks are in place, of a load with gaps.
+        """
+        chain, num_requested, num_in_place = self.chain, len(self.batch.names), sum(counts)
+        by_tier: dict[str, int] = {}
+        for tier, count in zip(chain.tiers, counts, strict=True):
+            if count:
+                by_tier[tier.name] = count
+                tier.counters.hits += 0 if self.is_part else count
+        if not self.is_part:
+            why = self._why_not_more(num_blocks, faults) if num_in_place < num_requested else ""
+            said = tuple([f"{fault.tier}: {fault.reason}" for fault in faults]) if faults else ()
+            chain.fates.load_ended(self.batch, num_in_place, why, seconds)
+            if said:
+                chain.fates.load_faults.update(said)
+            chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
+        num_bytes = num_in_place * chain.group.payload_bytes
+        return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)
+
+    def _why_not_more(self, num_blocks: int, faults: Sequence[TierFault]) -> str:
+        """Return why the first block behind the prefix did not come: a fault's reason, or what befell it before."""
+        if faults:
+            return faults[-1].reason
+        return self.chain.why_missing(self.batch[num_blocks : num_blocks + 1])
 
 
 @dataclass(frozen=True)
