@@ -214,7 +214,7 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
     """
     runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
     num_blocks = runs[-1].stop if runs else 0
-    payload_bytes = sum(chain.group.payload_bytes for chain in chains)
+    payload_bytes = len(chains) * chains[0].group.payload_bytes
     costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
 

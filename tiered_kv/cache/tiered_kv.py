@@ -121,11 +121,12 @@ class TierCalls(BlockCache):
     async def lookup(self, keys: BlockKeys, *, where: bool = False) -> LookupResult:
         seat = self._open()
         parts = seat.batches(keys)
-        seat.cache.note("lookup", keys)
+        if seat.cache.recorder is not None:
+            seat.cache.note("lookup", keys)
         if where:
             check_one_rank(parts)
         found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
-        if any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
+        if parts[0][0].shared and any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
             started = asyncio.get_running_loop().time()
             with seat.cache.callers.waiting():
                 runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
