@@ -95,6 +95,16 @@ print([simulate(seed, 40).digest for seed in range(3)])
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [9520010, 9520011])
+def test_a_seed_about_stores_without_end_takes_no_more_turns_than_others(seed: int) -> None:
+    """They are more than a disk takes, and not a hundred times that: then these took 100,000 turns and more."""
+    report = simulate(seed)
+    assert not report.failure
+    assert len(report.tape["turns"]) < 30_000
+
+
 Plant = Callable[[pytest.MonkeyPatch], None]
 
 
