@@ -1,5 +1,6 @@
 """The simulation does the same each time, finds what is planted, and finds nothing in what is shipped."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,13 +13,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tiered_kv.cli.app import app
-from tiered_kv.testing.simulation.disk import SimulatedDisk, SimulatedFiles
+from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.testing.simulation.scenes import CLIENTS, drawn_theme
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, Shape
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Turns
+from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
 from tiered_kv.testing.simulation.world import World
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
@@ -87,11 +88,20 @@ def test_the_command_counts_the_same_by_several_processes() -> None:
 
 
 _PRINT_DIGEST = """
-from tiered_kv.testing.simulation.disk import SimulatedDisk, SimulatedFiles
-from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import simulate
 print([simulate(seed, 40).digest for seed in range(3)])
 """
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", [9520010, 9520011])
+def test_a_seed_about_stores_without_end_takes_no_more_turns_than_others(seed: int) -> None:
+    """They are more than a disk takes, and not a hundred times that: then these took 1,500 and 4,700 turns a step."""
+    report = simulate(seed)
+    assert not report.failure
+    assert len(report.tape["turns"]) < 1_200 * report.num_steps
+
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -228,6 +238,25 @@ def test_trouble_explains_a_call_that_was_begun_before_it_ended(world: World) ->
     assert not world.may_be_wrong
     assert world.may_have_been_wrong(began)
     assert not world.may_have_been_wrong(world.turns.now)
+
+
+def test_who_dies_while_it_measures_leaves_no_slow_media(world: World) -> None:
+    """Else nothing goes wrong in the lives that follow, and scenes that need other media are not acted: as in most."""
+
+    async def measure(_: SimulatedProcess) -> None:
+        with world.slow():
+            await asyncio.sleep(60.0)
+
+    process = world.start_process("an engine", measure)
+    world.turns.sleep(1.0)
+    assert world.is_slow
+    assert world.trouble.is_settled
+    with world.slow():
+        world.turns.kill(process)
+        assert world.is_slow
+    assert not world.is_slow
+    assert not world.trouble.is_settled
+    assert world.disks[0].faults == DiskFaults()
 
 
 def test_the_model_promises_nothing_that_was_evicted_while_it_was_stored() -> None:

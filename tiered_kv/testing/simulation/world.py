@@ -143,7 +143,8 @@ class World:
         self._graveyard: list[object] = []
         self._num_processes = 0
         self._num_numbers = 0
-        self._num_engines = self._num_slow = 0
+        self._num_engines = 0
+        self._measuring: set[object] = set()
         self._began = self.turns.now
 
     def _disk(self, path: str) -> SimulatedDisk:
@@ -270,26 +271,34 @@ class World:
     @property
     def is_slow(self) -> bool:
         """Whether media are as slow as somebody has said who measures by that."""
-        return self._num_slow > 0
+        return bool(self._measuring)
 
     @contextmanager
     def slow(self, *, lookup_s: float = 1e-3, latency_s: float = 0.02) -> Iterator[None]:
         """Have disks that take 10 ms a call, a store that takes what is said, and no other trouble from now on."""
         self.end_trouble()
-        if not self._num_slow:  # else others measure by what they have said
+        if not self._measuring:  # else others measure by what they have said
             self.trouble.is_settled = True
             for disk in self.disks:
                 disk.faults.latency_s = 0.01
             self.store.faults.lookup_s, self.store.faults.latency_s = lookup_s, latency_s
-        self._num_slow += 1
+        me = object()
+        self._measuring.add(me)
+        self.turns.current.process.on_end.append(lambda: self._has_measured(me))
         try:
             yield
         finally:
-            self._num_slow -= 1
-            if not self._num_slow:  # else others are measuring yet
-                self.trouble.is_settled = False
-                self.trouble.slow_until = self.turns.now
-                self._mend()
+            self._has_measured(me)
+
+    def _has_measured(self, who: object) -> None:
+        """Take note that somebody has, or is dead; with the last of them media are fast again, and may fail."""
+        if who not in self._measuring:
+            return
+        self._measuring.remove(who)
+        if not self._measuring:
+            self.trouble.is_settled = False
+            self.trouble.slow_until = self.turns.now
+            self._mend()
 
     def number(self) -> int:
         """Return a number that was never returned before: most are of blocks that nobody has named before either."""
