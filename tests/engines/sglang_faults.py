@@ -37,5 +37,6 @@ class EvictingStorage(TieredKVStorage):
         """Answer, then evict."""
         found = super().batch_exists(keys, extra_info)
         assert self.kv is not None
-        self.kv.evict(self._keys(keys, extra_info)[4:])
+        (named,) = self._pools["kv"].keys(keys, 0)
+        self.kv.evict(named[4:])
         return found

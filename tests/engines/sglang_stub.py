@@ -17,7 +17,6 @@ import torch
 from transformers.utils import import_utils
 
 ABSENT = ("decord", "deep_gemm", "flashinfer", "sgl_kernel", "tilelang", "timm", "torchvision")
-COPIES = "sglang.srt.mem_cache.pool_host.mha"
 PAGE_LOCKING = "sglang.srt.mem_cache.pool_host.common"
 
 
@@ -32,7 +31,7 @@ class StandIn(types.ModuleType):
 
 
 class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for packages that are absent, and changes two modules of SGLang once they are imported."""
+    """Finds stand-ins for packages that are absent, and changes some modules of SGLang once they are imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -40,7 +39,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Find what this is about."""
         if name.partition(".")[0] in ABSENT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        if name not in {COPIES, PAGE_LOCKING}:
+        if name not in CHANGES:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
@@ -105,13 +104,14 @@ def nothing(*_: object, **__: object) -> None:
     """Lock no pages."""
 
 
+COPYING: dict[str, Any] = {
+    "transfer_kv_direct": copy_tokens,
+    "transfer_kv_all_layer_direct_lf_pf": copy_to_pages,
+    "transfer_kv_per_layer_direct_pf_lf": copy_from_pages,
+}
 CHANGES: dict[str, dict[str, Any]] = {
-    COPIES: {
-        "transfer_kv_direct": copy_tokens,
-        "transfer_kv_all_layer_direct_lf_pf": copy_to_pages,
-        "transfer_kv_per_layer_direct_pf_lf": copy_from_pages,
-    },
     PAGE_LOCKING: {"_cuda_host_register": nothing, "_cuda_host_unregister": nothing},
+    **{f"sglang.srt.mem_cache.pool_host.{kind}": COPYING for kind in ("mha", "mla", "mamba", "dsa")},
 }
 
 # These ask what is installed, and remember it, before there are stand-ins.
