@@ -31,7 +31,7 @@ from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout
-from tiered_kv.values.results import BlockState
+from tiered_kv.values.results import BlockState, StoreResult
 from tiered_kv.values.specs import CPULoadStoreSpec
 
 T = TypeVar("T")
@@ -361,10 +361,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         for (_, hashes, _), moves in zip(wanted, begun, strict=True):
             is_kept = np.full(len(hashes), moves is not None)
             for keys, ticket in moves or ():
-                if (stored := _ended(ticket)) is None:
-                    is_kept[:] = False
-                elif stored.num_dropped:
-                    is_kept &= kv.membership(keys) >= BlockState.PENDING
+                is_kept &= _kept(kv, keys, _ended(ticket))
             answers.append(is_kept.tolist())
         return answers
 
@@ -411,6 +408,15 @@ def _ended(ticket: Ticket[T] | None) -> T | None:
         with suppress(ClosedError):
             return ticket.wait()
     return None
+
+
+def _kept(kv: BlockingTieredKV, keys: BlockKeys, stored: StoreResult | None) -> NDArray[np.bool_]:
+    """Say which blocks of a store that has ended are kept: all, unless some found no room."""
+    if stored is not None and not stored.num_dropped:
+        return np.ones(len(keys), np.bool_)
+    with suppress(ClosedError):
+        return np.asarray(kv.membership(keys) >= BlockState.PENDING)
+    return np.zeros(len(keys), np.bool_)
 
 
 async def _present(cache: BlockCache, parts: Sequence[BlockKeys]) -> NDArray[np.bool_]:
