@@ -4,10 +4,11 @@ Runs in SGLang's environment, and has its radix tree with its components, its ho
 threads, put together by the kit of SGLang's own tests. In the model's place, what each layer has of each token is told
 from the token's number, so that whatever is loaded can be told right from wrong.
 
-The JSON has ``kind`` (``windows``, ``states`` or ``index``), ``storage`` (the extra config), ``layout``, and ``do``:
-``store`` prompts of one beginning, of so many ``pages`` each; or ``load`` what storage has of the longest, after it has
-evicted what ``evicted`` says, KV groups of ours and pages. The answer to ``load`` says how many tokens SGLang took from
-storage, how many of each pool are right, and how many are wrong.
+The JSON has ``kind`` (``windows``, ``states`` or ``index``), ``storage`` (the extra config), ``layout``, ``memory``
+(``cache``, or ``buffer_only``, where host memory is only passed through), and ``do``: ``store`` prompts of one
+beginning, of so many ``pages`` each; or ``load`` what storage has of the longest, after it has evicted what ``evicted``
+says, KV groups of ours and pages. The answer to ``load`` says how many tokens SGLang took from storage, how many of
+each pool are right, and how many are wrong.
 """
 
 import json
@@ -55,7 +56,7 @@ def steps(kind: str) -> Any:
     return Steps()
 
 
-def open_tree(at: Any, storage: dict[str, Any], layout: str) -> tuple[Any, Any, Any]:
+def open_tree(at: Any, storage: dict[str, Any], layout: str, memory: str) -> tuple[Any, Any, Any]:
     """Return a tree over storage, its allocator, and its requests' pool."""
     from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler  # noqa: PLC0415 - after the stub
     from sglang.test.kits.unified_radix_cache import fixtures  # noqa: PLC0415
@@ -71,6 +72,8 @@ def open_tree(at: Any, storage: dict[str, Any], layout: str) -> tuple[Any, Any, 
         hicache_storage_backend="dynamic",
         hicache_storage_backend_extra_config=json.dumps(storage),
         hicache_storage_prefetch_policy="wait_complete",
+        hicache_host_memory_mode=memory,
+        context_length=at.cfg.max_context_len,
     )
     arguments._mamba_cache_chunk_size = 64  # noqa: SLF001 - as the kit sets it
     set_global_server_args_for_scheduler(arguments)
@@ -148,6 +151,9 @@ def store(at: Any, tree: Any, allocator: Any, requests: Any, tokens: list[int], 
     leaf = match_prefix(tree, tokens).last_device_node
     fill(layers_of(tree, requests, "kv"), tree.path_device_indices(leaf), tokens, 0)
     fill(layers_of(tree, requests, other), *beside(at, tree, allocator, leaf, tokens), 500)
+    if tree.buffer_pipeline is not None:
+        at._buffer_backup_and_wait(tree, leaf)  # noqa: SLF001
+        return
     at._backup_node(tree, leaf)  # noqa: SLF001
     at._write_path_to_l3(tree, leaf)  # noqa: SLF001
     at._flush_l3_backups(tree)  # noqa: SLF001
@@ -162,10 +168,12 @@ def load(at: Any, tree: Any, allocator: Any, requests: Any, tokens: list[int], o
     tree.prefetch_from_storage(handle, tree.root_node_handle(), array("q", tokens), None, None)
     at._run_prefetch_to_completion(tree, handle)  # noqa: SLF001
     found = match_prefix(tree, tokens)
-    answer = {"loaded": found.host_hit_length, "right": {}, "wrong": {}}
     if found.host_hit_length:
         at._load_back_node(tree, found.best_match_node, req=at._make_req(requests))  # noqa: SLF001
-        leaf = match_prefix(tree, tokens).last_device_node
+    found = match_prefix(tree, tokens)
+    answer = {"loaded": found.device_prefix_len, "right": {}, "wrong": {}}
+    if found.device_prefix_len:
+        leaf = found.last_device_node
         slots = tree.path_device_indices(leaf)
         seen = {
             "kv": compare(layers_of(tree, requests, "kv"), slots, tokens[: len(slots)], 0),
@@ -192,10 +200,11 @@ def main(
     pages: list[int],
     evicted: list[list[int]] | None = None,
     layout: str = "page_first_direct",
+    memory: str = "cache",
 ) -> None:
     """Store prompts, or load the longest and compare."""
     at = steps(kind)
-    tree, allocator, requests = open_tree(at, storage, layout)
+    tree, allocator, requests = open_tree(at, storage, layout, memory)
     page = at.cfg.page_size
     tokens = list(range(FIRST, FIRST + max(pages) * page))
     answer: dict[str, Any] = {"stored": pages}

@@ -4,7 +4,7 @@ import functools
 import json
 import pathlib
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import pytest
@@ -42,9 +42,9 @@ class Trees:
         answer: Answer = self._sglang.run(script, arguments, variables=EVERYWHERE, timeout_s=600)
         return answer
 
-    def store(self, kind: str, **wanted: Any) -> None:
-        """Store prompts of three and of five pages."""
-        self.run("sglang_hybrids.py", kind=kind, do="store", pages=[3, 5], **wanted)
+    def store(self, kind: str, pages: Sequence[int] = (3, 5), **wanted: Any) -> None:
+        """Store prompts of so many pages."""
+        self.run("sglang_hybrids.py", kind=kind, do="store", pages=list(pages), **wanted)
 
     def load(self, kind: str, **wanted: Any) -> Answer:
         """Load what there is of the longer prompt, after some pages of KV groups were evicted, and compare."""
@@ -129,6 +129,13 @@ def test_what_is_gone_between_look_up_and_load_is_not_served(load: Load, kind: s
     answer = load(kind, by="EvictingPools")
     assert not any(answer["wrong"].values())
     assert answer["loaded"] < 5 * PAGE[kind]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_host_memory_may_be_passed_through_alone(trees: Trees, kind: str) -> None:
+    """With SGLang's ``--hicache-host-memory-mode buffer_only`` nothing stays in its host pools, and all is as above."""
+    trees.store(kind, pages=[5], memory="buffer_only")
+    assert trees.load(kind, memory="buffer_only") == right(kind, 5, RIGHT[kind])
 
 
 def test_records_of_two_pools_that_were_swapped_are_not_served(trees: Trees) -> None:
