@@ -104,6 +104,20 @@ def test_a_window_that_begins_with_the_prompt_may_be_short(windows: Windows) -> 
     assert windows.storage.batch_exists_v2(KEYS[2:4], [needed("swa", 8)]).restorable_prefix_pages == [1, 2]
 
 
+def test_a_second_form_of_the_same_pages_never_stands_in_the_way(windows: Windows) -> None:
+    """SGLang says so of pools whose policy is ``block_groups``; of such a one nothing is said."""
+    found = windows.storage.batch_exists_v2(KEYS, [PoolTransfer("swa", KEYS, hit_policy="block_groups")])
+    assert (found.kv_hit_pages, found.extra_pool_hit_pages) == (10, {"kv": 10})
+
+
+def test_what_is_dropped_is_said_page_by_page(windows: Windows) -> None:
+    """A cache that takes no stores any more keeps what it has."""
+    windows.storage.kv.drain()
+    assert windows.storage.batch_set_v2([moved("swa", [2, 3, 4, 5], at(2, 3, 4, 5))]) == {
+        "swa": [True, True, False, False]
+    }
+
+
 def test_windows_are_loaded_byte_for_byte_and_a_hole_ends_them(windows: Windows) -> None:
     """Into the slots that were given, and no others."""
     pages = [20, 21, 22, 23]
