@@ -1,4 +1,4 @@
-"""Models of several kinds of layers below a real SGLang: its tree, controller and host pools, without a model."""
+"""Models of several kinds of layers below a real SGLang: a small one, and its tree and host pools without a model."""
 
 import functools
 import json
@@ -11,7 +11,7 @@ import pytest
 
 from environments import Environment
 from folders import NVME, tiers_in
-from test_sglang import EVERYWHERE, LAYOUTS
+from test_sglang import EVERYWHERE, LAYOUTS, PAGES, Runs
 
 KINDS: Final = {"windows": "swa", "states": "mamba", "index": "indexer"}
 PAGE: Final = {"windows": 16, "states": 16, "index": 64}
@@ -156,3 +156,20 @@ def test_every_kind_of_host_pool_is_seen_as_sglang_sees_it(trees: Trees, layout:
     for pool, seen in answer.items():
         assert (seen["stored"], seen["loaded"]) == ([True] * 5, [True] * 5), pool
         assert (seen["right"], seen["touched"]) == (5, 0), pool
+
+
+def test_a_restarted_engine_with_windows_generates_the_same_from_storage(
+    sglang: Environment, tmp_path: pathlib.Path
+) -> None:
+    """A small Mellum: new processes say the same tokens by hits. Where windows are wiped as they come, others."""
+    model = tmp_path / "mellum"
+    sglang.run("make_mellum.py", model)
+    runs = Runs(sglang, model, tmp_path)
+    cold = runs.run(num_stored=PAGES)
+    assert cold["from_storage"] == [0, 0]
+    assert cold["tokens"][0] != cold["tokens"][1], "what is generated does not depend on the prompt"
+    assert len([folder for folder in (tmp_path / "nvme").iterdir() if folder.is_dir()]) == 2  # one a KV group
+    assert runs.run(layout="page_first_direct") == {**cold, "from_storage": [288, 288]}
+    wiped = runs.run("WipingPools")
+    assert wiped["from_storage"] == [288, 288]
+    assert all(ours != right for ours, right in zip(wiped["tokens"], cold["tokens"], strict=True))
