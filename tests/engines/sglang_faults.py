@@ -37,5 +37,33 @@ class EvictingStorage(TieredKVStorage):
         """Answer, then evict."""
         found = super().batch_exists(keys, extra_info)
         assert self.kv is not None
-        self.kv.evict(self._keys(keys, extra_info)[4:])
+        (named,) = self._pools["kv"].keys(keys, 0)
+        self.kv.evict(named[4:])
+        return found
+
+
+class WipingPools(TieredKVStorage):
+    """Fills with zeros what it has loaded into the pools beside the main one."""
+
+    def batch_get_v2(self, transfers: Sequence[Any], extra_info: object = None) -> dict[Any, list[bool]]:
+        """Load, then wipe."""
+        loaded = super().batch_get_v2(transfers, extra_info)
+        for transfer in transfers:
+            for part in self._pools[transfer.name.value].parts:
+                part.buffer.zero_()
+        return loaded
+
+
+class EvictingPools(TieredKVStorage):
+    """Evicts what it has found of the pools beside the main one before that is loaded."""
+
+    def batch_exists_v2(
+        self, keys: Sequence[str], pool_transfers: Sequence[Any] | None = None, extra_info: object = None
+    ) -> Any:
+        """Answer, then evict."""
+        found = super().batch_exists_v2(keys, pool_transfers, extra_info)
+        assert self.kv is not None
+        for transfer in pool_transfers or ():
+            for named in self._pools[transfer.name.value].keys(keys, 0):
+                self.kv.evict(named)
         return found

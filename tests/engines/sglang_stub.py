@@ -1,7 +1,8 @@
 """What SGLang 0.5.23 asks of CUDA, on a CPU: import it before sglang, in every process (`sglang_site` does).
 
 Packages of kernels that it imports and a CPU never calls are stand-ins; copies between its pages and its host pool,
-which are CUDA's, are done by torch. Everything else is SGLang's own.
+which are CUDA's, are done by torch. Its attention for CPUs writes windows to the slots of their own pool and reads them
+at those of the main one: here it reads where it has written. Everything else is SGLang's own.
 """
 
 import importlib
@@ -17,7 +18,7 @@ import torch
 from transformers.utils import import_utils
 
 ABSENT = ("decord", "deep_gemm", "flashinfer", "sgl_kernel", "tilelang", "timm", "torchvision")
-COPIES = "sglang.srt.mem_cache.pool_host.mha"
+ATTENTION = "sglang.srt.layers.attention.torch_native_backend"
 PAGE_LOCKING = "sglang.srt.mem_cache.pool_host.common"
 
 
@@ -32,7 +33,7 @@ class StandIn(types.ModuleType):
 
 
 class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds stand-ins for packages that are absent, and changes two modules of SGLang once they are imported."""
+    """Finds stand-ins for packages that are absent, and changes some modules of SGLang once they are imported."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: types.ModuleType | None = None
@@ -40,7 +41,7 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Find what this is about."""
         if name.partition(".")[0] in ABSENT:
             return importlib.machinery.ModuleSpec(name, self, is_package=True)
-        if name not in {COPIES, PAGE_LOCKING}:
+        if name not in CHANGES and name != ATTENTION:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path)
         assert spec is not None
@@ -49,7 +50,10 @@ class Importer(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
         def load_and_change(module: types.ModuleType) -> None:
             load(module)
-            vars(module).update(CHANGES[name])
+            if name == ATTENTION:
+                read_windows_where_they_are(module.TorchNativeAttnBackend)
+            else:
+                vars(module).update(CHANGES[name])
 
         spec.loader.exec_module = load_and_change  # type: ignore[method-assign]  # of this one module
         return spec
@@ -105,13 +109,36 @@ def nothing(*_: object, **__: object) -> None:
     """Lock no pages."""
 
 
+def read_windows_where_they_are(backend: Any) -> None:
+    """Have layers with windows look their tokens up in the slots of their own pool."""
+
+    def mended(forward: Any) -> Any:
+        def run(self: Any, q: Any, k: Any, v: Any, layer: Any, *rest: Any, **more: Any) -> Any:
+            pool, requests = self.token_to_kv_pool, self.req_to_token_pool
+            if not (self.use_sliding_window_kv_pool and pool.layers_mapping[layer.layer_id][1]):
+                return forward(self, q, k, v, layer, *rest, **more)
+            slots = requests.req_to_token
+            moved = pool.translate_loc_from_full_to_swa(slots.flatten().long()).view(slots.shape)
+            self.req_to_token_pool = types.SimpleNamespace(req_to_token=moved)
+            try:
+                return forward(self, q, k, v, layer, *rest, **more)
+            finally:
+                self.req_to_token_pool = requests
+
+        return run
+
+    backend.forward_extend = mended(backend.forward_extend)
+    backend.forward_decode = mended(backend.forward_decode)
+
+
+COPYING: dict[str, Any] = {
+    "transfer_kv_direct": copy_tokens,
+    "transfer_kv_all_layer_direct_lf_pf": copy_to_pages,
+    "transfer_kv_per_layer_direct_pf_lf": copy_from_pages,
+}
 CHANGES: dict[str, dict[str, Any]] = {
-    COPIES: {
-        "transfer_kv_direct": copy_tokens,
-        "transfer_kv_all_layer_direct_lf_pf": copy_to_pages,
-        "transfer_kv_per_layer_direct_pf_lf": copy_from_pages,
-    },
     PAGE_LOCKING: {"_cuda_host_register": nothing, "_cuda_host_unregister": nothing},
+    **{f"sglang.srt.mem_cache.pool_host.{kind}": COPYING for kind in ("mha", "mla", "mamba", "dsa")},
 }
 
 # These ask what is installed, and remember it, before there are stand-ins.

@@ -1,123 +1,33 @@
-import hashlib
-import importlib
 import json
 import os
 import subprocess
 import sys
-from abc import ABC
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
+from tests.support.small_sglang import (
+    KEYS,
+    LAYOUTS,
+    NUM_PAGES,
+    SHELF,
+    SIZE,
+    Config,
+    adapter,
+    at,
+    filled,
+    host_pool,
+    storages,
+)
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec
-from tiered_kv.values.results import LoadCost
-
-LAYERS, HEADS, DIM, SIZE, NUM_PAGES = 3, 2, 8, 16, 24
-LAYOUTS = ("layer_first", "page_first", "page_first_direct")
-SHELF = {"medium": "tests.support.shelf:Shelf", "capacity": "4MiB"}
-
-
-def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
-    """Return the modules of SGLang that the adapter imports, as far as it uses them."""
-
-    class HiCacheStorage(ABC):  # noqa: B024 - as it is there
-        def register_mem_pool_host(self, mem_pool_host: object) -> None:
-            self.mem_pool_host = mem_pool_host
-
-    def get_server_args() -> None:
-        raise RuntimeError("no engine here")
-
-    contents: dict[str, dict[str, object]] = {
-        "sglang": {},
-        "sglang.version": {"__version__": version},
-        "sglang.srt": {},
-        "sglang.srt.runtime_context": {"get_server_args": get_server_args},
-        "sglang.srt.mem_cache": {},
-        "sglang.srt.mem_cache.hicache_storage": {"HiCacheStorage": HiCacheStorage},
-    }
-    modules = {name: ModuleType(name) for name in contents}
-    for name, module in modules.items():
-        vars(module).update(contents[name])
-    return modules
-
-
-def adapter(version: str = "0.5.23") -> Any:  # noqa: ANN401 - a class that only exists beside SGLang
-    """Import the adapter beside a pretended SGLang; take both out of ``sys.modules`` afterwards."""
-    names = "tiered_kv.integrations.sglang"
-    sys.modules.update(pretended := pretend(version))
-    try:
-        return importlib.import_module(names).TieredKVStorage
-    finally:
-        for name in (*pretended, names):
-            if name != "sglang.srt.runtime_context":  # imported again when an engine has begun
-                sys.modules.pop(name, None)
-
-
-@dataclass
-class Config:
-    """What SGLang tells a storage backend."""
-
-    extra_config: dict[str, Any]
-    tp_rank: int = 0
-    tp_size: int = 1
-    pp_rank: int = 0
-    pp_size: int = 1
-    attn_cp_rank: int = 0
-    attn_cp_size: int = 1
-    dp_rank: int = 0
-    dcp_size: int = 1
-    is_mla_model: bool = False
-    model_name: str | None = "a-model"
-
-    @property
-    def is_storage_writer(self) -> bool:
-        """Say which ranks of SGLang write."""
-        return not self.is_mla_model or self.tp_rank == 0
-
-
-@dataclass
-class HostPool:
-    """A host pool of SGLang: its attributes, and its memory."""
-
-    layout: str
-    is_mla: bool = False
-    layer_num: int = LAYERS
-    head_num: int = HEADS
-    head_dim: int = DIM
-    v_head_dim: int = DIM
-    kv_cache_dim: int = DIM
-    page_size: int = SIZE
-    page_num: int = NUM_PAGES
-    dtype: torch.dtype = torch.float32
-    storage_format_tag: str | None = None
-    kv_buffer: Tensor | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        tokens, row = self.page_num * self.page_size, (1, self.kv_cache_dim) if self.is_mla else (HEADS, DIM)
-        shape = {
-            "layer_first": (self.layer_num, tokens, *row),
-            "page_first": (tokens, self.layer_num, *row),
-            "page_first_direct": (self.page_num, self.layer_num, self.page_size, *row),
-        }.get(self.layout, (1,))
-        self.kv_buffer = torch.full(shape if self.is_mla else (2, *shape), -1.0, dtype=self.dtype)
-
-    def page(self, number: int) -> Tensor:
-        """Return a view of one page, ``([2,] L, N, H, D)``."""
-        assert self.kv_buffer is not None
-        tokens = slice(number * self.page_size, (number + 1) * self.page_size)
-        planes = self.kv_buffer[None] if self.is_mla else self.kv_buffer
-        if self.layout == "layer_first":
-            return planes[:, :, tokens]
-        return planes[:, tokens].transpose(1, 2) if self.layout == "page_first" else planes[:, number]
-
+from tiered_kv.values.results import LoadCost, LookupResult
 
 Open = Callable[..., Any]
 
@@ -125,47 +35,8 @@ Open = Callable[..., Any]
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Return what opens a storage backend as SGLang does; closes all of them."""
-    Shelf.shelf.clear()
-    Shelf.stalled.clear()
-    storages = []
-
-    def open_storage(
-        pool: HostPool,
-        *tiers: object,
-        weights: str = "w",
-        limits: object = None,
-        connect: str = "",
-        prefill_tokens_per_s: float = 0.0,
-        **config: Any,  # noqa: ANN401 - fields of Config
-    ) -> Any:  # noqa: ANN401 - as `adapter` has it
-        settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
-        settings["prefill_tokens_per_s"] = prefill_tokens_per_s
-        settings = {"connect": connect} if connect else settings
-        extra = {"interface_v1": 1, "tiered_kv": {"weights": weights, **settings}}
-        storage = adapter()(Config(extra, is_mla_model=pool.is_mla, **config), {})
-        storages.append(storage)
-        storage.register_mem_pool_host(pool)
-        return storage
-
-    yield open_storage
-    for storage in storages:
-        storage.close()
-
-
-KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(10)]
-
-
-def at(*pages: int) -> Tensor:
-    """Return the token slots of pages, as SGLang gives them."""
-    return torch.cat([torch.arange(page * SIZE, (page + 1) * SIZE) for page in pages])
-
-
-def filled(pool: HostPool, pages: range, seed: int = 0) -> list[Tensor]:
-    """Fill pages with KV and return copies of it."""
-    torch.manual_seed(seed)
-    for page in pages:
-        pool.page(page).copy_(torch.randn(pool.page(page).shape))
-    return [pool.page(page).clone() for page in pages]
+    with storages() as open_storage:
+        yield open_storage
 
 
 @pytest.mark.parametrize("is_mla", [False, True], ids=["MHA", "MLA"])
@@ -173,14 +44,14 @@ def filled(pool: HostPool, pages: range, seed: int = 0) -> list[Tensor]:
 @pytest.mark.parametrize("source", LAYOUTS)
 def test_what_one_layout_has_stored_another_loads(opened: Open, source: str, target: str, is_mla: bool) -> None:  # noqa: FBT001 - pytest's
     """After a restart too, byte for byte, and without touching another page."""
-    pool = HostPool(source, is_mla)
+    pool = host_pool(source, is_mla)
     truth = filled(pool, range(10))
     storage = opened(pool)
     assert storage.batch_exists(KEYS) == 0
     assert storage.batch_set_v1(KEYS, at(*range(10))) == [True] * 10
     storage.close()
 
-    into = HostPool(target, is_mla)
+    into = host_pool(target, is_mla)
     storage = opened(into)
     assert storage.batch_exists(KEYS) == 10
     pages = [3, 2, 23, 5, 7, 11, 13, 17, 19, 1]
@@ -192,19 +63,23 @@ def test_what_one_layout_has_stored_another_loads(opened: Open, source: str, tar
 @pytest.mark.parametrize(("block_s", "prefill", "num_worth"), [(0.001, 0.0, 10), (0.001, 1000.0, 10), (1.0, 1000.0, 0)])
 def test_only_what_pays_is_loaded(opened: Open, block_s: float, prefill: float, num_worth: int) -> None:
     """Where it is said how fast SGLang computes: of a tier that is slower than that it is told of no page."""
-    pool = HostPool("page_first_direct")
+    pool = host_pool("page_first_direct")
     filled(pool, range(10))
     storage = opened(pool, SHELF, prefill_tokens_per_s=prefill)
     assert storage.batch_set_v1(KEYS, at(*range(10))) == [True] * 10
     storage.kv.flush()
-    lookup = storage.kv.lookup
-    storage.kv.lookup = lambda keys: replace(lookup(keys), costs={"shelf": LoadCost(0.001, block_s)})
+    lookup: Callable[[BlockKeys], Awaitable[LookupResult]] = storage.kv.cache.lookup
+
+    async def costly(keys: BlockKeys) -> LookupResult:
+        return replace(await lookup(keys), costs={"shelf": LoadCost(0.001, block_s)})
+
+    storage.kv.cache.lookup = costly
     assert storage.batch_exists(KEYS) == num_worth
 
 
 def test_engines_share_pages_by_a_server(opened: Open, tmp_path: Path) -> None:
     """By one setting: what one process has stored another loads from the host's server, each rank its part."""
-    pool, into = HostPool("page_first"), HostPool("layer_first")
+    pool, into = host_pool("page_first"), host_pool("layer_first")
     truth = filled(pool, range(10))
     with serving(tmp_path, {"medium": "cpu", "capacity": "1MiB"}) as server:
         connect = f"unix://{server.path}"
@@ -222,7 +97,7 @@ def test_engines_share_pages_by_a_server(opened: Open, tmp_path: Path) -> None:
 
 def test_a_hole_ends_what_exists_and_what_is_loaded(opened: Open) -> None:
     """SGLang goes on from the first page that is missing; those before it are served, one evicted after a look too."""
-    pool = HostPool("page_first")
+    pool = host_pool("page_first")
     truth = filled(pool, range(10))
     storage = opened(pool)
     storage.batch_set_v1(KEYS, at(*range(10)))
@@ -238,7 +113,7 @@ def test_a_hole_ends_what_exists_and_what_is_loaded(opened: Open) -> None:
 
 def test_a_stalled_page_keeps_nobody_waiting_for_long(opened: Open) -> None:
     """It is answered with no within the time of a load; stores, and loads of what memory has, go on."""
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     filled(pool, range(10))
     opened(pool).batch_set_v1(KEYS[5:], at(*range(5, 10)))
     opened(pool).kv.flush()
@@ -255,7 +130,7 @@ def test_a_stalled_page_keeps_nobody_waiting_for_long(opened: Open) -> None:
 def test_a_flipped_byte_on_disk_is_not_served(opened: Open, tmp_path: Path) -> None:
     """The pages before it are."""
     tiers = ("cpu://?capacity=0", {"medium": "nvme", "path": str(tmp_path), "capacity": "8MiB"})
-    pool = HostPool("page_first_direct")
+    pool = host_pool("page_first_direct")
     filled(pool, range(10))
     storage = opened(pool, *tiers)
     storage.batch_set_v1(KEYS, at(*range(10)))
@@ -278,7 +153,7 @@ def test_a_flipped_byte_on_disk_is_not_served(opened: Open, tmp_path: Path) -> N
 def test_ranks_have_blocks_and_directories_of_their_own(opened: Open, tmp_path: Path) -> None:
     """A part of the heads is never another's, in a shared tier either."""
     tiers = ({"medium": "nvme", "path": f"{tmp_path}/{{rank}}", "capacity": "8MiB"}, SHELF)
-    pools = [HostPool("layer_first"), HostPool("layer_first")]
+    pools = [host_pool("layer_first"), host_pool("layer_first")]
     storages = [opened(pool, *tiers, tp_rank=rank, tp_size=2) for rank, pool in enumerate(pools)]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0-0-0-0", "0-0-0-1"]
     truth = [filled(pool, range(2), seed=rank) for rank, pool in enumerate(pools)]
@@ -292,7 +167,7 @@ def test_ranks_have_blocks_and_directories_of_their_own(opened: Open, tmp_path: 
 
 def test_pipeline_stages_share_nothing(opened: Open) -> None:
     """They have other layers, of as many."""
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     opened(pool, pp_rank=0, pp_size=2).batch_set_v1(KEYS[:1], at(0))
     assert opened(pool, pp_rank=1, pp_size=2).batch_exists(KEYS[:1]) == 0
     assert opened(pool, pp_rank=0, pp_size=2).batch_exists(KEYS[:1]) == 1
@@ -300,7 +175,7 @@ def test_pipeline_stages_share_nothing(opened: Open) -> None:
 
 def test_mla_is_written_once_and_read_by_every_rank(opened: Open, tmp_path: Path) -> None:
     """Latents are the same on all of them: one rank stores; where the others can't find them it is refused."""
-    pools = [HostPool("page_first_direct", is_mla=True) for _ in range(2)]
+    pools = [host_pool("page_first_direct", is_mla=True) for _ in range(2)]
     truth = filled(pools[0], range(2))
     storages = [opened(pool, tp_rank=rank, tp_size=2) for rank, pool in enumerate(pools)]
     assert storages[1].batch_set_v1(KEYS[:2], at(0, 1)) == [True] * 2
@@ -316,7 +191,7 @@ def test_mla_is_written_once_and_read_by_every_rank(opened: Open, tmp_path: Path
 
 def test_other_weights_are_another_model(opened: Open) -> None:
     """Named, or told from the checkpoint's files."""
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     opened(pool, weights="a").batch_set_v1(KEYS[:1], at(0))
     assert opened(pool, weights="b").batch_exists(KEYS[:1]) == 0
     assert opened(pool, weights="a").batch_exists(KEYS[:1]) == 1
@@ -326,7 +201,7 @@ def test_other_weights_are_another_model(opened: Open) -> None:
 
 def test_after_closing_nothing_is_there(opened: Open) -> None:
     """SGLang may still ask: it is told no, and raised nothing at; closing again is harmless."""
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     storage = opened(pool)
     storage.batch_set_v1(KEYS[:1], at(0))
     storage.close()
@@ -344,7 +219,7 @@ def test_closing_overtakes_a_call(opened: Open) -> None:
             storage.close()
             return super().__iter__()
 
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     for call, answer in {
         "batch_exists": 0,
         "batch_get_v1": [False] * 2,
@@ -358,7 +233,7 @@ def test_closing_overtakes_a_call(opened: Open) -> None:
 
 def test_what_is_dropped_is_said_page_by_page(opened: Open) -> None:
     """A cache that takes no stores any more keeps what it has."""
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     storage = opened(pool)
     storage.batch_set_v1(KEYS[:2], at(0, 1))
     storage.kv.drain()
@@ -383,22 +258,21 @@ def test_what_cannot_be_served_is_refused_at_once(opened: Open) -> None:
     with pytest.raises(ConfigurationError, match="interface_v1"):
         adapter()(Config({}))
     with pytest.raises(ConfigurationError, match="'page_head' is not served; these are: layer_first, page_first"):
-        opened(HostPool("page_head"))
-    with pytest.raises(ConfigurationError, match="keys of 8 and values of 4"):
-        opened(HostPool("layer_first", v_head_dim=4))
+        opened(host_pool("page_head"))
     with pytest.raises(ConfigurationError, match="context parallelism over 2 ranks"):
-        opened(HostPool("layer_first", is_mla=True), tp_size=2, dcp_size=2)
-    with pytest.raises(ConfigurationError, match="'mamba' beside their KV"):
-        opened(pool := HostPool("layer_first")).register_mem_host_pool_v2(SimpleNamespace(), "mamba")
-    opened(pool).register_mem_host_pool_v2(pool, "kv")  # the same one, by another name
+        opened(host_pool("layer_first", is_mla=True), tp_size=2, dcp_size=2)
+    with pytest.raises(ConfigurationError, match="'mamba' is a SimpleNamespace, whose pages are not known here"):
+        opened(pool := host_pool("layer_first")).register_mem_host_pool_v2(SimpleNamespace(), "mamba")
+    opened(pool).register_mem_host_pool_v2(pool, "kv")  # the same one, as SGLang has it
 
 
 def main(folder: str) -> None:
     """Be a process that stores, and ends without closing anything."""
     extra = {"tiers": ["cpu://?capacity=1MiB", f"file://{folder}?capacity=8MiB"], "weights": "w"}
     storage = adapter()(Config({"interface_v1": 1, "tiered_kv": extra}))
-    pool = HostPool("layer_first")
+    pool = host_pool("layer_first")
     storage.register_mem_pool_host(pool)
+    storage.on_host_pools_registered()
     print(storage.batch_exists(KEYS))  # noqa: T201 - read by the test
     filled(pool, range(10))
     storage.batch_set_v1(KEYS, at(*range(10)))
