@@ -622,8 +622,9 @@ class TierIndex(Occupancy):
             raise ConfigurationError(f"{num_slots} slots in an index of 0 to {self.max_slots}")
         beyond = slice(num_slots, self.max_slots)
         idle = num_slots + ((self._states[beyond] == READY) & (self._num_leases[beyond] == 0)).nonzero()[0]
-        self.num_slots, self._goes_when_idle = num_slots, True
+        self.num_slots = num_slots
         evicted = self._remove(idle[::-1], Change.EVICTED)
+        self._goes_when_idle = bool((self._states[beyond] != FREE).any())  # else each release would have to look
         self._find_free()
         self._policy.resize(num_slots)
         return evicted if keep_held else np.concatenate((evicted, self.give_up(num_slots)))
