@@ -364,7 +364,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
 
 async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     """Much is being brought ahead from a slow store: a load that comes later goes before it."""
-    world, kv = requests.world, requests.kv
+    world, kv, is_alone = requests.world, requests.kv, requests.is_alone
     mine, *ahead = [fresh(world.number())[:1] for _ in range(1 + _AHEAD)]
     world.end_trouble()
     await asyncio.sleep(WELL_S)
@@ -383,7 +383,8 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
         started = requests.now
         await requests.transfer(mine, (1, 1, 10, 2), is_load=True)
         took_s = requests.now - started
-        if took_s > _AT_ONCE_S and not requests.ending:
+        # Loads that came before it go before it: all prefetches would take most of a minute.
+        if took_s > _AT_ONCE_S * (1 if is_alone else 4) and not requests.ending:
             raise WrongAnswer("delayed", f"a load took {took_s:.2f} s beside prefetches that came before it")
 
 
