@@ -484,8 +484,9 @@ class ReadSpeed:
     _seen_at: float = 0.0
     _plans: dict[object, int] = field(default_factory=dict)
     _planned: int = 0
-    _underway: dict[Read, bool] = field(default_factory=dict)
-    """The first one first, and whether it waits for no other kind of read."""
+    _underway: set[Read] = field(default_factory=set)
+    _urgent: dict[Read, None] = field(default_factory=dict)
+    """Those of them that wait for no other kind of read, the first one first."""
 
     def begin(self, num_bytes: int, *, goes_first: bool = True) -> Read:
         """Count a read that is asked for now; `end` follows, however it goes.
@@ -496,13 +497,17 @@ class ReadSpeed:
         """
         self._ahead += num_bytes
         read = Read(num_bytes, self._ahead, self.clock())
-        self._underway[read] = goes_first
+        self._underway.add(read)
+        if goes_first:
+            self._urgent[read] = None
         return read
 
     def end(self, read: Read, *, is_well: bool) -> None:
         """Count it off, once, and learn from it if it brought blocks."""
-        if self._underway.pop(read, None) is None:
+        if read not in self._underway:
             return
+        self._underway.remove(read)
+        self._urgent.pop(read, None)
         self._ahead -= read.num_bytes
         if not is_well:
             return
@@ -519,7 +524,7 @@ class ReadSpeed:
 
     def estimate(self) -> Estimate | None:
         """Say what one more transfer would meet; None before anything was read, or takes long."""
-        first = next((read for read, goes_first in self._underway.items() if goes_first), None)
+        first = next(iter(self._urgent), None)
         if not self._weight:
             late_s = None if first is None else self.clock() - first.started
             return None if late_s is None else Estimate(late_s, 0.0, len(self._plans), self._planned)
