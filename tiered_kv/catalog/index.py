@@ -153,9 +153,8 @@ class Occupancy(Books):
         num_leases = self._num_leases.take(tail_first) - 1
         self._num_leases[tail_first] = num_leases
         is_plain = len(own) == len(tail_first) and not num_leases.any() and not self._any_to_go(own)
-        if (
-            is_plain and not self._goes_when_idle and (self._states.take(tail_first) == READY).all()
-        ):  # as a rule: nobody else has them, and all stay
+        is_plain = is_plain and not self._goes_when_idle
+        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._policy.unpark(tail_first)
             return
