@@ -104,7 +104,7 @@ async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None
     engine, may_begin = AnyEngine(), threading.Event()
     with ExitStack() as running:
         server = running.enter_context(serving(tmp_path, cpu(64)))
-        async with attached(server, engine, timeout_s=0.1) as kv:
+        async with attached(server, engine, timeout_s=1.0) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(32)))
             engine.wipe()
             handle = kv.start_load(KEYS, engine.spec(range(32)), order="back", after=may_begin)
