@@ -28,6 +28,7 @@ import structlog
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import LlamaConfig
 
 from chat_engine import (
     BLOCK_SIZE,
@@ -93,10 +94,12 @@ class TieredPrefix:
 
 
 @asynccontextmanager
-async def open_engine(dtype: torch.dtype) -> AsyncIterator[Engine]:
+async def open_engine(options: argparse.Namespace) -> AsyncIterator[Engine]:
     """Yield an engine that has run once, so that no request pays for first-time set-up."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    async with Engine.open(build_model(LLAMA_100M, device, dtype=dtype), num_blocks=512) as engine:
+    config = LlamaConfig.from_dict(LLAMA_100M.to_dict() | {"num_hidden_layers": options.layers})
+    model = build_model(config, device, dtype=getattr(torch, options.dtype))
+    async with Engine.open(model, num_blocks=512) as engine:
         await engine.generate([BOS] * 2 * CHUNK, max_new_tokens=2, prefix=NoPrefixCache())
         yield engine
 
@@ -153,7 +156,7 @@ async def serve_from_every_tier(options: argparse.Namespace, progress: Progress)
 
     runs = []
     fastest, *below = (tier for tier in TIERS if tier not in PERSISTENT)
-    async with open_engine(getattr(torch, options.dtype)) as engine:
+    async with open_engine(options) as engine:
         async with open_tiers(engine, fastest, options) as kv:
             runs.append(await serve(engine, kv, RECOMPUTE, options, bar(RECOMPUTE)))
             await kv.flush()
@@ -194,8 +197,7 @@ async def serve_in_new_process(
 
 async def serve_as_new_process(options: argparse.Namespace) -> None:
     """Do what `serve_in_new_process` waits for."""
-    dtype = getattr(torch, options.dtype)
-    async with open_engine(dtype) as engine, open_tiers(engine, options.only, options) as kv:
+    async with open_engine(options) as engine, open_tiers(engine, options.only, options) as kv:
         run = await serve(engine, kv, options.only, options, partial(print, flush=True))
     run.write(options.out / f"{options.only}.json")
 
@@ -213,6 +215,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--turns", type=int, choices=range(1, 5), default=3, metavar="N", help="requests each: 1 to 4, or 3")
     add("--new-tokens", type=int, choices=range(1, 129), default=16, metavar="N", help="per request: 1 to 128, or 16")
     add("--tiers", nargs="+", type=split, default=[list(TIERS)], help=f"to serve from: {', '.join([*TIERS, *SERVED])}")
+    add("--layers", type=int, choices=range(1, 13), default=12, metavar="N", help="of the model: 1 to 12, or 12")
     add("--dtype", choices=("bfloat16", "float32"), help="of weights and KV (whichever is faster here)")
     add("--out", type=Path, default=Path("out/chat"), help="folder for results (out/chat)")
     add("--only", choices=PERSISTENT, help=argparse.SUPPRESS)  # what the new process is told

@@ -20,7 +20,6 @@ from itertools import chain
 from pathlib import Path
 from typing import cast
 
-import torch
 from rich.progress import Progress
 
 from chat import make_progress, open_engine, parse_arguments, quiet, serve
@@ -117,7 +116,7 @@ class EngineProcess:
 
 async def serve_when_told(options: argparse.Namespace, name: str, socket: str) -> None:
     """Be an engine: serve all conversations for each line on standard input, which says where KV is to come from."""
-    async with open_engine(getattr(torch, options.dtype)) as engine:
+    async with open_engine(options) as engine:
         layout = KVLayout.from_tensors(engine.kv_caches, block_size=BLOCK_SIZE)
         model = ModelIdentity("llama-100m", weights=weights_digest(engine.model))
         # In one's own process it would be TieredKV.from_settings(settings, ...). That is all that differs.

@@ -17,7 +17,7 @@ from tiered_kv_backends.s3 import S3Settings
 
 pytestmark = pytest.mark.timeout(300)
 
-SMALL = ["--conversations=2", "--turns=2", "--new-tokens=2"]
+SMALL = ["--conversations=2", "--turns=2", "--new-tokens=2", "--layers=2", "--dtype=float32"]
 
 # The demo, with a disk that loses its mind between the run that wrote and the new process that reads.
 ON_A_BROKEN_DISK = """
@@ -43,7 +43,7 @@ chat.main()
 
 def run_demo(*arguments: str | Path) -> "subprocess.CompletedProcess[str]":
     """Run Python on these arguments in a process of its own, with the examples on its path; return what it says."""
-    environment = os.environ | {"PYTHONPATH": str(Path(chat.__file__).parent), "COLUMNS": "120"}
+    environment = os.environ | {"PYTHONPATH": str(Path(chat.__file__).parent), "COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment,
