@@ -1,16 +1,16 @@
-"""What names of ours look like on a shared medium: `BlockKey.path`. Who deletes there deletes nothing else.
+"""Blocks as files and objects of a shared medium: how they are named and opened, kept within a quota, and spoken of.
 
-Opening a file by a path of several names, none of which may be a symbolic link, with one system call.
+Names are those of `BlockKey.path`, a folder per tenant (`salt_folder`). Who deletes there deletes nothing else.
 
-Folder by folder it takes three calls a name, each of which gives up the interpreter: of many threads at once half their
-time went there. Linux has ``openat2`` since 5.6; elsewhere, and where a sandbox refuses it, callers go step by step.
+`Opener` opens a file by a path of several names, none of which may be a symbolic link, with one system call. Folder by
+folder it takes three calls a name, each of which gives up the interpreter: of many threads at once half their time went
+there. Linux has ``openat2`` since 5.6; elsewhere, and where a sandbox refuses it, callers go step by step.
 
-Keeping every tenant of a shared medium within a quota. For a job of your own, beside the caches.
+`keep_quota` keeps every tenant of a medium within a quota, as a job of your own beside the caches. It lists the medium,
+so it holds at the moment when it has run: what is written later counts at the next run. A tier of medium ``shared_fs``
+has the setting ``salt_quota`` besides, which its sweeps keep.
 
-It lists the medium, so it holds at the moment when it has run: what is written later counts at the next run. A tier of
-medium ``shared_fs`` has the setting ``salt_quota`` besides, which its sweeps keep.
-
-Taking secrets out of what servers say: some repeat in an error what they were sent.
+`scrubbed` takes secrets out of what servers say: some repeat in an error what they were sent.
 """
 
 import ctypes

@@ -4,15 +4,14 @@ Many may read a block under a `Lease`; one may fill a slot under a `Reservation`
 everything back on any error or cancellation. A readable block that has no copy below yet can be marked *dirty*: it
 stays until it is taken to be written there.
 
+`Occupancy` has the steps that a slot takes: from free to pending, to ready, to doomed and free again. Each keeps all
+that belongs to it in agreement: names and states, leases, the order of eviction, dirty blocks, free slots and counts.
+`TierIndex` says what the steps are for.
+
 All calls take batches of names and decide at once. No call's time grows with the number of blocks in the tier, save
 `clear`, `resize`, `restore`, `withhold` and `names_in_order`, which say so.
 
 One thread owns an index, the event loop's. Others may read what `Books` says they may.
-
-What happens to the slots of one owned tier: from free to pending, to ready, to doomed and free again.
-
-Each step keeps all that belongs to it in agreement: names and states, leases, the order of eviction, dirty blocks, free
-slots and counts. `TierIndex` says what the steps are for.
 """
 
 from collections.abc import Callable

@@ -1,15 +1,11 @@
-"""A planner's jobs whose cache is a server's: that plans and holds; here they are bound, and whoever waits is told.
+"""The planner of a client: plans are made by the server, and carried out by workers that map its memory as we do.
 
-A job ends here whatever the server does: when it is gone, when it does not answer, and when the job is cancelled. The
-server is told what workers have moved all the same, as long as it is there: it holds slots until then.
+The server plans and holds; here jobs are bound, and whoever waits is told. A job (`FarJob`) ends here whatever the
+server does: when it is gone, when it does not answer, and when the job is cancelled. The server is told what workers
+have moved all the same, as long as it is there: it holds slots until then.
 
-One job of a planner whose cache is a server's: what it is about, its plan in this process's words, how it ended.
-
-What the workers of a client's planner need of the server: that it watches them, and the memory that they copy to.
-
-Both go by file descriptors on connections of their own, so that it does not matter what number a process has to whom.
-
-The planner of a client: plans are made by the server, and carried out by workers that map its memory as we do.
+Workers need the server to watch them, and the memory that they copy to (`Introductions`, `ServedSlab`). Both go by file
+descriptors on connections of their own, so that it does not matter what number a process has to whom.
 """
 
 import asyncio

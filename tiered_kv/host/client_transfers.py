@@ -1,13 +1,11 @@
-"""Loads of a client: what is in place, and how it ends, as the server says it or as it is known here.
-
-A client's loads and stores: the server says which slots, and this process copies, on its own device's streams.
+"""A client's loads and stores: the server says which slots, and this process copies, on its own device's streams.
 
 The engine's memory is touched by copies of this process alone. So a transfer ends here, whatever the server does: what
 has not begun is revoked, what has begun is waited for, and what the server asks for later is refused.
 
-Stores of a client: their layers, and what becomes of them in the server's tiers.
-
-How a client's loads and stores begin: checked in the caller's thread, and started on the event loop.
+A `FarLoad` keeps what is in place, and how it ends, as the server says it or as it is known here; a `FarStore` its
+layers, and what becomes of its blocks in the server's tiers. `Starts` begins both: they are checked in the caller's
+thread, and started on the event loop.
 """
 
 import asyncio

@@ -5,12 +5,10 @@ are known, those that clients have attached for and those whose blocks an earlie
 by resizing the others, lent as `lending` says, and the others' again once it is reclaimed. What each is to have is
 decided at once; to get there each goes its own way, and waits for no other's.
 
-Directories of models on disks are named by what equal models have in common. Which of them a tier has used, and how one
-goes that nobody uses any more, its medium knows.
-
-One model of a server: its cache, what it has of every tier that the server owns, and who uses it.
-
-A server's tiers as its settings have them, and the part that one model's cache gets of each that is divided.
+A `Share` is one model's cache, what it has of every tier that the server owns, and who uses it; a `DividedTier` is a
+tier as the settings have it, of which each model's cache gets a part. Directories of models on disks are named by what
+equal models have in common. Which of them a tier has used, and how one goes that nobody uses any more, its medium
+knows.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""The device for a set of tensors, and those that torch drives: side streams and events.
+"""Devices that torch drives, their side streams and events; and which device a set of tensors needs (`make_device`).
 
 Copies are enqueued in the caller's thread, so that their order is the order of the calls. One thread a stream waits for
 their events, blocked in the driver with the GIL released, and reports them in order: no polling, and no Python in a

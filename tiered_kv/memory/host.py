@@ -1,22 +1,18 @@
-"""Host memory for blocks: one slab of equal slots in a memfd, which other processes can attach.
+"""Host memory for blocks: one slab of equal slots in a memfd, which other processes can attach; how it is made ready.
 
 Whoever holds a slot's lease or reservation may touch its bytes; the slab keeps no account of that. A worker process
 maps the same pages by the file descriptor, so what one process gathers another can write to a disk.
 
-Host memory near a GPU: on a machine of several NUMA nodes, copies from the far one run at a fraction of the bus.
+Near a GPU: on a machine of several NUMA nodes, copies from the far node run at a fraction of the bus (`node_of_gpu`).
+That is known on Linux only, by what the kernel says; elsewhere, and where it says nothing, memory is where it falls.
 
-Linux only, by what the kernel says and does itself; elsewhere, and where it says nothing, memory is where it falls.
+A slab's pages are allocated one by one in the background, and page-locked where a GPU will reach them (`PageLocking`).
+For hundreds of GiB that takes minutes and may fail half-way, and serving need not wait for either: a slab is right from
+the start, only slower.
 
-Getting a slab's memory ready in the background: allocated page by page, and page-locked where a GPU will reach it.
-
-Page-locking hundreds of GiB takes minutes and may fail half-way, and serving need not wait for either: a slab is right
-from the start, only slower.
-
-Asks, before host memory is taken, whether the machine will give it.
-
-Linux says yes to any allocation and ends the process later, when the pages are first touched. So the numbers are
-compared beforehand: the memory that is available, the limits of the control groups the process is in (version 2 or 1),
-and the limit of locked memory.
+Before it is taken, `check_host_memory` asks whether the machine will give it: Linux says yes to any allocation and ends
+the process later, when the pages are first touched. So the numbers are compared beforehand: the memory that is
+available, the limits of the control groups the process is in (version 2 or 1), and the limit of locked memory.
 """
 
 import ctypes

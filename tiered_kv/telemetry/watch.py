@@ -1,13 +1,13 @@
 """What is watched of one open cache, whoever shows it: Prometheus, or the page.
 
-What a cache does is counted anyway. A reading costs it one snapshot, taken on its event loop, so that what is shown
+What a cache does is counted anyway. A `Reading` costs it one snapshot, taken on its event loop, so that what is shown
 adds up; it may be asked for from any thread, and a loop that has no time holds up nobody.
 
-What neither `stats` nor `Fates` counts: how often a tier's calls went wrong, and tenants one by one.
+`Tallies` count what neither `stats` nor `Fates` does: how often a tier's calls went wrong, and tenants one by one. They
+are plain numbers, for the event loop's thread.
 
-Plain numbers, for the event loop's thread.
-
-The last hour of a cache, in a bounded memory: so that a page can show it whoever else was watching, or nobody.
+`MomentHistory` is the last hour of a cache in a bounded memory, so that a page can show it whoever else was watching,
+or nobody.
 """
 
 import asyncio

@@ -1,18 +1,17 @@
-"""Who may move next: a bound on the bytes in flight in one place, given out by priority.
+"""Who may move next at a tier: bytes in flight, given out by priority; the pace of its reads; wear by its writes.
 
-Loads come first, then prefetches, stores and demotions. Lower priorities may fill only a part of the budget, so that an
-urgent load never finds it full of theirs; and each kind of call may always have one piece in flight, so that none
-starves, whatever the priorities.
+A `Budget` bounds the bytes in flight in one place. Loads come first, then prefetches, stores and demotions. Lower
+priorities may fill only a part of it, so that an urgent load never finds it full of theirs; and each kind of call may
+always have one piece in flight, so that none starves, whatever the priorities.
 
-How fast a storage tier reads now: learned from its reads, for the choice between loading blocks and computing them.
+`ReadSpeed` says how fast a storage tier reads now, as learned from its reads, for the choice between loading blocks and
+computing them. A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included,
+takes ``first_s + ahead x byte_s``. Both numbers are fitted to the reads of late, by least squares with weights that
+fade; what waits in the tier's line is part of ``ahead``, so the estimate rises and falls with the load. A read that
+takes longer than that says so before it ends: whoever comes waits at least for as long. Loads read a few windows at a
+time, so they also say how much more each of them is going to read: with these a load takes turns.
 
-A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included, takes ``first_s +
-ahead x byte_s``. Both numbers are fitted to the reads of late, by least squares with weights that fade; what waits in
-the tier's line is part of ``ahead``, so the estimate rises and falls with the load. A read that takes longer than that
-says so before it ends: whoever comes waits at least for as long. Loads read a few windows at a time,
-so they also say how much more each of them is going to read: with these a load takes turns.
-
-How much may be written to a medium that wears out by it, or is paid for by the byte: so many bytes a day.
+`Wear` bounds how much may be written to a medium that wears out by it, or is paid for by the byte: so many bytes a day.
 """
 
 import asyncio

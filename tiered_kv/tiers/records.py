@@ -2,13 +2,11 @@
 
 Nothing but `Records` makes a medium's name of a block's: backends see no other.
 
-The codec ``exponent``: records of bf16 that hold every bit in three quarters of the bytes. In numpy, for threads.
-
-Values that belong together are of similar size, so that a few of the 256 exponents are nearly all of them: in each
-chunk 15 neighbouring ones, and zero, get a code of 4 bits in place of 8, and the others are listed. A block with more
-of those than the list holds is not encoded at all, whatever its bits are: nothing is ever rounded.
-
-Source of the idea: SplitZip (arXiv 2605.01708), a fixed code for the commonest exponents and an escape list.
+`ExponentCodec` makes records of bf16 that hold every bit in three quarters of the bytes, in numpy, for threads. Values
+that belong together are of similar size, so that a few of the 256 exponents are nearly all of them: in each chunk 15
+neighbouring ones, and zero, get a code of 4 bits in place of 8, and the others are listed. A block with more of those
+than the list holds is not encoded at all, whatever its bits are: nothing is ever rounded. Source of the idea: SplitZip
+(arXiv 2605.01708), a fixed code for the commonest exponents and an escape list.
 """
 
 import asyncio

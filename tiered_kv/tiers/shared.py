@@ -1,19 +1,16 @@
 """A tier that finds and evicts for itself, and that others may share: what it says it has, a read decides.
 
-What a shared tier has said of blocks lately, for engines that ask key by key, every step, and cannot wait.
+What it says is taken with three kinds of doubt, all of them plain data for the event loop's thread:
 
-Any thread may look: what is not known is to be asked, by whoever is told so first. An answer is forgotten after a
-second, and as soon as something happens that it does not know of.
-
-Blocks of a shared tier that are said to be there and could not be read: absent for a while, each time for longer.
-
-So a block that is broken or lost costs one load now and then, not every load. A store in that while finds it absent and
-writes it anew, which is how it is repaired; only what is broken a second time is to be deleted, for the bytes may be
-right on the medium and others may read them. Decides at once, never waits; all time comes from ``clock``.
-
-What was evicted while its medium could not be told: absent, whatever the medium says, until it has been told.
-
-Pure data; for the event loop's thread.
+- `Answers`: what it has said of blocks lately, for engines that ask key by key, every step, and cannot wait. Any thread
+  may look: what is not known is to be asked, by whoever is told so first. An answer is forgotten after a second, and as
+  soon as something happens that it does not know of.
+- `Suspects`: blocks that are said to be there and could not be read. They are absent for a while, each time for longer,
+  so that one that is broken or lost costs one load now and then, not every load. A store in that while finds it absent
+  and writes it anew, which is how it is repaired; only what is broken a second time is to be deleted, for the bytes may
+  be right on the medium and others may read them.
+- `Tombstones`: what was evicted while its medium could not be told. It is absent, whatever the medium says, until it
+  has been told.
 """
 
 import asyncio

@@ -1,15 +1,11 @@
 """Transfers submitted from any thread, for engines with a synchronous loop. Nobody waits for a turn of the event loop.
 
 Arguments are checked, and the wait for the caller's event is enqueued, in the caller's thread. Then one wake-up, shared
-by all that is submitted meanwhile, lets the event loop start the transfers. What has ended is kept until it is polled,
-the newest results at least.
+by all that is submitted meanwhile, lets the event loop start the transfers. What has ended, and nobody has asked about
+yet, is kept until it is polled (`Polled`), the newest at least.
 
-A signal's handler may submit too, whatever its thread was doing here, see `polled`.
-
-What threads poll for: what has happened on the event loop and nobody has asked about yet, the newest at least.
-
-A signal's handler may come in too, whatever its thread was doing here: the lock is one that its thread may take again,
-and each step inside it is one operation of the interpreter.
+A signal's handler may come in too, whatever its thread was doing here: the lock of `Polled` is one that its thread may
+take again, and each step inside it is one operation of the interpreter.
 """
 
 import asyncio

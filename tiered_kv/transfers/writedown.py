@@ -1,14 +1,11 @@
 """Writing down: the second half of a store. Blocks go from the tier that has them to every tier below it.
 
-Tiers with ``write="through"`` get them now. For those with ``write="back"`` they wait where they are, and the cleaner
-writes them. They stay leased until the last tier has let go of their memory; a tier that is late is counted as failed
-and not waited for, but keeps what it was lent.
+Tiers with ``write="through"`` get them now (`write_down`). Blocks stay leased until the last tier has let go of their
+memory; a tier that is late is counted as failed and not waited for, but keeps what it was lent. A `Tally` says what
+became of the blocks of one store, in each tier.
 
-What became of the blocks of one store, in each tier.
-
-The cleaner of a chain: writes blocks that wait in memory to the tiers with ``write="back"``, the oldest first.
-
-It begins when too little of a memory tier could be given to new blocks, or when a block has waited for long enough, and
+For tiers with ``write="back"`` they wait where they are, and the chain's `Cleaner` writes them, the oldest first. It
+begins when too little of a memory tier could be given to new blocks, or when a block has waited for long enough, and
 heeds a bandwidth of its own. A tier that is bypassed keeps its blocks waiting, and then what is stored is dropped once
 memory is full of them: bounded by the tier, and nothing waits for it but they.
 """

@@ -6,16 +6,14 @@
 
 The lock is a flock(2) on the directory itself, held as long as the tier is open: nobody can delete it or put another in
 its place. All that lies in the directory is reached by its descriptor: were the directory removed, and made anew by
-another process, this one would write to its own still.
+another process, this one would write to its own still. Used by one thread at a time.
 
-Used by one thread at a time.
+A directory may have been prepared by somebody else, with symbolic links, FIFOs or hard links under the names that we
+write to. So files and folders are opened by the descriptor of their folder, never through a link, and what is not this
+user's alone is refused before anything is read from it or written to it.
 
-Opening files and folders that must be this user's alone: by descriptor of their folder, never through a link.
-
-A directory may have been prepared by somebody else: with symbolic links, FIFOs or hard links under the names that we
-write to. What is not ours alone is refused before anything is read from it or written to it.
-
-Whether a disk works, and how: by a page that is written to a file of its own and read back.
+Whether a disk works, and how, is found out by a page that is written to a file of its own and read back
+(`probe_direct_io`, `page_problem`).
 """
 
 import contextlib

@@ -1,13 +1,12 @@
-"""The directories of one tier, and which of them are in use. `members.py` says what that is to a restart.
+"""The directories of one tier, which of them are in use, and which have been used together.
 
 One that fails or hangs is let go of. It is tried again once in a while, and begins empty: what was evicted while it was
 away must not come back with it. What hangs there may go on for ever, in threads of that disk alone.
 
-Which directories have been used together as one tier, so that none brings back what was evicted while it was away.
-
-Each directory of several has a file ``member``: an identity of its own, and those of all that were in use when one came
-or went last, under a number that counts these times. The highest number says who belongs together. Whoever is not named
-there was away while blocks may have been evicted, and begins empty.
+So that none brings back after a restart what was evicted while it was away, each directory of several has a file
+``member`` (`Member`): an identity of its own, and those of all that were in use when one came or went last, under a
+number that counts these times. The highest number says who belongs together. Whoever is not named there was away while
+blocks may have been evicted, and begins empty.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. The file has two copies, in places of its own that are written in turn: a

@@ -1,14 +1,12 @@
 """Block bodies over the Redis protocol (RESP2), between a socket and our buffers with no copy in between.
 
 Only what blocks need: GET, SET and questions that a number answers, in pipelines. All else goes through redis-py,
-beside it. Whatever a server sends, no more of it is kept than a block and a line; and the event loop gets its turn.
+beside it. Whatever a server sends, no more of it is kept than a block and a line; and the event loop gets its turn: a
+call of a `Socket`, over TCP or TLS, is tried first, and waited for if it must be.
 
-A socket that never blocks the event loop, over TCP or TLS: a call is tried first, and waited for if it must be.
-
-Connections to one server, logged in and kept for the next call.
-
-A connection whose call did not end (cancelled, late, lost), or that has said more than it was asked, is closed and
-never lent again: its next reply would be another call's.
+Connections to one server are logged in once, and kept by a `Pool` for the next call. One whose call did not end
+(cancelled, late, lost), or that has said more than it was asked, is closed and never lent again: its next reply would
+be another call's.
 """
 
 import asyncio

@@ -8,16 +8,10 @@ of queues, not from a sample; of two blocks of equal age the one used more often
 prefix, which every use of its tail uses too, outlives the tail; densities that are about the same count as the same,
 and then the older block goes; and where that loses hits that LRU would have, it goes by LRU for a while.
 
-Whether LRU would do better: what it would hold is known from when each block was used last.
-
-What the count does: it bounds what a policy that learns loses where there is nothing to learn, or where what it has
-learned is no longer so.
-
-How many hits a block promises for the time that it has to be kept, by its class and its age.
-
-Pure functions of what was counted.
-
-What became of blocks, by class and age: how many lives there were, and at which ages they ended in another use.
+It reads from the top: `AgainstLRU` counts whether LRU would do better, from when each block was used last, and bounds
+what a policy that learns loses where there is nothing to learn; `hit_densities` says how many hits a block promises for
+the time that it has to be kept, by its class and its age; `Lives` counts what became of blocks, by class and age: how
+many lives there were, and at which ages they ended in another use; `LHDPolicy` keeps the queues.
 """
 
 import math
