@@ -5,6 +5,7 @@ import gc
 import logging
 import random
 import sys
+import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
@@ -473,7 +474,7 @@ class World:
         asyncio_log = logging.getLogger("asyncio")
         was_disabled, asyncio_log.disabled = asyncio_log.disabled, True
         try:
-            with running_in(self.system):
+            with running_in(self.system), warnings.catch_warnings(category=RuntimeWarning, action="ignore"):
                 self.turns.bury()
                 for error in self.failures:
                     error.__traceback__ = error.__context__ = error.__cause__ = None
