@@ -169,7 +169,8 @@ async def test_what_was_written_and_said_to_have_failed_is_forgotten() -> None:
 
 async def test_an_eviction_names_the_tiers_that_have_not_removed_the_blocks() -> None:
     """Who has to know that they are gone asks again, until none is named; here they are unfindable at once."""
-    engine, disk, store = Engine(), ScriptedSlotBackend(16, name="disk"), ScriptedBackend(name="store", timeout_s=0.2)
+    engine, disk = Engine(), ScriptedSlotBackend(16, name="disk", timeout_s=0.5)
+    store = ScriptedBackend(name="store", timeout_s=0.5)
     async with open_cache(disk, store, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         disk.on_forget.fail_next(BackendUnavailableError("busy"))

@@ -302,8 +302,10 @@ async def test_what_is_evicted_while_it_waits_or_is_written_is_gone_for_good() -
         slots.on_write.hold()
         flushing = asyncio.create_task(kv.flush())
         await until(lambda: slots.on_write.num_held == 1)
-        await kv.evict(KEYS)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(lambda: not kv.lookup_nowait(KEYS).num_blocks)
         slots.on_write.release()
+        await evicting
         await flushing
         await until_idle(kv)
         assert (dirty(kv), (await kv.lookup(KEYS)).num_blocks) == (0, 0)

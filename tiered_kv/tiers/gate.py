@@ -67,7 +67,7 @@ class Waiter:
         lends: Whether memory of the engine's own is lent to the call that they wait for, so that nothing ends it early.
     """
 
-    __slots__ = ("_places", "is_given_up", "kind", "lends", "priority")
+    __slots__ = ("_leaving", "_places", "is_given_up", "kind", "lends", "priority")
 
     def __init__(self, kind: Kind, priority: Priority | None = None, *, lends: bool = False) -> None:
         """Make one; the priority is that of the kind if left out."""
@@ -76,6 +76,7 @@ class Waiter:
         self.priority = _PRIORITIES[kind] if priority is None else priority
         self.is_given_up = False
         self._places: set[_Place] = set()
+        self._leaving: asyncio.Future[Any] | None = None
 
     def hurry(self, kind: Kind, priority: Priority) -> None:
         """Be of this kind and priority from now on, wherever this waits. It gets no slower by it."""
@@ -96,10 +97,11 @@ class Waiter:
         self.is_given_up = True
         self._look_again(moves=False)
 
-    @property
-    def is_waiting(self) -> bool:
-        """Whether this waits in a line now: it has not got its turn."""
-        return bool(self._places)
+    def leave(self, task: "asyncio.Future[Any]") -> None:
+        """Cancel the task that waits with this, now or as soon as it is in a line; a turn that it has stays its own."""
+        self._leaving = task
+        if self._places:
+            task.cancel()
 
     def _look_again(self, *, moves: bool) -> None:
         for place in list(self._places):
@@ -145,6 +147,8 @@ class _Place:
         line[self] = None
         self.room.num_waiting += 1
         self.waiter._places.add(self)  # noqa: SLF001 - the two of them keep this together
+        if (task := self.waiter._leaving) is not None:  # noqa: SLF001 - likewise
+            task.cancel()
 
     def leave(self) -> None:
         """Stand in no line any more."""

@@ -245,10 +245,7 @@ class OwnedTier(StorageTier, BookedTier):
         work = finish(self._move_on(writing, list(blocks), on_late, waiter))
         task = asyncio.get_running_loop().create_task(work, name=f"write {len(writing.todo)} blocks to {self.name}")
 
-        def give_up() -> None:
-            if waiter.is_waiting:  # else the medium has the memory
-                task.cancel()
-
+        give_up = partial(waiter.leave, task)  # once its turn has come the medium has the memory
         self._tasks.watch(task, give_up if waiter.lends else task.cancel)
         return give_up
 

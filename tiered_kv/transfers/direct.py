@@ -290,8 +290,7 @@ async def _to_the_end(
 def _stop_waiting(waiters: "Mapping[asyncio.Future[Any], Waiter]") -> None:
     """Cancel calls whose turn has not come: their media have not been given the memory yet."""
     for task, waiter in waiters.items():
-        if waiter.is_waiting:
-            task.cancel()
+        waiter.leave(task)
 
 
 def _nothing() -> None:
