@@ -7,6 +7,9 @@
 
 import gc
 import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is: several processes test at once, on small matrices
+
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
