@@ -102,8 +102,9 @@ def hear(connection: socket.socket) -> object:
 async def test_a_load_from_the_back_ends_with_its_server(tmp_path: Path) -> None:
     """What was asked for already is copied, as its memory is there. What came is right, the rest may be claimed."""
     engine, may_begin = AnyEngine(), threading.Event()
+    limits = LIMITS.model_copy(update={"close_timeout_s": 1.0})  # it waits for the copy for so long
     with ExitStack() as running:
-        server = running.enter_context(serving(tmp_path, cpu(64)))
+        server = running.enter_context(serving(tmp_path, cpu(64), limits=limits))
         async with attached(server, engine, timeout_s=1.0) as kv:
             await kv.store(KEYS, engine.fill(KEYS, range(32)))
             engine.wipe()
