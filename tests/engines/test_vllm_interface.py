@@ -86,6 +86,15 @@ def test_who_is_told_of_sleep_lets_go_and_binds_again(vllm_sources: pathlib.Path
     assert {"unregister_kv_caches", "restore_kv_caches"} <= ours.keys()
 
 
+def test_hooks_that_do_not_pay_are_not_claimed(vllm_sources: pathlib.Path) -> None:
+    """VLLM has them, in each version; why we do without is said in its guide, at "Which models"."""
+    theirs = methods_of(class_of(vllm_sources / BASES["TieredKVConnector"][1], "KVConnectorBase_V1"))
+    ours = methods_of(class_of(OURS / "connector.py", "TieredKVConnector"))
+    unused = {"supports_divergent_local_hybrid_hits", "register_finished_partial_tail"}
+    assert unused <= theirs.keys()
+    assert unused.isdisjoint(ours)
+
+
 def test_all_that_is_imported_is_there(vllm_sources: pathlib.Path) -> None:
     """Each name, in the module that it is imported from."""
     missing = []

@@ -25,6 +25,7 @@ FAULTS: Final = {
     "keys shifted": "windows",
     "tables swapped": "windows",
     "the state before": "states",
+    "the end before": "parts of states",
     "a group forgotten": "two windows",
     "another's blocks": "full",
     "nothing kept": "full",
@@ -107,3 +108,33 @@ def test_a_model_with_windows_loads_half_of_the_bytes(vllm: Environment, tiny_ll
     assert (answer["wrong"], answer["held"]) == ([], 0)
     assert answer["loaded"] == (1200 - 16) + (1600 - 16) + (2000 - 16)
     assert answer["loaded_bytes"] / (answer["loaded"] * answer["token_bytes"]) <= 0.56
+
+
+def test_a_prefix_ends_inside_of_a_block(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Of blocks of 64 tokens, in each of which vLLM matches prefixes by 16, a prompt is loaded up to its last 16."""
+    prompts = [50, 100, 250, 333]
+    runs = [
+        asked(tiny_llama, store_when="computed", load_when="always", capacity="16MiB", shape=shape, prompts=prompts)
+        for shape in ("states", "parts of states")
+    ]
+    whole, parts = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    assert [(each["wrong"], each["held"]) for each in (whole, parts)] == [([], 0), ([], 0)]
+    assert whole["tokens"] == 2 * sum(prompts) - (0 + 64 + 192 + 320)
+    assert parts["tokens"] == 2 * sum(prompts) - (48 + 96 + 240 + 320)
+
+
+def test_a_state_that_only_the_tiers_have_is_found(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Where vLLM's own cache has all of attention and no state, as states are what it drops first.
+
+    Control: why the connector does not claim ``supports_divergent_local_hybrid_hits``. vLLM would then ask for what is
+    behind its attention alone, and compute the prompt as nothing is.
+    """
+    wanted: dict[str, Any] = {"shape": "states", "prompts": [200, 333], "forgets": "states"}
+    runs = [
+        asked(tiny_llama, store_when="computed", load_when="always", capacity="16MiB", fault=fault, **wanted)
+        for fault in ("", "hits completed")
+    ]
+    ours, claimed = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    assert [(each["wrong"], each["raised"], each["held"]) for each in (ours, claimed)] == [([], "", 0)] * 2
+    assert ours["tokens"] == 2 * (200 + 333) - (192 + 320)
+    assert claimed["tokens"] == 2 * (200 + 333)

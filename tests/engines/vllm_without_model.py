@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from hashlib import blake2b
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 
@@ -36,6 +36,7 @@ class Wanted:
         transfer: For the connector.
         shape: Of `SHAPES`.
         prompts: How many that come and go as chance has it; or one after the other, of so many tokens each, twice.
+        forgets: What vLLM's own cache has forgotten when one comes again: all, or its states alone.
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
         num_blocks: Of vLLM's.
@@ -48,6 +49,7 @@ class Wanted:
     transfer: dict[str, Any]
     shape: str = "windows"
     prompts: int | list[int] = 200
+    forgets: Literal["all", "states"] = "all"
     seed: int = 0
     fault: str = ""
     num_blocks: int = 120
@@ -276,6 +278,16 @@ class Engine:
             scheduled, ModelRunnerOutput(names, indices, sampled, kv_connector_output=output)
         )
 
+    def forget(self, what: str) -> None:
+        """Have vLLM's own cache forget all, or its states alone."""
+        from vllm.v1.core.kv_cache_utils import get_group_id  # noqa: PLC0415 - as above
+
+        while what == "all" and not self.scheduler.reset_prefix_cache():
+            self.step()  # blocks are being copied yet
+        of = {group for group, spec in enumerate(self.specs) if hasattr(spec, "mamba_cache_mode")}
+        known = [block for block in self._pool.blocks if block.block_hash is not None]
+        self._pool.evict_blocks({block.block_id for block in known if get_group_id(block.block_hash) in of})
+
     def settle(self) -> None:
         """Step until nothing is left to do."""
         while self.scheduler.has_requests():
@@ -399,13 +411,12 @@ def serve(engine: Engine, num_prompts: int, chance: random.Random) -> None:
         engine.settle()
 
 
-def serve_again(engine: Engine, lengths: list[int]) -> None:
+def serve_again(engine: Engine, lengths: list[int], forgets: str) -> None:
     """Have prompts come one after the other, and come again when vLLM has forgotten them."""
     chance = random.Random(0)
     for tokens in [[chance.randrange(VOCABULARY) for _ in range(length)] for length in lengths]:
         for _ in range(2):
-            while not engine.scheduler.reset_prefix_cache():
-                engine.step()  # blocks are being copied yet
+            engine.forget(forgets)
             engine.scheduling.kv.flush()
             engine.ask(tokens, 1, None)
             engine.settle()
@@ -418,7 +429,7 @@ def run(wanted: Wanted) -> dict[str, Any]:
         FAULTS[wanted.fault](engine)
     try:
         if isinstance(wanted.prompts, list):
-            serve_again(engine, wanted.prompts)
+            serve_again(engine, wanted.prompts, wanted.forgets)
         else:
             serve(engine, wanted.prompts, random.Random(wanted.seed))
     except Exception as error:  # a wrong connector may break vLLM

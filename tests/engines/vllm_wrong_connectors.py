@@ -71,23 +71,43 @@ def _swap_groups(engine: "Engine") -> None:
     """Store the blocks of one group as another's."""
     storing = engine.scheduling._storing  # noqa: SLF001 - ours
     gather, groups = storing.gather, engine.scheduling._configuration.groups  # noqa: SLF001
-    storing.gather = lambda tracked, group, first, ids: gather(tracked, groups[group.number - 1], first, ids)
+    storing.gather = lambda tracked, group, first, ids, **end: gather(
+        tracked, groups[group.number - 1], first, ids, **end
+    )
 
 
 def _shift_keys(engine: "Engine") -> None:
     """Name blocks by what comes behind them."""
     storing = engine.scheduling._storing  # noqa: SLF001 - ours
     gather = storing.gather
-    storing.gather = lambda tracked, group, first, ids: gather(tracked, group, first + 1, ids[:-1])
+    storing.gather = lambda tracked, group, first, ids, **end: gather(tracked, group, first + 1, ids[:-1], **end)
 
 
 def _state_before(engine: "Engine") -> None:
     """Store each state as that of the endpoint before."""
     storing = engine.scheduling._storing  # noqa: SLF001 - ours
     gather = storing.gather
-    storing.gather = lambda tracked, group, first, ids: gather(
-        tracked, group, max(0, first - 1) if group.is_handed_over else first, ids
+    storing.gather = lambda tracked, group, first, ids, **end: gather(
+        tracked, group, max(0, first - 1) if group.is_handed_over else first, ids, **end
     )
+
+
+def _end_before(engine: "Engine") -> None:
+    """Store the state inside of a block as that of a prefix that is shorter by one hash."""
+    storing = engine.scheduling._storing  # noqa: SLF001 - ours
+    gather, by = storing.gather, engine.scheduling._configuration.tail_tokens  # noqa: SLF001
+
+    def gather_before(tracked: Any, group: Any, first: int, ids: list[int], *, end: int | None = None) -> None:
+        gather(tracked, group, first, ids, end=end - by if end and end % group.block_size > by else end)
+
+    storing.gather = gather_before
+
+
+def _complete_hits(engine: "Engine") -> None:
+    """Say that vLLM may ask behind its own attention blocks, where it has fewer states."""
+    connector = engine.scheduler.connector
+    claims = {"supports_divergent_local_hybrid_hits": property(lambda _: True)}
+    connector.__class__ = type("Claiming", (type(connector),), claims)
 
 
 def _forget_group(engine: "Engine") -> None:
@@ -193,6 +213,7 @@ FAULTS: Final[dict[str, Callable[["Engine"], None]]] = {
     "keys shifted": _shift_keys,
     "tables swapped": lambda engine: _wider(engine, table=lambda _: 0),
     "the state before": _state_before,
+    "the end before": _end_before,
     "a group forgotten": _forget_group,
     "a draft forgotten": _forget_group,
     "an indexer forgotten": _forget_group,
@@ -201,4 +222,5 @@ FAULTS: Final[dict[str, Callable[["Engine"], None]]] = {
     "flushed too late": _flush_too_late,
     "loads claimed": _claim_loads,
     "the overwritten kept": _keep_overwritten,
+    "hits completed": _complete_hits,
 }

@@ -661,3 +661,32 @@ def test_when_to_store_goes_by_what_is_below(tmp_path: Path) -> None:
         with opened(*tiers, num_blocks=64, store_when=when, has_cache=True) as engine:
             serve(engine, "a", 16)
             assert stored(engine) == expected
+
+
+def test_a_block_is_named_by_where_a_prefix_ends_in_it() -> None:
+    """By the hash of all tokens until there: a whole block is another name, and who needs less of it finds less."""
+    naming, of = VLLM.naming.RequestNaming(), group(size=4 * BLOCK_SIZE)
+    request = Request("r", 12 * BLOCK_SIZE, 1)
+    request.know(12 * BLOCK_SIZE)
+    ends = [size * BLOCK_SIZE for size in (5, 6, 7, 8)]
+    names = list(naming.tails(of, request, ends))
+    assert len(set(names)) == 4
+    assert names == [naming.need(of, request, 0, end).needed[1] for end in ends]
+    assert names[-1] == naming.keys(of, request, 0, 2)[1]
+    assert naming.keys(of, request, 1, 2, end=ends[0])[0] == names[0]
+
+
+@pytest.mark.parametrize(
+    ("groups", "num_tokens"),
+    [
+        ((group(0, size=16), group(1, size=16, is_state=True)), BLOCK_SIZE),
+        ((group(0), group(1, is_state=True)), 0),  # vLLM's hashes are of whole blocks
+        ((group(0, size=16), group(1, num_blocks=3, size=16)), 0),  # of a window vLLM has whole blocks only
+        ((group(0, size=16), group(1, size=16, is_state=True), group(2, num_blocks=3, size=16)), 0),
+        ((group(0, size=8), group(1, size=16, is_state=True)), 0),
+    ],
+)
+def test_prefixes_end_inside_of_blocks_where_vllm_has_states_there(groups: tuple[Any, ...], num_tokens: int) -> None:
+    """Beside full attention, where its hashes are finer than its blocks."""
+    with opened(ROOMY, groups=groups) as engine:
+        assert engine.scheduling._configuration.tail_tokens == num_tokens  # noqa: SLF001 - there is no other way

@@ -49,6 +49,11 @@ class GroupNeed:
         """Whether every block is needed, from the first one on."""
         return self.num_blocks is None and self.chunk_tokens is None
 
+    @property
+    def needed(self) -> BlockKeys:
+        """The keys that are needed for the prompt to go on behind all of them."""
+        return self.at(len(self.keys) * self.keys.block_size)
+
     def until(self, num_tokens: int) -> "GroupNeed":
         """Return the need of the prompt's first ``num_tokens`` tokens, from the first key's start on.
 

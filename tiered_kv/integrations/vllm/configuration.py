@@ -232,6 +232,20 @@ class Configuration:
         return math.lcm(*(group.block_size for group in self.groups))
 
     @property
+    def tail_tokens(self) -> int:
+        """Tokens: a prefix of so many, or a multiple, may end inside of a block; 0 where none may.
+
+        So it is where vLLM matches prefixes by less than a block (``--prefix-match-unit``): of a recurrent state it
+        hands over the one at a prompt's end then, and attention has all tokens before it.
+        """
+        sizes = {(group.block_size, group.hashes_per_block) for group in self.groups}
+        if not any(group.is_handed_over for group in self.groups) or len(sizes) > 1:
+            return 0
+        ((block_size, num_hashes),) = sizes
+        is_able = num_hashes > 1 and all(group.is_whole or group.is_handed_over for group in self.groups)
+        return block_size // num_hashes if is_able else 0
+
+    @property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
         return len(self.groups) == 1 and self.main.is_whole

@@ -166,6 +166,7 @@ class Due:
 
     Attributes:
         num_held: How many of the first of them the request has left behind, or soon will: they are held in vLLM's pool.
+        end: Tokens of a prefix that ends inside of the last one, and of which that has what it is stored for; or None.
     """
 
     tracked: Tracked
@@ -173,6 +174,7 @@ class Due:
     first: int
     block_ids: list[int]
     num_held: int = 0
+    end: int | None = None
 
     @property
     def stop(self) -> int:

@@ -6,6 +6,7 @@ under the same path: what the old one computed must not be served for the new on
 
 import hashlib
 import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -62,19 +63,39 @@ class RequestNaming:
             self._adapters[name] = _read(lora, is_first=known is None)
         return bool(self._digest(lora))
 
-    def keys(self, group: EngineGroup, request: Any, first: int, stop: int) -> BlockKeys:
-        """Name a request's blocks of a group, as far as its tokens are known. Images are in vLLM's hashes."""
-        each, salt = group.hashes_per_block, request.cache_salt or ""
+    def keys(self, group: EngineGroup, request: Any, first: int, stop: int, *, end: int | None = None) -> BlockKeys:
+        """Name a request's blocks of a group, as far as its tokens are known. Images are in vLLM's hashes.
+
+        Args:
+            group: Of the blocks.
+            request: vLLM's.
+            first: The number of the first block.
+            stop: That of the one behind them.
+            end: Tokens of a prefix that ends inside of the last block: that is named by those, whole hashes of vLLM's.
+        """
+        each = group.hashes_per_block
         hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        if end is not None and end < stop * group.block_size:
+            hashes = [*hashes[: stop - 1 - first], request.block_hashes[end * each // group.block_size - 1]]
+        return self._named(group, request, hashes, first)
+
+    def tails(self, group: EngineGroup, request: Any, ends: Iterable[int]) -> BlockKeys:
+        """Name what a block has of each of some prefixes that end inside of it, of so many tokens: a key each."""
+        size = group.block_size // group.hashes_per_block
+        return self._named(group, request, [request.block_hashes[end // size - 1] for end in ends], 0)
+
+    def need(self, group: EngineGroup, request: Any, first: int, stop: int) -> GroupNeed:
+        """Say what a request needs of its tokens from ``first``, at whole blocks, to ``stop``, at a whole hash."""
+        size = group.block_size
+        keys = self.keys(group, request, first // size, -(-stop // size), end=stop)
+        return GroupNeed(keys, group.num_blocks, group.chunk_tokens)
+
+    def _named(self, group: EngineGroup, request: Any, hashes: Sequence[bytes], first: int) -> BlockKeys:
+        salt = request.cache_salt or ""
         if request.lora_request is not None:  # a name that nobody has where it is not known
             key = self._digest(request.lora_request) or os.urandom(32)
             hashes = [hashlib.blake2b(each_hash, key=key, digest_size=32).digest() for each_hash in hashes]
         return BlockKeys.from_hashes(hashes, block_size=group.block_size, start=first, group=group.number, salt=salt)
-
-    def need(self, group: EngineGroup, request: Any, first: int, stop: int) -> GroupNeed:
-        """Say what a request needs of its tokens from ``first`` to ``stop``, both whole blocks of every group."""
-        size = group.block_size
-        return GroupNeed(self.keys(group, request, first // size, stop // size), group.num_blocks, group.chunk_tokens)
 
     def _digest(self, lora: Any) -> bytes:
         """Return what tells an adapter's files from all others; nothing if that is not known."""

@@ -118,21 +118,21 @@ class Paying:
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.
 
-        Where a part of a load is of no use that is all of them or none.
+        Where a part of a load is of no use that is all of them or none. The needs are of these tokens.
         """
         if not num_found or not self.tokens_per_s or self._wanted.connector.load_when == "always":
             return num_found
         if self._wanted.loads_parts:
             num_tokens = self._num_of_prefix(needs[0], num_found)
         else:
-            load_s = sum(self._kv.lookup_nowait(need.at(num_found)).estimated_load_s for need in needs)
+            load_s = sum(self._kv.lookup_nowait(need.needed).estimated_load_s for need in needs)
             num_tokens = num_found if load_s <= num_found / self.tokens_per_s else 0
         if num_tokens < num_found:
-            self._counts.declined((num_found - num_tokens) // self._wanted.main.block_size)
+            self._counts.declined(-((num_tokens - num_found) // self._wanted.main.block_size))
         return num_tokens
 
     def _num_of_prefix(self, need: GroupNeed, num_found: int) -> int:
-        keys = need.at(num_found)
+        keys = need.needed
         found = self._kv.lookup_nowait(keys)
         runs = [(run.tier, run.stop - run.start) for run in found.runs]
         others = [tier for tier in found.costs if tier not in self._kv.cache.media]

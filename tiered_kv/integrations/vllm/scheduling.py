@@ -172,7 +172,7 @@ class SchedulingSide:
         if not can_name or request.skip_reading_prefix_cache or not wanted.loads or not tracked.may_load:
             return 0
         most = (request.num_tokens - 1) // wanted.step * wanted.step
-        if most <= first:
+        if most <= first and not wanted.tail_tokens:
             self._want(tracked, first)
             return 0
         now = time.monotonic()
@@ -180,6 +180,9 @@ class SchedulingSide:
             tracked.first_asked_s = now
         needs = [self.naming.need(group, request, first, most) for group in wanted.groups]
         num_found, may_be_more = self._longest(needs)
+        if wanted.tail_tokens and not may_be_more:
+            num_more, may_be_more = self._tail(request, first + num_found)
+            num_found += num_more
         if may_be_more and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
             return None
         if not tracked.is_counted:
@@ -188,6 +191,7 @@ class SchedulingSide:
             self.kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
             self._want(tracked, first + num_found)
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
+            needs = [self.naming.need(group, request, first, first + num_found) for group in wanted.groups]
             decided = tracked.is_worth = first, num_found, self._paying.num_worth(needs, num_found)
         if (num_found := decided[2]) and self._brings_enough(num_found):
             return None
@@ -201,7 +205,7 @@ class SchedulingSide:
     def _brings_enough(self, num_found: int) -> bool:
         """Say whether so much is in memory for loads that a request more would take its room from the others."""
         num_coming, wanted = self.num_bringing, self._configuration
-        num_more = num_found // wanted.main.block_size * len(wanted.groups)
+        num_more = -(-num_found // wanted.main.block_size) * len(wanted.groups)
         return bool(num_coming) and num_coming + num_more > self._most_bringing
 
     @property
@@ -234,6 +238,20 @@ class SchedulingSide:
         num_found = longest(hopes=False)
         return num_found, is_asking and longest(hopes=True) > num_found
 
+    def _tail(self, request: Any, num_whole: int) -> tuple[int, bool]:
+        """Return how many tokens of the block behind so many every group has, and whether that may yet be more.
+
+        States are asked for first: they are at few places, and the others are asked for these alone.
+        """
+        wanted, size, is_asking = self._configuration, self._configuration.tail_tokens, False
+        most = min(request.num_tokens - 1, num_whole + wanted.step - 1, len(request.block_hashes) * size)
+        ends: Sequence[int] = range(num_whole + size, most + 1, size)
+        for group in sorted(wanted.groups, key=lambda group: group.is_whole):
+            states = self.kv.membership(self.naming.tails(group, request, ends))
+            is_asking = is_asking or bool((states == BlockState.ASKING).any())
+            ends = [end for end, state in zip(ends, states, strict=True) if state == BlockState.HIT]
+        return max(ends, default=num_whole) - num_whole, is_asking
+
     def begin(self, request: Any, tables: Sequence[list[int]], num_external_tokens: int) -> None:
         """Plan to load what was found, now that a request has its blocks; by block table, these."""
         if not num_external_tokens:
@@ -242,11 +260,11 @@ class SchedulingSide:
         first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
         parts = []
         for group in wanted.groups:
-            keys = self.naming.need(group, request, first, first + num_tokens).at(num_tokens)
+            keys = self.naming.need(group, request, first, first + num_tokens).needed
             if not len(keys):
                 continue
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
-            self._describe(request, group, keys)
+            self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
             if group is wanted.main:
                 by_tier = self.kv.lookup_nowait(keys).by_tier
                 tracked.by_tier = {tier: n * group.block_size for tier, n in by_tier.items()}
@@ -442,22 +460,39 @@ class SchedulingSide:
         if any(group.is_handed_over for group in wanted.groups):
             offered = blocks.boundary_state_offloads
             computed = {name: offered[name] for name in offered if name in scheduled.num_scheduled_tokens}
-            self._gather_states(computed, hash_size)  # of others no step fills the blocks: they may be another's by now
+            # Of others no step fills the blocks: they may be another's by now.
+            self._gather_states(computed, blocks, hash_size)
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
                 self._storing.hold(tracked, tracked.request.num_computed_tokens + num_tokens)
 
-    def _gather_states(self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], hash_size: int) -> None:
-        """Have the states stored that vLLM hands over: which request's, which table, which block, at which token."""
+    def _gather_states(
+        self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], tables: Any, hash_size: int
+    ) -> None:
+        """Have the states stored that vLLM hands over: which request's, which table, which block, at which token.
+
+        With a state inside of a block goes what attention has of that block: the request's own, which it goes on to
+        fill.
+        """
         groups = {group.table: group for group in self._configuration.groups if group.is_handed_over}
+        others = [group for group in self._configuration.groups if not group.is_handed_over]
         for name, states in handed_over.items():
             tracked = self._tracked.get(name)
             if tracked is None or not tracked.may_store or tracked.is_wanted is False:
                 continue
+            ends = set()
             for table, block, at in states:
-                group = groups[table]
-                if at % group.block_size == 0 and at <= len(tracked.request.block_hashes) * hash_size:
+                group, num_known = groups[table], len(tracked.request.block_hashes) * hash_size
+                if at % group.block_size == 0 and at <= num_known:
                     self._storing.gather(tracked, group, at // group.block_size - 1, [block])
+                elif self._configuration.tail_tokens and at <= num_known:
+                    self._storing.gather(tracked, group, at // group.block_size, [block], end=at)
+                    ends.add(at)
+            for at in ends:
+                for group in others:
+                    number = at // group.block_size
+                    block = tables.get_block_ids(name)[group.table][number]
+                    self._storing.gather(tracked, group, number, [block], end=at)
 
     def _use(self, request: Any, group: EngineGroup, num_tokens: int) -> range:
         """Have the tiers know that vLLM's own cache has served these; return which blocks they lack from where on.
@@ -465,7 +500,7 @@ class SchedulingSide:
         What they have is not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache
         meanwhile.
         """
-        keys = self.naming.need(group, request, 0, num_tokens).at(num_tokens)
+        keys = self.naming.need(group, request, 0, num_tokens).needed
         if not keys:
             return range(0)
         self._describe(request, group, keys)

@@ -105,7 +105,9 @@ class PendingStores:
         """Hold blocks in vLLM's pool."""
         self._pool = pool
 
-    def gather(self, tracked: Tracked, group: EngineGroup, first: int, block_ids: list[int]) -> None:
+    def gather(
+        self, tracked: Tracked, group: EngineGroup, first: int, block_ids: list[int], *, end: int | None = None
+    ) -> None:
         """Have a request's blocks stored, from number ``first`` on: full at the latest after the step that is next.
 
         Args:
@@ -113,13 +115,14 @@ class PendingStores:
             group: Of the blocks.
             first: The number of the first of them.
             block_ids: vLLM's. What the request has left behind is its empty block, and is left out.
+            end: Tokens of a prefix that ends inside of the one block that is given, and which that is stored for.
         """
         runs: list[Due] = []
         for at, block in enumerate(block_ids, start=first):
             if block == _NULL_BLOCK:
                 continue
             if not runs or runs[-1].stop != at:
-                runs.append(Due(tracked, group, at, []))
+                runs.append(Due(tracked, group, at, [], end=end))
             runs[-1].block_ids.append(block)
         if self._num_due + self._num_copying > self._most_held:
             self._counts.store(sum(len(due.block_ids) for due in runs), 0)  # vLLM's requests need its blocks more
@@ -148,7 +151,8 @@ class PendingStores:
     def hold(self, tracked: Tracked, num_computed: int) -> None:
         """Hold blocks that a request has no use for behind so many tokens: it gives them back in its next step."""
         for due in list(tracked.leaving):
-            num_left = due.group.num_left(num_computed) - due.first
+            is_in_table = due.end is None  # the state of a prompt's end is not: vLLM has copied it
+            num_left = due.group.num_left(num_computed) - due.first if is_in_table else 1
             held = due.block_ids[due.num_held : max(0, num_left)]
             if held:
                 self._pool.touch([self._pool.blocks[block] for block in held])
@@ -279,14 +283,17 @@ class PendingStores:
                 self._begin(group, together)
 
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
-        runs = [self._naming.keys(group, each.tracked.request, each.first, each.stop) for each in gathered]
+        runs = [
+            self._naming.keys(group, each.tracked.request, each.first, each.stop, end=each.end) for each in gathered
+        ]
         ids = tuple(block for each in gathered for block in each.block_ids)
         job = self._planner.plan_store(runs, GPULoadStoreSpec(ids, group.number))
         tracked = frozenset(each.tracked for each in gathered)
         store = Store(job, tracked, len(ids), self._configuration.num_ranks, gathered)
         self._stores[job.number] = store
         for due, keys in zip(gathered, runs, strict=True):
-            self._describe(due.tracked.request, group, keys)
+            if due.end is None:  # routers know whole blocks
+                self._describe(due.tracked.request, group, keys)
             due.tracked.num_due = 0
             due.tracked.stores.add(store)
 
