@@ -36,7 +36,7 @@ Setting = tuple[str, int, int, StoreWhen, int, bool]
 def settings(*, is_smoke: bool) -> list[Setting]:
     """Return what is compared."""
     if is_smoke:
-        return [("synthetic:agents?num_requests=40", 128, 128, when, 1, False) for when in WHEN]
+        return [("synthetic:agents?num_requests=200", 250, 250, when, 1, False) for when in WHEN]
     without: list[Setting] = [
         (f"synthetic:{name}?num_requests=200", 250, 250, when, at_once, False)
         for name in ("agents", "zipf", "twice")
@@ -44,7 +44,7 @@ def settings(*, is_smoke: bool) -> list[Setting]:
         for at_once in (1, 4)
     ]
     real: list[Setting] = [
-        ("synthetic:agents?num_requests=60", 128, 128, when, at_once, True) for when in WHEN for at_once in (1, 4)
+        ("synthetic:agents?num_requests=200", 250, 250, when, at_once, True) for when in WHEN for at_once in (1, 4)
     ]
     return without + real
 
