@@ -123,6 +123,9 @@ def test_an_engine_s_own_cache_is_imagined_above_the_tiers(trace: Path) -> None:
     found = answer(*arguments)
     assert (found["engine"]["num_blocks"], found["engine"]["stores"]) == (100, "evicted")
     assert found["hit_rate"] == pytest.approx(found["engine"]["hit_rate"] + found["tiers"][0]["hit_rate"])
+    ahead = answer(*arguments, "--engine-ahead", 25)
+    assert ahead["engine"]["hit_rate"] == found["engine"]["hit_rate"]
+    assert ahead["engine"]["copied_blocks"] > found["engine"]["copied_blocks"]
     text = run(*arguments, "--store-when", "computed").stdout
     assert "the engine's own cache of 100 blocks: hit rate" in text
     assert "stored when computed" in text

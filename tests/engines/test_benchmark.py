@@ -39,3 +39,13 @@ def test_what_cannot_be_helped_is_measured(vllm: Environment) -> None:
     figures = {f"{name} {what}" for name in names for what in ("throughput", "ttft_p99")}
     assert said.keys() == figures | {"hostile_throughput_worst", "hostile_ttft_p99_worst"}
     assert all(value > 0 for value in said.values())
+
+
+def test_hits_are_as_replayed(vllm: Environment) -> None:
+    """Of vLLM's scheduler, pool and prefix cache over our connector, without a model, whenever blocks are stored."""
+    assert vllm.is_built
+    command = [sys.executable, str(ROOT / "benchmarks" / "replayed.py"), "--smoke"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said["bytes_right"]
+    assert said["hits_off_worst"] <= 0.02

@@ -600,6 +600,19 @@ def test_what_vllm_holds_is_not_stored_and_what_it_is_about_to_drop_is() -> None
         assert free_at_last(engine) == 512
 
 
+def test_vllm_s_own_cache_has_as_much_as_without_copies() -> None:
+    """What was held while it was copied goes when it would have: not before what was to go earlier."""
+    chance = random.Random(4)
+    prompts = [int(chance.paretovariate(0.5)) % 256 for _ in range(300)]
+    had = {}
+    for when in ("evicted", "computed"):
+        with evicting(161, 160, store_when=when) as engine:
+            for prompt in prompts:
+                serve(engine, str(prompt), 8)
+            had[when] = engine.num_here
+    assert had["evicted"] == had["computed"]
+
+
 def test_two_caches_have_as_much_as_a_replay_says() -> None:
     """Hits over vLLM's own cache and the tier are within 0.02 of what is foretold of both, one request at a time.
 

@@ -170,6 +170,19 @@ def test_two_caches_are_as_good_as_one_of_both_sizes() -> None:
     assert together > below_engine(trace, 200, "computed", memory(300)).hit_rate + 0.1
 
 
+def test_what_is_copied_out_ahead_is_in_both_for_a_while() -> None:
+    """The engine's own hits are the same; below there is as much less, and a block that stays is copied in vain."""
+    trace = SYNTHETIC["agents"](num_requests=300)
+    cost, below = BlockCost(BLOCK // trace.block_size, 100.0), [memory(200)]
+    reports = [
+        replay(trace, below, cost, engine_blocks=200, engine_ahead=ahead, store_when="evicted") for ahead in (0, 25, 50)
+    ]
+    engines = [report.engine for report in reports if report.engine is not None]
+    assert len({engine.hit_rate for engine in engines}) == 1
+    assert reports[0].hit_rate > reports[1].hit_rate > reports[2].hit_rate
+    assert engines[0].copied_rate < engines[1].copied_rate < engines[2].copied_rate
+
+
 @pytest.mark.parametrize("make", SYNTHETIC.values(), ids=SYNTHETIC)
 def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
     """On every made-up trace, for tiers from half of the engine's cache to eight times as much."""

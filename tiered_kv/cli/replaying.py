@@ -54,6 +54,12 @@ EngineBlocks = Annotated[
     int,
     typer.Option("--engine-cache", min=0, metavar="BLOCKS", help="What the engine's own cache above the tiers holds."),
 ]
+EngineAhead = Annotated[
+    int,
+    typer.Option(
+        "--engine-ahead", min=0, metavar="BLOCKS", help="So many before they leave the engine's cache they are copied."
+    ),
+]
 When = Annotated[
     str, typer.Option("--store-when", help="computed, evicted, or auto: when the engine stores, with --engine-cache.")
 ]
@@ -76,6 +82,7 @@ def replay_command(
     kv_bytes: TokenBytes = None,
     prefill_rate: PrefillRate = 10_000.0,
     engine_cache: EngineBlocks = 0,
+    engine_ahead: EngineAhead = 0,
     store_when: When = "auto",
     hints: Hinted = "none",
     real: Real = False,
@@ -108,8 +115,8 @@ def replay_command(
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
             report = replay(
                 found, plans, cost, promote=limits.promote,
-                engine_blocks=engine_cache, store_when=when_of(store_when), hints=hints_of(hints),
-                on_request=advance,
+                engine_blocks=engine_cache, engine_ahead=engine_ahead, store_when=when_of(store_when),
+                hints=hints_of(hints), on_request=advance,
             )  # fmt: skip
     tell_if_guessed(kv_bytes)
     if as_json:

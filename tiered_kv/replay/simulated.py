@@ -30,6 +30,7 @@ def replay(
     *,
     promote: bool = True,
     engine_blocks: int = 0,
+    engine_ahead: int = 0,
     store_when: StoreWhen = "auto",
     hints: HintsAre = "none",
     on_request: Callable[[int], None] = lambda _: None,
@@ -42,6 +43,7 @@ def replay(
         cost: Of a token.
         promote: See `CacheLimits.promote`.
         engine_blocks: How many blocks the engine's own cache holds, above the tiers; 0 for none.
+        engine_ahead: How many blocks before they leave it they are copied out; see `SimulatedEngine`.
         store_when: When it stores them.
         hints: What sessions say of when they come back; "random" ones are wrong.
         on_request: Told how many requests were served.
@@ -51,7 +53,7 @@ def replay(
     """
     payload_bytes = cost.token_bytes * trace.block_size
     chain = SimulatedChain(plans, payload_bytes=payload_bytes, num_blocks=trace.num_blocks, promote=promote)
-    engine = SimulatedEngine(chain, engine_blocks, store_when)
+    engine = SimulatedEngine(chain, engine_blocks, store_when, engine_ahead)
     saved_tokens = loads = loads_in_memory = 0
     said = SimulatedHints(trace, chain, hints) if hints != "none" and chain.memory else None
     for number, request in enumerate(trace.requests):

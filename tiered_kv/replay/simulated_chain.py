@@ -5,6 +5,7 @@ blocks at once. An engine may have a cache of its own above it, see `SimulatedEn
 """
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Final
 
@@ -230,14 +231,24 @@ class SimulatedEngine:
         copied: Blocks that were copied out of it.
     """
 
-    def __init__(self, chain: SimulatedChain, num_blocks: int, store_when: StoreWhen) -> None:
-        """Put an empty one above a chain; with 0 blocks it has nothing, and what is computed is stored."""
+    def __init__(self, chain: SimulatedChain, num_blocks: int, store_when: StoreWhen, ahead: int = 0) -> None:
+        """Put an empty one above a chain; with 0 blocks it has nothing, and what is computed is stored.
+
+        Args:
+            chain: Of tiers.
+            num_blocks: How many it holds.
+            store_when: When it stores them.
+            ahead: How many blocks before they leave it they are copied out, at most a quarter of all. With 0 copies and
+                loads take no time; else what is loaded for a prompt keeps its room while what leaves for it is copied.
+        """
         self.num_blocks = num_blocks
         memory_blocks = sum(tier.most_blocks for tier in chain.memory)
         self.evicts = num_blocks > 0 and evicts(store_when, engine_blocks=num_blocks, memory_blocks=memory_blocks)
         self.hits = self.copied = 0
         self._chain = chain
         self._index = TierIndex(num_blocks)
+        self._ahead = min(ahead, num_blocks // 4)
+        self._used_last = TierIndex(num_blocks - self._ahead)
         self._budget = CopyBudget(engine_blocks=num_blocks, memory_blocks=min(memory_blocks, chain.most_blocks))
 
     def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
@@ -252,10 +263,14 @@ class SimulatedEngine:
         evicted = self._keep(names)
         if self.evicts:
             chain.touch(names[:num_here])
-            for tier in chain.memory:
-                tier.index.resident(names[: self.num_blocks])
-                tier.index.leaving(evicted)
-            self.copied += chain.store(self._worth(evicted), is_use=False)
+            loaded = names[num_here : num_here + int(hits.sum())]
+            with ExitStack() as loading:
+                for tier in chain.memory:
+                    if self._ahead and len(loaded) + len(evicted) <= tier.index.num_slots:
+                        loading.enter_context(tier.index.lease(loaded))
+                    tier.index.resident(names[: self.num_blocks])
+                    tier.index.leaving(evicted)
+                self.copied += chain.store(self._worth(evicted), is_use=False)
         else:
             num_kept = chain.located(names[:num_here]).num_blocks
             chain.touch(names[:num_kept])
@@ -271,10 +286,11 @@ class SimulatedEngine:
         return missing[self._budget.drop(missing)]
 
     def _keep(self, names: Names) -> Names:
-        """Have a prompt's blocks; return what is dropped for them, in the order of their prompts."""
-        kept = names[: self.num_blocks]
-        with self._index.lease(kept), self._index.reserve(kept) as reservation:
-            reservation.commit().release()
+        """Have a prompt's blocks; return what is soon dropped for them, in the order of their prompts."""
+        for index in (self._index, self._used_last):  # by LRU the one has the last used of what the other has
+            kept = names[: index.num_slots]
+            with index.lease(kept), index.reserve(kept) as reservation:
+                reservation.commit().release()
         return np.ascontiguousarray(reservation.evicted[::-1])  # the tail of a prompt was dropped first
 
 

@@ -73,7 +73,8 @@ class Evicting:
         self._resident: list[BlockKeys] = []  # to be told
         self._num_resident = 0
         self._num_steps = 0
-        self._places: dict[int, int] = {}  # in the free queue, of blocks that came near its head
+        self._turns: dict[int, int] = {}  # of blocks that came near the head and were not used since, by a count
+        self._num_turns = 0
 
     def note(self, keys: BlockKeys, block_ids: list[int]) -> None:
         """Take note of blocks that a request has in vLLM's cache, full after the step that is next."""
@@ -83,6 +84,7 @@ class Evicting:
             num_late += before is not None and before.digest != digest and block not in self._safe
             self._held[block] = _Held(digest, keys, at)
             self._safe.discard(block)
+            self._turns.pop(block, None)
         self._counts.late(num_late)
         if block_ids:
             self._budget.ask(keys.words)
@@ -110,22 +112,24 @@ class Evicting:
         """Other weights are served: what vLLM has now is nobody's."""
         self._held.clear()
         self._safe.clear()
+        self._turns.clear()
         self._resident, self._num_resident = [], 0
 
     def _leaving(self, pool: Any) -> list[tuple[BlockKeys, int, int, list[int]]]:
         """Return runs of neighbouring blocks near the head of the free queue that were not there before."""
         by_run: dict[int, list[tuple[int, int]]] = {}
-        self._places = {}
         runs: dict[int, BlockKeys] = {}
         for block in _ahead(pool, self._num_ahead):
             number = block.block_id
+            if number not in self._turns:
+                self._num_turns += 1
+                self._turns[number] = self._num_turns
             held = self._held.get(number)
             if held is None or number in self._safe:
                 continue
             if block.block_hash is None or not held.digest.startswith(block.block_hash[:-_GROUP_BYTES]):
                 continue  # vLLM has forgotten it, or has put something else there
             self._safe.add(number)
-            self._places[number] = len(self._places)
             runs[id(held.keys)] = held.keys
             by_run.setdefault(id(held.keys), []).append((held.at, number))
         found = []
@@ -158,8 +162,7 @@ class Evicting:
             self._begin(together, numbers)
 
     def _begin(self, runs: list[BlockKeys], block_ids: list[int]) -> None:
-        in_order = sorted(block_ids, key=self._places.__getitem__)
-        self._storing.copy_out(self._group, runs, block_ids, in_order)
+        self._storing.copy_out(self._group, runs, block_ids, self._turns)
 
 
 def _tell(kv: BlockCache, resident: list[BlockKeys], leaving: list[BlockKeys]) -> None:

@@ -3,6 +3,7 @@
 What the scheduler's side of the connector knows of a request, and of its loads and stores that are under way.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Self
@@ -194,7 +195,8 @@ class Store:
         num_unanswered: Ranks that may read the blocks yet, or have not begun.
         is_told: Whether the workers have it.
         num_steps: For how many they have had it.
-        nobodys: vLLM's blocks that no request has, which are held in its pool, the next that it takes first.
+        nobodys: vLLM's blocks that no request has, which are held in its pool.
+        turns: Of blocks of vLLM's, among them these, see `PendingStores.copy_out`.
         num_whole: How many of the first blocks hold what they are named by, whatever the workers say.
     """
 
@@ -206,6 +208,7 @@ class Store:
     is_told: bool = False
     num_steps: int = 0
     nobodys: list[int] = field(default_factory=list)
+    turns: Mapping[int, int] = field(default_factory=dict)
     num_whole: int = field(init=False)
 
     def __post_init__(self) -> None:

@@ -7,7 +7,7 @@ keeps those of a request until the workers say that they are copied, and those t
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -134,19 +134,22 @@ class PendingStores:
             self._num_due += len(due.block_ids)
             tracked.num_due += len(due.block_ids)
 
-    def copy_out(self, group: EngineGroup, runs: list[BlockKeys], block_ids: list[int], in_order: list[int]) -> None:
-        """Begin a job for blocks that no request has: they are held until they are copied, and are first to go then.
+    def copy_out(
+        self, group: EngineGroup, runs: list[BlockKeys], block_ids: list[int], turns: Mapping[int, int]
+    ) -> None:
+        """Begin a job for blocks that no request has: held until they are copied, and then where they were in line.
 
         Args:
             group: Of the blocks.
             runs: Their keys.
             block_ids: vLLM's.
-            in_order: The same, the first to go first.
+            turns: Of blocks near the head of vLLM's queue, in which order they came there; as it is by then. A block
+                that has none by then was used meanwhile.
         """
         self._pool.touch([self._pool.blocks[block] for block in block_ids])
         job = self._planner.plan_store(runs, GPULoadStoreSpec(block_ids, group.number))
         num_ranks = self._configuration.num_ranks
-        self._stores[job.number] = Store(job, frozenset(), len(block_ids), num_ranks, nobodys=in_order)
+        self._stores[job.number] = Store(job, frozenset(), len(block_ids), num_ranks, nobodys=block_ids, turns=turns)
 
     def hold(self, tracked: Tracked, num_computed: int) -> None:
         """Hold blocks that a request has no use for behind so many tokens: it gives them back in its next step."""
@@ -348,12 +351,25 @@ class PendingStores:
             tracked.stores.discard(store)
         self._let_go_of(store.dues)
         blocks, store.nobodys = [self._pool.blocks[block] for block in store.nobodys], []
-        if blocks:  # where they were in vLLM's pool: the next to go
-            self._pool.free_blocks(blocks)
-            free = [block for block in blocks if not block.ref_cnt]
-            for block in free:
-                self._pool.free_block_queue.remove(block)
-            self._pool.free_block_queue.prepend_n(free)
+        self._pool.free_blocks(blocks)
+        turns = store.turns
+        self._put_back([block for block in blocks if not block.ref_cnt and block.block_id in turns], turns)
+
+    def _put_back(self, blocks: list[Any], turns: Mapping[int, int]) -> None:
+        """Have vLLM take free blocks when it would have, had they not been held: as they came near its queue's head.
+
+        Were they the next, what came there before them would stay for good, and vLLM's cache have less of use.
+        """
+        queue, last = self._pool.free_block_queue, max((turns[block.block_id] for block in blocks), default=0)
+        for block in blocks:
+            queue.remove(block)
+        block, before = queue.fake_free_list_head.next_free_block, []
+        while block is not None and turns.get(block.block_id, last) < last:
+            before.append(block)
+            block = block.next_free_block
+        for block in before:
+            queue.remove(block)
+        queue.prepend_n(sorted([*before, *blocks], key=lambda block: turns[block.block_id]))
 
     def _let_go_of(self, dues: list[Due]) -> None:
         for due in dues:
