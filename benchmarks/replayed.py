@@ -71,7 +71,7 @@ def compare(setting: Setting, said: dict[str, Any]) -> float:
     plan, cost = TierPlan("cpu", num_below * 4096, "lhd", is_memory=True), BlockCost(4096 // trace.block_size, 1.0)
     report = replay(trace, [plan], cost, engine_blocks=engine_blocks, engine_ahead=AHEAD, store_when=when)
     here, loaded = (said[name] / trace.num_references for name in ("here", "loaded"))
-    off = here + loaded - report.hit_rate
+    off: float = here + loaded - report.hit_rate
     print(
         f"{where:36} {engine_blocks:4}/{num_below:4} {when:9} {at_once} at a time {'model' if is_real else '':6}"
         f"{here:.3f} + {loaded:.3f} = {here + loaded:.3f}   replayed {report.hit_rate - report.tiers_hit_rate:.3f} + "
