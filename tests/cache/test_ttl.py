@@ -9,9 +9,10 @@ from structlog.testing import capture_logs
 from tests.support import virtual
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKVSettings
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.testing import ScriptedDevice
 from tiered_kv.values.keys import Names
 
 KEYS = prompt(8)
@@ -59,6 +60,30 @@ def test_what_is_read_when_it_expires_is_read_to_the_end() -> None:
                 await asyncio.sleep(12.0)
                 assert (await kv.lookup(KEYS)).num_blocks == 0
                 assert [bytes(view) for view in lease.views] == held
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
+def test_what_waits_to_be_copied_when_it_expires_is_copied_and_found_by_nobody_else(tmp_path: Path) -> None:
+    """On its way from a disk a block is in a host slot: a load that began with it has it, and no other."""
+
+    async def main() -> None:
+        engine, device = Engine(), ScriptedDevice()
+        disk = {"medium": "nvme", "path": tmp_path, "capacity": "2MiB", "ttl_s": 10.0}
+        async with open_cache(disk, engine=engine, device=device) as kv:
+            virtual.watch(virtual.CountingDevice(), virtual.pools_of(kv))
+            storing = kv.start_store(KEYS, engine.compute(KEYS))
+            await until(lambda: kv.stats()["nvme"].ready == 8, on_wait=device.run_all)
+            assert (await storing).num_stored == 8
+            loading, late = kv.start_load(KEYS, INTO, deadline_s=60.0), GPULoadStoreSpec(range(8, 12))
+            await asyncio.sleep(12.0)
+            assert kv.stats()["nvme"].expired == 8
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            assert (await kv.load(KEYS[:4], late)).num_blocks == 0
+            await until(lambda: loading.done, on_wait=device.run_all)
+            assert (await loading).num_blocks == 8
+            assert engine.read(INTO) == contents(KEYS)
             await until_idle(kv)
 
     virtual.run(main)

@@ -11,6 +11,7 @@ from typing import Final
 
 import numpy as np
 
+from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
@@ -148,11 +149,14 @@ async def keep_up(chain: Chain) -> None:
 
 
 async def _expire(chain: Chain, tier: BookedTier) -> None:
-    """Look through a tier once."""
+    """Look through a tier once. What is on its way up is had by those who load it already, and found by nobody else."""
+    host = chain.host.index
     for _ in range(0, tier.index.num_slots, _SLOTS_AT_ONCE):
-        num_expired = len(tier.index.expire(limit=_SLOTS_AT_ONCE))
-        tier.counters.expired += num_expired
-        if num_expired:
+        expired = tier.index.expire(limit=_SLOTS_AT_ONCE)
+        tier.counters.expired += len(expired)
+        if len(expired):
+            slots, _ = host.find(expired)
+            host.remove(expired[host.is_transient(slots)], Change.EXPIRED)
             chain.room.changed()
         await asyncio.sleep(0)
 
