@@ -59,6 +59,7 @@ class Shape:
         """Whether whatever is stored whole, and used as often as the disk wants, is there once flushed, and stays.
 
         What is used again goes to the disk from the memory that keeps it: without any, a use may meet it in passing.
+        Where the queue of stores is short it may be dropped then, and no store says so.
         """
         is_plain = self.ttl_s is None and self.codec == "none"
         return self.is_roomy and self.is_owned and is_plain and self._is_admitted
@@ -73,7 +74,8 @@ class Shape:
 
     @property
     def _is_admitted(self) -> bool:
-        return self.admit_after == 1 or self.has("cpu") or self.has("gpu")
+        is_in_memory = self.has("cpu") or self.has("gpu")
+        return self.admit_after == 1 or (is_in_memory and self.queue_bytes >= 1 << 30)
 
     @property
     def is_owned(self) -> bool:
