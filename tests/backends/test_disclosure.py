@@ -80,7 +80,9 @@ def memory_of(*pids: int) -> set[bytes]:
     return pages
 
 
-@pytest.fixture(params=["nvme", "shared_fs", "s3", "s3 packs", "memory", "redis", "mooncake"])
+@pytest.fixture(
+    params=["nvme", "shared_fs", "s3", "s3 packs", "memory", "redis", pytest.param("mooncake", marks=pytest.mark.slow)]
+)
 def medium(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Callable[[Any], Any], Dump]]:
     """Return what makes a tier with some encryption, and what the attacker has of it."""
     kind, root = request.param, tmp_path / "kv"

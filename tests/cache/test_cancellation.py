@@ -236,6 +236,7 @@ def _ever_later_turns() -> Iterator[int]:
         turns = max(turns + 1, turns * 1.4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("operation", "chain"), CASES)
 async def test_a_task_cancelled_at_any_turn(operation: Operation, chain: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """``task.cancel()`` at every turn of the loop leaves nothing behind and nobody in the caller's memory."""

@@ -48,7 +48,7 @@ def _settings(part: float) -> settings:
     )
 
 
-TestInVirtualTime = VirtualMachine.TestCase
+TestInVirtualTime = pytest.mark.slow(VirtualMachine.TestCase)
 TestInVirtualTime.settings = _settings(0.7 if settings.get_current_profile_name() == "torture" else 0.12)
 
 ONLY_IN_TORTURE = pytest.mark.skipif(

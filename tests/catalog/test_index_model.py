@@ -488,10 +488,10 @@ class LHDMachine(IndexMachine):
     policy = "lhd"
 
 
-TestLRU = LRUMachine.TestCase
-TestARC = ARCMachine.TestCase
-TestMQ = MQMachine.TestCase
-TestLHD = LHDMachine.TestCase
+TestLRU = pytest.mark.slow(LRUMachine.TestCase)
+TestARC = pytest.mark.slow(ARCMachine.TestCase)
+TestMQ = pytest.mark.slow(MQMachine.TestCase)
+TestLHD = pytest.mark.slow(LHDMachine.TestCase)
 TestLRU.settings = TestARC.settings = TestMQ.settings = TestLHD.settings = settings(
     max_examples=150, stateful_step_count=40, suppress_health_check=[HealthCheck.too_slow]
 )

@@ -22,6 +22,8 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from tiered_kv import BlockKeys, ConfigurationError, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
 
+pytestmark = pytest.mark.slow
+
 SIZE, WINDOW = 16, 40
 LENGTHS = (200, 150, 90)
 PROMPTS = [[3 + (i * 7 + j * 31) % 250 for i in range(length)] for j, length in enumerate(LENGTHS)]

@@ -192,6 +192,7 @@ def test_what_is_due_of_a_preempted_request_is_stored(num_steps: int, num_ranks:
         engine.settle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.parametrize("num_steps", [2, 6, 9])
@@ -482,6 +483,7 @@ def test_a_load_that_lacks_a_block_of_one_group_is_computed(shape: str) -> None:
         assert [(tier.leased, tier.pending) for tier in engine.scheduling.kv.stats().tiers] == [(0, 0)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [None, *SHAPES])
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_bytes_are_right_and_nothing_is_held(seed: int, shape: str | None, tmp_path: Path) -> None:
@@ -600,6 +602,7 @@ def test_what_vllm_holds_is_not_stored_and_what_it_is_about_to_drop_is() -> None
         assert free_at_last(engine) == 512
 
 
+@pytest.mark.slow
 def test_vllm_s_own_cache_has_as_much_as_without_copies() -> None:
     """What was held while it was copied goes when it would have: not before what was to go earlier.
 
@@ -616,6 +619,7 @@ def test_vllm_s_own_cache_has_as_much_as_without_copies() -> None:
     assert abs(had["evicted"] - had["computed"]) <= 5
 
 
+@pytest.mark.slow
 def test_two_caches_have_as_much_as_a_replay_says() -> None:
     """Hits over vLLM's own cache and the tier are within 0.02 of what is foretold of both, one request at a time.
 

@@ -183,6 +183,7 @@ def test_what_is_copied_out_ahead_is_in_both_for_a_while() -> None:
     assert engines[0].copied_rate < engines[1].copied_rate < engines[2].copied_rate
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", SYNTHETIC.values(), ids=SYNTHETIC)
 def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
     """On every made-up trace, for tiers from half of the engine's cache to eight times as much."""
@@ -214,6 +215,7 @@ def test_agents_miss_little_below_an_engine_that_stores_what_it_drops(times: int
     assert report.engine.copied_rate <= 0.5
 
 
+@pytest.mark.slow
 def test_agents_that_say_when_they_are_back_find_all_in_memory() -> None:
     """At a quarter of boundless memory, over storage, nearly as much as there; and wrong at random it costs little."""
     trace = SYNTHETIC["agents"](num_requests=1_500)
