@@ -103,14 +103,15 @@ def _direct(world: World, theme: Scene) -> None:
 
         world.die_at = None
         world.tell(f"{name} begins: {shape}")
-        process = world.start_process(name, main)
+        process, was_over = world.start_process(name, main), False
         while not turns.wait(
             lambda process=process: process.has_ended or _is_to_die(world) or bool(world.failures),  # type: ignore[misc]  # bound now
             600.0,
             "the engine",
         ):
-            if world.is_over:
+            if was_over:
                 world.fail(WrongAnswer("never ends", f"{name} does not end"))
+            was_over = world.is_over  # from now on it has as long again, whenever its last step was done
         if world.failures:
             return
         _end(world, process)
