@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.catalog.books import Change
+from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
@@ -155,8 +155,9 @@ async def _expire(chain: Chain, tier: BookedTier) -> None:
         expired = tier.index.expire(limit=_SLOTS_AT_ONCE)
         tier.counters.expired += len(expired)
         if len(expired):
-            slots, _ = host.find(expired)
-            host.remove(expired[host.is_transient(slots)], Change.EXPIRED)
+            slots, states = host.find(expired)
+            has_come = (states == SlotState.READY) & host.is_transient(slots)  # what is read now may be another tier's
+            host.remove(expired[has_come], Change.EXPIRED)
             chain.room.changed()
         await asyncio.sleep(0)
 
