@@ -287,3 +287,8 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
     known.check(asked, np.array([True, False]), "a load")
     with pytest.raises(WrongAnswer, match="found block 1, which was never stored"):
         known.check(asked, np.array([False, True]), "a load")
+
+
+def test_what_is_owed_to_a_store_is_told_it_once_the_last_call_that_stalled_has_ended() -> None:
+    """And not before: in this seed an engine is closed while a lookup stalls, and has evicted blocks meanwhile."""
+    assert not simulate(10020054).failure

@@ -207,8 +207,8 @@ class Requests(Asking, Keeping):
             # Pins end by themselves, and tiers that were at fault are tried again.
             await asyncio.sleep(max(6.0, self._pinned_until - self.now + 0.1))
             await kv.flush()
-            while kv.stats().transfers or any(tier.dirty for tier in kv.stats().tiers):
-                await asyncio.sleep(1.0)
+            while world.store.num_calls or kv.stats().transfers or any(tier.dirty for tier in kv.stats().tiers):
+                await asyncio.sleep(1.0)  # a call that stalls keeps the store out of use, and what is owed to it untold
                 await kv.flush()
             await asyncio.sleep(2.5)  # what is owed to media is made up for
 
