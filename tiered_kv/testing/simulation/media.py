@@ -2,7 +2,8 @@
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +14,7 @@ from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, che
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.testing.simulation.known import check_lent
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.threads import Turns
+from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.specs import LoadStoreSpec
@@ -64,8 +65,23 @@ class SharedStore:
         self.bytes_written = 0
         self.tape = tape
         self.turns = turns
-        self.num_calls = 0
+        self._calls_of = Counter[SimulatedProcess]()
         self.raised = Counter[str]()
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls are under way; a server hears when a process ends whose calls it was at."""
+        return sum(n for process, n in self._calls_of.items() if not process.is_dead)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """Count a call of the process that makes it."""
+        process = self.turns.current.process
+        self._calls_of[process] += 1
+        try:
+            yield
+        finally:
+            self._calls_of[process] -= 1
 
     def put(self, path: str, record: bytes) -> None:
         """Keep one; those used least go where there is no room."""
@@ -176,9 +192,8 @@ class StoreClient(Backend):
             raise KeyError(doing)
         while store.num_calls >= faults.most_calls:  # noqa: ASYNC110 - a server tells nobody that it is free
             await asyncio.sleep(0.01)
-        store.num_calls += 1
-        seconds += faults.extra_s.get(doing, 0.0)
-        try:
+        with store.call():
+            seconds += faults.extra_s.get(doing, 0.0)
             if tape.fault(faults.stall):
                 seconds += tape.pick("faults", (0.4, 1.5, 6.0, 30.0))
                 store.turns.tell(f"the store stalls {doing} for {seconds:.1f} s")
@@ -187,8 +202,6 @@ class StoreClient(Backend):
                 while store.faults is faults:  # noqa: ASYNC110 - a server tells nobody that it goes on
                     await asyncio.sleep(0.5)
             await asyncio.sleep(seconds)
-        finally:
-            store.num_calls -= 1
         if tape.fault(faults.error):
             store.turns.tell(f"the store fails {doing}")
             error = tape.pick(

@@ -133,8 +133,6 @@ def _end(world: World, process: SimulatedProcess) -> None:
     if lost_power:
         for disk in world.disks:
             disk.lose_power()
-    if not process.has_ended:
-        world.store.num_calls = world.other.num_calls = 0
     world.end_trouble()
     for disk in world.disks:
         world.may_come_back_old(disk)
