@@ -324,8 +324,9 @@ def test_commit_in_parts_and_after_closing() -> None:
         second = reservation.commit(np.array([True, True, False]))
         assert first.num_prefix == 1
         assert second.slots.tolist() == [-1, reservation.slots[1], -1]
-    with pytest.raises(ClosedError):
-        reservation.commit()
+    for late in (reservation.commit, reservation.keep):
+        with pytest.raises(ClosedError):
+            late()
     first.release()
     second.release()
     assert index.statistics().free == 1
@@ -403,3 +404,16 @@ def test_only_what_is_new_gets_a_slot() -> None:
     store(index, 1)
     with index.reserve(names_of(2)), index.reserve(names_of(1, 2, 3, 3)) as reservation:
         assert [slot if slot < 0 else "a slot" for slot in reservation.slots.tolist()] == [-1, -1, "a slot", -1]
+
+
+def test_what_is_kept_is_held_by_nobody_and_goes_tail_first() -> None:
+    """As if a lease had been released at once; bounce slots, which live as long as their lease, are free again."""
+    index = TierIndex(3, num_transient=2, policy="lru")
+    with index.reserve(names_of(1, 2, 3)) as reservation:
+        assert reservation.keep(np.array([True, True, False])).tolist() == [0, 1, -1]
+        assert reservation.keep().tolist() == [-1, -1, 2]
+    assert index.statistics().leased == 0
+    assert index.names_in_order()[1].tolist() == [1, 0, 2]
+    with index.reserve(names_of(4, 5), transient=True) as passing:
+        assert passing.keep().tolist() == [3, 4]
+    assert (index.num_transient_free, index.ready_prefix(names_of(4))) == (2, 0)

@@ -1,5 +1,6 @@
 """`TierIndex` against a model that is too simple to be wrong: plain lists and dicts, one block at a time."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -155,13 +156,22 @@ class IndexMachine(RuleBasedStateMachine):
         self.reservations.append(OpenReservation(real, blocks))
 
     @precondition(lambda self: self.reservations)
-    @rule(which=choice, mask=st.lists(st.booleans(), min_size=10, max_size=10), everything=st.booleans())
-    def commit(self, *, which: int, mask: list[bool], everything: bool) -> None:
-        """What has arrived becomes readable under a lease at once; what was removed meanwhile does not."""
+    @rule(
+        which=choice,
+        mask=st.lists(st.booleans(), min_size=10, max_size=10),
+        everything=st.booleans(),
+        is_held=st.booleans(),
+    )
+    def commit(self, *, which: int, mask: list[bool], everything: bool, is_held: bool) -> None:
+        """What has arrived becomes readable at once, under a lease or as if that had been released at once.
+
+        What was removed meanwhile does not.
+        """
         reservation = self.reservations[which % len(self.reservations)]
         ok = None if everything else np.array(mask[: len(reservation.blocks)], dtype=np.bool_)
-        real = reservation.real.commit(ok)
-        leased, slots = [], []
+        real = reservation.real.commit(ok) if is_held else None
+        found = reservation.real.keep(ok) if real is None else real.slots
+        leased, slots = list[Block](), list[int]()
         for position, block in enumerate(reservation.blocks):
             if block and block.state == SlotState.PENDING and (everything or mask[position]):
                 block.state = SlotState.READY
@@ -171,8 +181,11 @@ class IndexMachine(RuleBasedStateMachine):
                 slots.append(block.slot)
             else:
                 slots.append(-1)
-        assert real.slots.tolist() == slots
-        self.leases.append(OpenLease(real, leased))
+        assert found.tolist() == slots
+        if real is None:
+            self.see_released(leased)
+        else:
+            self.leases.append(OpenLease(real, leased))
 
     @precondition(lambda self: self.reservations)
     @rule(which=choice)
@@ -207,9 +220,13 @@ class IndexMachine(RuleBasedStateMachine):
         lease = self.leases.pop(which % len(self.leases))
         lease.real.release(is_use=is_use)
         lease.real.release(is_use=not is_use)
+        self.see_released(lease.blocks)
+
+    def see_released(self, blocks: Sequence[Block]) -> None:
+        """A lease of these blocks is no more."""
         hot: list[Block] = []
         first: list[Block] = []
-        for block in reversed(lease.blocks):
+        for block in reversed(blocks):
             block.num_leases -= 1
             if block.num_leases:
                 continue

@@ -188,7 +188,7 @@ def test_what_is_copied_out_ahead_is_in_both_for_a_while() -> None:
 def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
     """On every made-up trace, for tiers from half of the engine's cache to eight times as much."""
     trace = make(num_requests=400)
-    for times in (0.5, 1, 2, 4, 8):
+    for times in (0.5, 2, 8):
         tier = memory(round(200 * times), policy="lhd")
         auto, computed = (below_engine(trace, 200, when, tier).hit_rate for when in ("auto", "computed"))
         assert auto >= computed - 0.005
@@ -198,7 +198,7 @@ def test_auto_is_never_worse_than_computed(make: Callable[..., Trace]) -> None:
 @pytest.mark.parametrize("name", ["batches", "rounds", "timers", "twice", "zipf"])
 def test_half_a_block_is_copied_at_most_for_each_asked_for(name: str) -> None:
     """Whatever is dropped, and for no fewer hits than from storing all that is computed."""
-    trace = SYNTHETIC[name](num_requests=2_500)
+    trace = SYNTHETIC[name](num_requests=1_500)
     evicted, computed = (below_engine(trace, 300, when, memory(600, policy="lhd")) for when in ("evicted", "computed"))
     assert evicted.engine is not None
     assert evicted.engine.copied_rate <= 0.5

@@ -24,7 +24,7 @@ from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change,
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.policies.make_policy import GuardedPolicy
-from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
+from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue, unique
 from tiered_kv.catalog.table import Slots, first_occurrences
 from tiered_kv.system import system
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
@@ -37,8 +37,6 @@ _UNWANTED: Final = 1
 """By a hint."""
 _RESIDENT: Final = 2
 """The engine has the block, too."""
-_FEW: Final = 64
-"""Of so many slots Python finds repeats sooner than numpy begins."""
 OnLeft = Callable[[Names, Lease], None]
 """Is called on the owning thread once blocks of the tier's own that were readable have left the books, with their names
 and a lease that keeps their slots: it is the callee's to release. Must not raise, and must not change the index."""
@@ -224,6 +222,21 @@ class Occupancy(Books):
 
     def _commit(self, slots: Slots) -> Lease:
         """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
+        there, filled = self._make_ready(slots)
+        self._hold(filled)
+        return Lease(there, filled, self._release)
+
+    def _keep(self, slots: Slots) -> Slots:
+        """Do as `_commit`, and hold nothing; return the slots, -1 where there is none."""
+        there, filled = self._make_ready(slots)
+        if self._goes_when_idle or len(self._own(filled)) < len(filled):
+            self._hold(filled)
+            self._release(filled, is_use=False)
+        elif len(filled):
+            self._policy.unpark(filled[::-1])  # of a prefix the head goes last
+        return there
+
+    def _make_ready(self, slots: Slots) -> tuple[Slots, Slots]:
         is_live = self._states.take(slots) == PENDING
         filled = slots[is_live]
         with self.lock:
@@ -232,7 +245,6 @@ class Occupancy(Books):
         self._pending -= len(filled)
         self._ready += len(filled)
         self._want(filled)
-        self._hold(filled)
         own = self._own(filled)
         if len(own):
             names = self._table.names(own)
@@ -240,7 +252,7 @@ class Occupancy(Books):
             if self._expiry is not None:
                 self._expiry.start(own)
             self._tell(Change.ADDED, names)
-        return Lease(np.where(is_live, slots, -1), filled, self._release)
+        return np.where(is_live, slots, -1), filled
 
     def _give_back(self, slots: Slots) -> None:
         if not len(slots):
@@ -327,19 +339,6 @@ class Occupancy(Books):
     def _tell(self, change: Change, names: Names) -> None:
         if self.on_change is not None and len(names):
             self.on_change(change, names)
-
-
-def unique(slots: Slots) -> Slots:
-    """Drop repeats, keep the order of first occurrences."""
-    if len(slots) <= _FEW and len(set(slots.tolist())) == len(slots):
-        return slots
-    # Not by np.unique: its first call imports numpy.ma, a pause of 7 ms.
-    ordered = np.sort(slots)
-    if not (ordered[1:] == ordered[:-1]).any():
-        return slots
-    order = np.argsort(slots, kind="stable")
-    ordered = slots[order]
-    return slots[np.sort(order[np.diff(ordered, prepend=-1).nonzero()[0]])]
 
 
 _RESTORE_CHUNK: Final = 1 << 16
@@ -562,7 +561,7 @@ class TierIndex(Occupancy):
         if len(taken) < len(names):
             slots = np.full(len(names), -1, dtype=np.int64)
             slots[wanted] = taken
-        return Reservation(slots, evicted, commit=self._commit, give_back=self._give_back)
+        return Reservation(slots, evicted, commit=self._commit, keep=self._keep, give_back=self._give_back)
 
     def fits(self, names: Names) -> bool:
         """Say whether `reserve` would find room now for what is absent of a batch. Changes nothing."""

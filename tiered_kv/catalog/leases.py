@@ -85,7 +85,7 @@ class Reservation:
         evicted: ``(m, 4)`` names of the blocks that had to go.
     """
 
-    __slots__ = ("_commit", "_give_back", "_is_closed", "_is_open", "evicted", "slots")
+    __slots__ = ("_commit", "_give_back", "_is_closed", "_is_open", "_keep", "evicted", "slots")
 
     def __init__(
         self,
@@ -93,6 +93,7 @@ class Reservation:
         evicted: Names,
         *,
         commit: Callable[[Slots], Lease],
+        keep: Callable[[Slots], Slots],
         give_back: Callable[[Slots], None],
     ) -> None:
         """Made by `TierIndex` only."""
@@ -101,6 +102,7 @@ class Reservation:
         self._is_open = slots >= 0  # reserved, and neither committed nor given back
         self._is_closed = False
         self._commit = commit
+        self._keep = keep
         self._give_back = give_back
 
     def commit(self, ok: NDArray[np.bool_] | None = None) -> Lease:
@@ -117,12 +119,30 @@ class Reservation:
         Raises:
             ClosedError: The slots were given back already.
         """
-        if self._is_closed:
-            raise ClosedError("commit() on a reservation that is closed: its slots may be another's by now")
-        chosen = self._is_open if ok is None else self._is_open & ok
-        lease = self._commit(np.where(chosen, self.slots, -1))
+        lease = self._commit(self._chosen(ok))
         self._is_open &= lease.slots < 0
         return lease
+
+    def keep(self, ok: NDArray[np.bool_] | None = None) -> Slots:
+        """Make filled slots readable, as `commit` does, and hold none of them: any may be evicted from now on.
+
+        Args:
+            ok: As for `commit`.
+
+        Returns:
+            ``(n,)`` int64, the slots that are readable now, or -1. Transient ones are free again: nobody had them.
+
+        Raises:
+            ClosedError: As by `commit`.
+        """
+        slots = self._keep(self._chosen(ok))
+        self._is_open &= slots < 0
+        return slots
+
+    def _chosen(self, ok: NDArray[np.bool_] | None) -> Slots:
+        if self._is_closed:
+            raise ClosedError("a reservation that is closed: its slots may be another's by now")
+        return np.where(self._is_open if ok is None else self._is_open & ok, self.slots, -1)
 
     def close(self) -> None:
         """Give back what was not committed; a second call does nothing."""

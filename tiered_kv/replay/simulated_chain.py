@@ -113,7 +113,7 @@ class SimulatedTier:
         with self.index.reserve(room) as reservation:
             self.evicted += len(reservation.evicted)
             num_new = int(np.count_nonzero(reservation.slots >= 0))
-            reservation.commit().release()
+            reservation.keep()
         return num_new
 
 
@@ -290,7 +290,7 @@ class SimulatedEngine:
         for index in (self._index, self._used_last):  # by LRU the one has the last used of what the other has
             kept = names[: index.num_slots]
             with index.lease(kept), index.reserve(kept) as reservation:
-                reservation.commit().release()
+                reservation.keep()
         return np.ascontiguousarray(reservation.evicted[::-1])  # the tail of a prompt was dropped first
 
 

@@ -118,8 +118,9 @@ class Fates:
         self.store_requested += requested
         self.stored += stored
         self.present += present
-        self.dropped += sum(dropped.values())
-        self.dropped_because.update(dropped)
+        if dropped:
+            self.dropped += sum(dropped.values())
+            self.dropped_because.update(dropped)
 
     def use(self, direction: Direction, names: Names) -> None:
         """Take note that a load or a store of these blocks begins or ends."""

@@ -44,14 +44,14 @@ class Unwritten:
         self.now = 0
         self.num_failed = 0
         self.has_lost = False
-        self._under_way = Counter[int]()
+        self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
         self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
 
     @property
     def num_under_way(self) -> int:
         """How many stores and writes have not ended."""
-        return self._under_way.total()
+        return sum(self._under_way.values())
 
     @property
     def num_blocks(self) -> int:
@@ -66,12 +66,14 @@ class Unwritten:
     def begin(self, came: int | None = None) -> int:
         """Count one more store or write under way, until `end`; return when it came: now if not said."""
         came = self.now if came is None else came
-        self._under_way[came] += 1
+        self._under_way[came] = self._under_way.get(came, 0) + 1
         return came
 
     def end(self, came: int) -> None:
         """Count it no longer. What it leaves to be written waits already."""
-        _take(self._under_way, came, 1)
+        left = self._under_way[came] = self._under_way[came] - 1
+        if not left:
+            del self._under_way[came]
         if self._has_ended is not None:
             self._has_ended.set()
             self._has_ended = None

@@ -336,8 +336,7 @@ class OwnedTier(StorageTier, BookedTier):
         is_fresh = reservation.slots >= 0
         ok = np.zeros(len(is_fresh), np.bool_)
         ok[is_fresh] = stored
-        with reservation.commit(ok) as lease:
-            doomed = stored & (lease.slots[is_fresh] < 0)
+        doomed = stored & (reservation.keep(ok)[is_fresh] < 0)
         doomed |= ~stored & ~refused  # there may be anything
         if len(reservation.evicted):  # of which the medium still has what was not overwritten
             doomed |= refused

@@ -7,7 +7,7 @@ so its deadline is soft. It begins nothing more once its time is up.
 """
 
 import asyncio
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -238,7 +238,8 @@ class DirectStore(Store):
         self._tally.add(tier, **counts, dropped=drops)
         self._num_stored += counts["written"]
         self._num_present += counts["present"]
-        self._dropped += Counter(drops) + Counter({Reason.UNWRITTEN: counts["failed"]})
+        for reason, num_dropped in (*drops.items(), (Reason.UNWRITTEN, counts["failed"])):
+            self._count_dropped(reason, num_dropped)
         self._chain.fates.note(part.names[report.dropped], Fate.DROPPED, tier.name)
         self._chain.fates.note(part.names[report.failed], Fate.FAILED, tier.name)
         self._chain.unwritten.has_lost |= bool(((report.dropped & wanted) | report.failed).any())

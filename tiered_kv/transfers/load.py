@@ -272,9 +272,7 @@ class Load(InTask):
         copied.ok = error is None
         if promotion is not None:
             if copied.ok and self._gpu:
-                lease = promotion.commit()
-                self._gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
-                lease.release()
+                self._gpu.counters.promoted += int(np.count_nonzero(promotion.keep() >= 0))
             promotion.close()
         self._chain.release(*copied.landed.leases)
         self._say_failed(error, copied.landed.num_blocks)

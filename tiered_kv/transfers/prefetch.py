@@ -169,7 +169,7 @@ class Prefetch(Revocable):
                 await self.drain_copies()
                 if errors[0] is not None:
                     return 0
-            reservation.commit().release()
+            reservation.keep()
             self._num_moved += len(slots)
             gpu.counters.promoted += len(slots)
         return landed.num_blocks

@@ -5,11 +5,10 @@ lower tier has written it or given it up. A full queue drops what would go below
 """
 
 import asyncio
-from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +29,8 @@ from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.events import BlocksSettled, BlocksStored
 from tiered_kv.values.results import StoreResult, TierStore
+
+_NONE_WANTED: Final[Mask] = np.ones(0, np.bool_)
 
 
 class Storing(Protocol):
@@ -101,18 +102,19 @@ class Store(Revocable):
         self._memory: list[MemoryTier] = [chain.host] if gpu is None else [gpu, chain.host]
         self._goes_down = bool(chain.written) or gpu is not None
         self._keeps = any(tier.index.num_slots for tier in self._memory)
+        self._has_to_ask = not self._keeps and any(tier.is_shared for tier in chain.written)
         self._takes_stores = chain.limits.takes_stores
         self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
-        self._dropped: Counter[Reason] = Counter()
+        self._dropped: dict[Reason, int] = {}
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_open = 1  # windows still on their way down, and run itself
         self._came = chain.unwritten.begin()
         self._is_waited_for = True  # by who flushes
-        self._wanted: Mask = np.ones(0, np.bool_)  # of the batch, where a task is to place it
+        self._wanted = _NONE_WANTED  # of the batch, where a task is to place it
 
     async def run(self) -> StoreResult:
         """Copy the blocks out. Ends when the source may be reused; never raises for a tier."""
@@ -156,11 +158,9 @@ class Store(Revocable):
     def start_at_once(self) -> StoreHandle | None:
         """Start without a task, if one tier has room for all now; None, with nothing changed, if not."""
         batch, request, chain = self._batch, self._request, self._chain
-        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or self._refusal():
+        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or self._refusal() or self._has_to_ask:
             return None
-        if not self._keeps and any(tier.is_shared for tier in chain.written):
-            return None  # they have to be asked
-        part, pages = self._unknown_below()
+        part, pages = (batch, request.pages) if self._keeps else self._unknown_below()
         try:
             placing = self._place_now(part) or self._pass_now(part)
         except Exception:  # noqa: BLE001 - of a policy of the program's: the task will meet it, and end as it should
@@ -226,7 +226,7 @@ class Store(Revocable):
             len(self._batch),
             self._num_stored,
             self._num_present,
-            self._dropped.total(),
+            sum(self._dropped.values()),
             dict(self._dropped),
             self._num_stored * self._chain.group.payload_bytes,
             seconds,
@@ -254,7 +254,10 @@ class Store(Revocable):
     def _window(self) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
         size = self._chain.window_blocks if self._goes_down else self._chain.resident_blocks
-        return min(size, next((n for n in self._may_keep.values() if n > 0), size))
+        for most in self._may_keep.values():
+            if most > 0:
+                return min(size, most)
+        return size
 
     async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
@@ -290,10 +293,8 @@ class Store(Revocable):
         return None if reservation is None else (chain.host, reservation)
 
     def _unknown_below(self) -> tuple[Batch, NDArray[np.int64]]:
-        """Return the blocks that some tier below lacks, as far as is known, and their pages; all if one above keeps."""
+        """Return the blocks that some tier below lacks, as far as is known, and their pages."""
         batch, pages = self._batch, self._request.pages
-        if self._keeps:
-            return batch, pages
         lacks = np.logical_or.reduce([tier.lacks(batch) for tier in self._chain.written])
         return (batch, pages) if lacks.all() else (batch[lacks], pages[lacks])
 
@@ -357,12 +358,17 @@ class Store(Revocable):
     def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:
         chain, n = self._chain, len(placed.batch)
         tier, reservation, batch, fresh = placed.tier, placed.reservation, placed.batch, placed.fresh
-        lease = reservation.commit(fresh) if error is None else None
+        lease, there = None, reservation.slots
+        if error is None and tier is chain.tiers[-1]:
+            there = reservation.keep(fresh)
+        elif error is None:
+            lease = reservation.commit(fresh)
+            there = lease.slots
         if placed.fill is not None:
             chain.fills.conclude(placed.fill, reservation)
         else:
             reservation.close()
-        if lease is None:
+        if error is not None:
             late = Reason.REVOKED if self.revoked else Reason.DEADLINE
             self._drop(batch, late if isinstance(error, RevokedError) else Reason.COPY_FAILED)
             self._close_one()
@@ -373,11 +379,11 @@ class Store(Revocable):
             tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
         self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
-        slots = lease.slots[fresh]
+        slots = there[fresh]
         num_passing = int(np.count_nonzero(tier.index.is_transient(slots))) if tier.index.num_transient else 0
         self._tally.add(tier, written=n - num_passing, dropped={Reason.NO_ROOM: num_passing} if num_passing else {})
-        if tier is chain.tiers[-1]:
-            chain.release(lease)
+        if lease is None:
+            chain.room.changed()  # what is kept there may be evicted
             self._close_one()
             return
         if not (live := slots >= 0).all():  # the others were evicted by name while they were copied: they go no further
@@ -395,9 +401,13 @@ class Store(Revocable):
 
     def _drop(self, batch: Batch, reason: Reason) -> None:
         if len(batch):
-            self._dropped[reason] += len(batch)
+            self._count_dropped(reason, len(batch))
             self._tally.add_all(dropped={reason: len(batch)})
             self._chain.fates.note(batch.names, Fate.DROPPED, reason)
+
+    def _count_dropped(self, reason: Reason, n: int) -> None:
+        if n:
+            self._dropped[reason] = self._dropped.get(reason, 0) + n
 
     def _close_one(self) -> None:
         self._num_open -= 1

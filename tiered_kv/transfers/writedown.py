@@ -44,9 +44,8 @@ class Tally:
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         """Count nothing yet in ``tiers``, fastest first."""
-        self._tiers: list[Tier] = [tier for tier in tiers if tier.can_keep]
-        self._order = {tier.name: place for place, tier in enumerate(tiers)}
-        self._counts = {tier.name: [0] * 5 for tier in self._tiers}
+        self._tiers = tiers
+        self._counts = {tier.name: [0] * 5 for tier in tiers if tier.can_keep}
 
     def add(
         self,
@@ -77,15 +76,13 @@ class Tally:
 
     def add_above(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
         """Count blocks in every tier above one."""
-        for each in self._tiers:
-            if self._order[each.name] < self._order[tier.name]:
-                self.add(each, dropped=dropped)
+        for each in self._tiers[: self._tiers.index(tier)]:
+            self.add(each, dropped=dropped)
 
     def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int] = _NONE, failed: int = 0) -> None:
         """Count blocks in every tier below one."""
-        for each in self._tiers:
-            if self._order[each.name] > self._order[tier.name]:
-                self.add(each, dropped=dropped, failed=failed)
+        for each in self._tiers[self._tiers.index(tier) + 1 :]:
+            self.add(each, dropped=dropped, failed=failed)
 
     def results(self) -> tuple[TierStore, ...]:
         """What became of the blocks, fastest tier first."""
