@@ -24,8 +24,8 @@ from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change,
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.policies.make_policy import GuardedPolicy
-from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue, unique
-from tiered_kv.catalog.table import Slots, first_occurrences
+from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
+from tiered_kv.catalog.table import Slots, first_occurrences, unique
 from tiered_kv.system import system
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.hints import ReuseHint

@@ -16,22 +16,7 @@ _Links = tuple[NDArray[np.int32], NDArray[np.int32]]
 _ABSENT: Final = -1
 _FEW: Final = 32
 """So many slots are linked one by one sooner than numpy begins: 1 us instead of 7 for four."""
-_FEW_TO_SEARCH: Final = 64
-"""Of so many slots Python finds repeats sooner than numpy begins."""
 _MAX_FOUND: Final = 4096  # to remove so many blocks takes about 1 ms, to look at as many slots takes 3 us
-
-
-def unique(slots: Slots) -> Slots:
-    """Drop repeats, keep the order of first occurrences."""
-    if len(slots) <= _FEW_TO_SEARCH and len(set(slots.tolist())) == len(slots):
-        return slots
-    # Not by np.unique: its first call imports numpy.ma, a pause of 7 ms.
-    ordered = np.sort(slots)
-    if not (ordered[1:] == ordered[:-1]).any():
-        return slots
-    order = np.argsort(slots, kind="stable")
-    ordered = slots[order]
-    return slots[np.sort(order[np.diff(ordered, prepend=-1).nonzero()[0]])]
 
 
 class FreeSlots:

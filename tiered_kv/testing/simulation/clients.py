@@ -336,6 +336,8 @@ class _ClientThread:
         data, half = content(each.names[position]), size // 2
         if each.what == "store":
             row[:half] = np.frombuffer(data[:half], np.uint8)
+            if self._hangs:  # who loads the same blocks may wait for these
+                self._requests.copies_until = max(self._requests.copies_until, self._requests.now + _HANGS_S)
             self._wait_a_while()
             row[half:size] = np.frombuffer(data[half:], np.uint8)
         else:

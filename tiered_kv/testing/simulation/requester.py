@@ -36,6 +36,7 @@ class Requester:
         num_epochs: How often other weights were named.
         num_resizing: Resizes that are under way.
         is_alone: Whether a scene is acted beside which nobody begins anything.
+        copies_until: Until when some store may not have copied what loads wait for.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Requester:
         self._loading: dict[LoadHandle, str] = {}
         self._overtaken: set[LoadHandle] = set()
         self._computing: dict[int, ScriptedEvent] = {}
-        self._computes_until = 0.0
+        self.copies_until = 0.0
         self._num_beginning = 0
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}

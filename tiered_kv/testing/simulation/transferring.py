@@ -95,7 +95,7 @@ class Transferring(Requester):
             event.fire()
 
         delay_s = (0.0, 0.2, 1.0, 8.0)[numbers[0] % 4]
-        self._computes_until = max(self._computes_until, self.now + delay_s)
+        self.copies_until = max(self.copies_until, self.now + delay_s)
         asyncio.get_running_loop().call_later(delay_s, fire)
         return event
 
@@ -165,7 +165,7 @@ class Transferring(Requester):
         if self.world.may_be_late:
             return
         served = set(result.by_tier)
-        is_explained = self.now - took_s < self._computes_until  # it may wait for blocks that a store is to copy then
+        is_explained = self.now - took_s < self.copies_until  # it may wait for blocks that a store is to copy then
         is_near = served <= {"gpu", "cpu", "nvme"} and result.num_blocks == len(names)
         if is_near and took_s > _OWN_S and not is_explained:
             raise WrongAnswer("delayed", f"a load of {len(names)} blocks from {sorted(served)} took {took_s:.2f} s")
