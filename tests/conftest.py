@@ -10,6 +10,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is: several processes test at once, on small matrices
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +25,8 @@ if not torch.cuda.is_available():
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # else Triton 3.9 warns; no kernel here multiplies
 
 TESTS = Path(__file__).parent
+_ended = itertools.count(1)
+"""Tests of this process."""
 
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
@@ -78,6 +81,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def pytest_collection_finish() -> None:
     """Keep the garbage collector from looking at all tests and torch again and again: what is there now stays."""
     gc.freeze()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """Do so again now and then, with what tests have left: who collects garbage walks all that is there."""
+    if next(_ended) % 50 == 0:
+        gc.collect()
+        gc.freeze()
 
 
 def _length(item: pytest.Item) -> int:
