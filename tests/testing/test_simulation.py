@@ -16,7 +16,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
-from tiered_kv.testing.simulation.scenes import CLIENTS, drawn_theme
+from tiered_kv.testing.simulation.scenes import CLIENTS, SCRUBS, Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, Shape
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
@@ -56,6 +56,27 @@ def test_seeds_about_clients_of_a_server_find_nothing() -> None:
         assert not report.failure, f"seed {seed}: {report.failure}"
         digests.add(report.digest)
     assert simulate(seeds[0], STEPS).digest in digests
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("scene", [scene for scene, _ in SCRUBS], ids=lambda scene: str(scene.__name__))
+def test_seeds_of_tiers_that_are_scrubbed_find_nothing(scene: Scene) -> None:
+    """What is broken is found, and nothing else is lost; and a run of that can be repeated."""
+    seed = next(seed for seed in range(1000) if drawn_theme(Tape(seed))[0] is scene)
+    report = simulate(seed, STEPS, keeps_timeline=True)
+    assert not report.failure, f"seed {seed}: {report.failure}"
+    assert any("event TierScrubbed" in line for line in report.timeline)
+    assert simulate(seed, STEPS).digest == report.digest
+
+
+def test_seeds_without_scrubs_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn of scrubs has numbers of its own: who quotes a seed about anything else can go on to do so."""
+    drawn = {seed: drawn_theme(Tape(seed)) for seed in range(100)}
+    others = [seed for seed, (_, shape) in drawn.items() if not shape.scrub_bytes_per_s]
+    assert len(others) > 80
+    monkeypatch.setattr("tiered_kv.testing.simulation.scenes._SCRUBBED", 0.0)
+    assert all(drawn_theme(Tape(seed)) == drawn[seed] for seed in others if not drawn[seed][1].scrub_bytes_per_s)
 
 
 def test_a_run_is_the_same_in_another_process() -> None:
@@ -206,6 +227,30 @@ def test_the_model_promises_nothing_that_was_stored_while_media_failed() -> None
     assert _promised(known) == [False, False]
     known.keep(NAMES, known.moment(), "synced", despite_trouble=True)
     assert known.kept_of(NAMES) == ["synced", "synced"]
+
+
+def test_the_model_promises_nothing_of_what_a_disk_has_damaged() -> None:
+    """However often it is stored anew, as an older copy may come back; others are promised on."""
+    known = Known()
+    _stored(known)
+    known.damaged(NAMES[:1])
+    _stored(known)
+    assert _promised(known) == [False, True]
+
+
+def test_a_disk_that_damages_a_byte_has_it_so_for_good() -> None:
+    """A loss of power brings nothing back."""
+    tape = Tape(0, {})
+    turns = Turns(tape)
+    files, disk = SimulatedFiles(turns, tape), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
+    files.mount(disk)
+    slab = files.open("/sim/disk/slab", os.O_RDWR | os.O_CREAT)
+    files.pwrite(slab, bytes(8192), 0)
+    files.fsync(slab)
+    disk.flip(Path("/sim/disk/slab"), 5000)
+    disk.lose_power()
+    read = files.pread(files.open("/sim/disk/slab", os.O_RDWR), 8192, 0)
+    assert [at for at, byte in enumerate(read) if byte] == [5000]
 
 
 @pytest.fixture

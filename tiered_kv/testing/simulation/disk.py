@@ -202,10 +202,15 @@ class SimulatedDisk:
         """Change one bit somewhere, or somewhere in the largest file, or in one of those of a name."""
         if files := [node for node in self._all(name) if len(node.data)]:
             node = max(files, key=lambda each: len(each.data)) if in_largest else self._tape.pick("faults", files)
-            at = self._tape.draw("faults", len(node.data))
-            bit = bytes([node.data[at] ^ 1 << self._tape.draw("faults", 8)])
-            _apply(node.data, at, bit)
-            _apply(node.durable, at, bit)
+            _flip(node, self._tape.draw("faults", len(node.data)), 1 << self._tape.draw("faults", 8))
+
+    def flip(self, path: Path, at: int) -> None:
+        """Change a bit of the byte at a place of a file that is there."""
+        node: _Node | None = self.root
+        for part in path.relative_to(self.path).parts:
+            node = None if node is None or node.entries is None else node.entries.get(part)
+        assert node is not None
+        _flip(node, at, 1)
 
     def remember(self) -> None:
         """Make a copy of all that is there."""
@@ -632,6 +637,12 @@ def _apply(data: bytearray, offset: int, change: bytes | None) -> None:
     if offset > len(data):
         data.extend(bytes(offset - len(data)))
     data[offset : offset + len(change)] = change
+
+
+def _flip(node: _Node, at: int, bit: int) -> None:
+    changed = bytes([node.data[at] ^ bit])
+    _apply(node.data, at, changed)
+    _apply(node.durable, at, changed)
 
 
 def _copy(node: _Node) -> _Node:

@@ -25,6 +25,8 @@ LAYOUT: Final = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(2, 1, 32, "b
 STRIDE: Final = sum(group.stride_bytes for group in LAYOUT.groups)
 """Of a host slot of both groups: what a memory tier's capacity is counted in."""
 NUM_REGIONS: Final = 10
+FRESH_SALT: Final = "fresh"
+"""Of blocks that nobody has named before."""
 _POISON: Final = 0xEE
 
 
@@ -154,7 +156,7 @@ def content(name: Name) -> bytes:
 
 def fresh(number: int) -> BlockKeys:
     """Return blocks that nobody has named before."""
-    return hash_blocks(np.arange(8) + 8 * number, block_size=4, salt="fresh")
+    return hash_blocks(np.arange(8) + 8 * number, block_size=4, salt=FRESH_SALT)
 
 
 def span(numbers: Sequence[int]) -> BlockKeys:

@@ -50,6 +50,7 @@ class _Block:
         is_taken: A call took it away while it was being stored, or a store beside it that it may count on kept nothing.
         is_apart: A tier may lack it that another has: what a store finds there it writes nowhere else.
         is_doubtful: It may be in memory only, or lost, as media failed when it was stored or after that.
+        is_damaged: A bit of it was changed on a disk, where an older copy may come back.
         kept: It was promised to survive the end of the process.
         is_in_memory: It is in memory with room for all, and none of the calls that take it away was made since.
         used: When it was last asked for.
@@ -66,6 +67,7 @@ class _Block:
     is_taken: bool = False
     is_apart: bool = False
     is_doubtful: bool = False
+    is_damaged: bool = False
     kept: str = ""
     is_in_memory: bool = False
     used: float = -math.inf
@@ -200,6 +202,12 @@ class Known:
         block.num_uses = 2 if is_soon else max(1, block.num_uses)
         block.last_use = self._num_uses
 
+    def damaged(self, names: Iterable[Name]) -> None:
+        """A disk has something else than these now: nothing is promised of them any more."""
+        self.forget_kept(names)
+        for block in map(self._of, names):
+            block.is_damaged = True
+
     def all_names(self) -> list[Name]:
         """Name all blocks that were ever stored."""
         return list(self._blocks)
@@ -237,6 +245,7 @@ class Known:
                 and block.num_uses >= num_uses
                 and block.is_whole
                 and not block.is_apart
+                and not block.is_damaged
                 and (despite_trouble or not block.is_doubtful)
                 and not block.num_storing
                 and not block.is_gone

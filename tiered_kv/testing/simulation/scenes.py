@@ -46,7 +46,12 @@ from tiered_kv.testing.simulation.overwriting import (
     overwrite_and_die,
     pin_and_flush,
 )
-from tiered_kv.testing.simulation.shapes import Shape, drawn_shape
+from tiered_kv.testing.simulation.scrubbing import (
+    break_beside_scrubs,
+    overfill_beside_scrubs,
+    replace_beside_scrubs,
+)
+from tiered_kv.testing.simulation.shapes import Shape, drawn_shape, scrubbed
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS
@@ -475,6 +480,23 @@ HAS_HOST: Final = find_spec("msgspec") is not None
 _CLIENTS: Final = 0.06
 CLIENTS: Final[tuple[Scene, Callable[[Shape], bool]]] = (serve, lambda shape: shape.codec == "none")
 """Drawn apart from the others, so that the seeds which are not about it are as they were."""
+_SCRUBBED: Final = 0.06
+SCRUBS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+    (break_beside_scrubs, lambda shape: shape.keeps_all),
+    (replace_beside_scrubs, lambda shape: shape.keeps_all and shape.writes_soon),
+    (
+        overfill_beside_scrubs,
+        lambda shape: (
+            shape.chain == ("nvme",)
+            and shape.policy == "lru"
+            and shape.disk_slots <= _SMALL
+            and shape.ttl_s is None
+            and shape.writes_soon
+        ),
+    ),
+)
+"""Of tiers that are scrubbed; drawn apart as well. Such tiers go with any other scene, too."""
+_ALL: Final = (*SCENES, CLIENTS, *SCRUBS)
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
@@ -485,7 +507,7 @@ def scene_for(shape: Shape, number: int) -> Scene:
 
 def suits(scene: Scene, shape: Shape) -> bool:
     """Say whether a scene means something to such tiers."""
-    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in (*SCENES, CLIENTS))
+    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in _ALL)
 
 
 def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
@@ -493,11 +515,15 @@ def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
     theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
     if HAS_HOST and tape.chance("clients", _CLIENTS):
         theme = CLIENTS[0]
+    if is_scrubbed := tape.chance("scrubs", _SCRUBBED):
+        theme = tape.pick("scrubs", (*(scene for scene, _ in SCRUBS), theme))
     for _ in range(_MOST_DRAWN):
         shape = drawn_shape(tape)
         if suits(theme, shape):
-            return theme, shape
-    return nothing, shape
+            break
+    else:
+        theme = nothing
+    return theme, scrubbed(shape, tape) if is_scrubbed else shape
 
 
 async def nothing(_: "Requests", __: "Numbers") -> None:

@@ -1,5 +1,6 @@
 """Which tiers a simulated cache has, and what may be promised of them."""
 
+import math
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -10,6 +11,8 @@ NUM_ALL: Final = 160
 """Slots of a tier that has room for all prompts, under all weights, and for some strangers."""
 MOST_STRANGERS: Final = 30
 """Prompts of two blocks each that find room beside a hundred blocks."""
+_BETWEEN_PASSES_S: Final = 1.0
+"""From the end of one scrub to the beginning of the next, at least."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,10 @@ class Shape:
     """Whether storage reads and writes host pools of the engine's own straight."""
     has_neighbours: bool = False
     """Whether other caches come and go beside it."""
+    scrub_bytes_per_s: int | None = None
+    """How fast the disk is read through to verify what lies there, if it is."""
+    scrub_interval_s: float = 1.0
+    """From the beginning of one such pass to that of the next."""
 
     @property
     def keeps_in_memory(self) -> bool:
@@ -88,6 +95,14 @@ class Shape:
         waits = self.writes_back and ("cpu" in self.chain or "gpu" in self.chain)
         return self.has("nvme") and not waits and self.admit_after == 1
 
+    def scrubbed_within_s(self, num_bytes: int) -> float:
+        """Return how long a broken block on disks that hold so much may lie there, where nothing is in a scrub's way.
+
+        It may have broken just behind the pass that goes on: what is left of that, then the next one up to it.
+        """
+        pass_s = num_bytes / (self.scrub_bytes_per_s or math.inf)
+        return max(self.scrub_interval_s, pass_s + _BETWEEN_PASSES_S) + pass_s
+
     def has(self, medium: str) -> bool:
         """Whether there is such a tier."""
         return medium in self.chain
@@ -132,3 +147,14 @@ def drawn_shape(tape: Tape) -> Shape:
         chain = tape.pick("plan", (("cpu", "nvme"), ("gpu", "cpu", "nvme"), ("nvme",)))
         return replace(shape, chain=chain, disk_slots=NUM_ALL, ttl_s=None, codec="none")
     return shape
+
+
+def scrubbed(shape: Shape, tape: Tape) -> Shape:
+    """Return the same tiers, of which the disk is scrubbed, if there is one."""
+    if not shape.has("nvme"):
+        return shape
+    return replace(
+        shape,
+        scrub_bytes_per_s=tape.pick("scrubs", (1 << 30, 400_000, 100_000)),
+        scrub_interval_s=tape.pick("scrubs", (1.0, 1.0, 5.0, 20.0)),
+    )

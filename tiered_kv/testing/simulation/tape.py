@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients"]
-"""What the engines ask for; who goes on; what goes wrong, and how long things take; whether there are clients."""
-TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients")
+Track = Literal["plan", "turns", "faults", "clients", "scrubs"]
+"""What the engines ask for; who goes on; what goes wrong, and how long things take; are there clients, scrubs."""
+TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs")
 Numbers = Mapping[Track, Sequence[int]]
 
 
 class Tape:
-    """Numbers in four tracks, drawn from a seed or played back.
+    """Numbers in several tracks, drawn from a seed or played back.
 
     Attributes:
         seed: Where they come from.

@@ -61,6 +61,8 @@ _READS_ALL: Final = 0.5
 _MOST_UNTOLD: Final = 2
 """Errors of one kind of which nobody hears, as their processes end at that moment."""
 _LOOKS_AGAIN_S: Final = 0.05
+_LOOKS: Final = 40
+"""Within which a scrub, which rests for a second between passes, holds nothing for a moment."""
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,11 @@ class Requests(Asking, Keeping):
 
         await self.within(LONGEST_S, "the end of all transfers", end())
         stats = kv.stats()
+        for _ in range(_LOOKS if self.shape.scrub_bytes_per_s else 0):
+            if not Held.of(stats).what:
+                break
+            await asyncio.sleep(_LOOKS_AGAIN_S)  # a scrub holds what it reads just now
+            stats = kv.stats()
         if held := Held.of(stats).what:
             raise WrongAnswer("leak", "; ".join(held))
         self._check_counts(stats)

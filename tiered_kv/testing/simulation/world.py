@@ -8,7 +8,7 @@ import sys
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,7 +30,9 @@ from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, SimulatedThread, Turns
 from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped
 from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.results import CacheStatistics
+from tiered_kv.values.specs import FileLoadStoreSpec
 
 WEIGHTS: Final = ("w0", "w1")
 TIMEOUT_S: Final = 1.0
@@ -50,6 +52,8 @@ _DISK_SLOT: Final = 16_500
 """Bytes of an NVMe tier's capacity for a slot of both groups."""
 _MOST_A_WRITE: Final = 32 << 10
 """Bytes of one call of a store."""
+_SHORTEST_PAYLOAD: Final = 512
+"""Bytes that a record of any block has, encoded or not."""
 
 
 _RATES: Final = {
@@ -146,6 +150,7 @@ class World:
         self._num_numbers = 0
         self._num_engines = 0
         self._measuring: set[object] = set()
+        self._damaged: set[str] = set()
         self._began = self.turns.now
 
     def _disk(self, path: str) -> SimulatedDisk:
@@ -203,12 +208,13 @@ class World:
                 found.append({"medium": "cpu", "ttl_s": shape.ttl_s, "policy": shape.policy, **size})
             elif name == "nvme":
                 paths = [str(disk.path / "kv") for disk in self.disks[: shape.num_disks]]
+                scrubs = {"scrub_bandwidth": shape.scrub_bytes_per_s, "scrub_interval_s": shape.scrub_interval_s}
                 found.append(
                     _resolve("nvme")({  # which lies on the real disk, so that it is looked up once
                         "path": paths if len(paths) > 1 else paths[0], "num_threads": 2,
                         "capacity": self.disk_bytes(shape.disk_slots // shape.num_disks),
                         "max_capacity": self.disk_bytes(2 * NUM_ALL), "ttl_s": shape.ttl_s, "policy": shape.policy,
-                        **storage,
+                        **storage, **scrubs,
                     })
                 )  # fmt: skip
             else:
@@ -418,10 +424,25 @@ class World:
             trouble = self.trouble
             is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale
             is_explained = is_explained or trouble.has_unentered
-            if isinstance(event, BlocksCorrupted) and not is_explained:
+            if isinstance(event, BlocksCorrupted) and not is_explained and not self._are_damaged(event.keys):
                 self.fail(WrongAnswer("corrupt", f"{event.keys} are not what was written, though nothing is damaged"))
 
         return emit
+
+    def damage(self, where: FileLoadStoreSpec, names: Iterable[str]) -> None:
+        """Change a bit of each of some records on disks; events name their blocks by something that ends so."""
+        self.tape.num_faults += 1
+        self._damaged.update(names)
+        for name, offset, _ in where.places():
+            path = Path(name)
+            disk = next(each for each in self.disks if path.is_relative_to(each.path))
+            disk.flip(path, offset + PAGE_BYTES + self.tape.draw("scrubs", _SHORTEST_PAYLOAD))
+
+    def _are_damaged(self, keys: Sequence[str]) -> bool:
+        """Say whether all blocks that an event names were damaged, as far as can be said where names are hidden."""
+        if self._damaged and self.shape.cipher:
+            return True
+        return all(any(key.endswith(name) for name in self._damaged) for key in keys)
 
     def new_cache(self, process: SimulatedProcess, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
         """Make a cache of a process, not open yet."""
@@ -462,9 +483,9 @@ class World:
                 finally:
                     self.turns.end()
         finally:
+            self._collect()
             logger.removeHandler(log)
             logger.propagate = propagates
-            self._collect()
             if gc_was_on:
                 gc.enable()
 
@@ -535,6 +556,8 @@ class Held:
         for tier in stats.tiers:
             if tier.leased or tier.pending:
                 held.what.append(f"{tier.tier}: {tier.leased} leased, {tier.pending} pending")
+            if tier.in_flight_bytes:
+                held.what.append(f"{tier.tier}: {tier.in_flight_bytes} bytes in flight")
             if tier.num_slots and tier.free + tier.ready + tier.withheld != tier.num_slots:
                 held.what.append(f"{tier.tier}: {tier.free} free, {tier.ready} ready of {tier.num_slots} slots")
         if stats.bounce_free != stats.bounce_slots:

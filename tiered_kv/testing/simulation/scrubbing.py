@@ -1,0 +1,163 @@
+"""Scenes on disks that are scrubbed: what is broken is found in time, nothing else is lost or lives longer for it."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from tiered_kv.testing.simulation.engine import FRESH_SALT, fresh
+from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.meetings import PLAIN, Quiet, evict_from_memory, is_there, well
+from tiered_kv.testing.simulation.transferring import awaited
+from tiered_kv.testing.simulation.world import LONGEST_S
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import BlockState
+from tiered_kv.values.specs import FileLoadStoreSpec
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.simulation.requester import Numbers
+    from tiered_kv.testing.simulation.workload import Requests
+
+_BESIDE: Final = ("load", "store", "evict", "flush", "lookup", "resize", "pin", "stats", "groups", "wait")
+_KINDS: Final = ("errors", "short", "disk stalls", "disk hangs")
+_WAITS_S: Final = 5.0
+"""What reads and whatever goes before them take of a scrub's time, where media are well."""
+_SLOW_CALL_S: Final = 0.05
+_ONE_PASS_S: Final = 1.5
+"""After this, one pass more has begun where passes follow each other closely, and read a handful of blocks."""
+
+
+async def break_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
+    """Blocks break that nobody asks for: they are gone within the time of a pass and its interval, others stay."""
+    shape, world = requests.shape, requests.world
+    await well(requests)
+    prompts = [fresh(world.number()) for _ in range(2 + numbers[1] % 3)]
+    await _put_on_disk(requests, prompts)
+    if numbers[0] % 2 and shape.num_disks == 1:  # of several one may be given up
+        await _fail_beside_scrubs(requests, prompts, _KINDS[numbers[1] >> 2 & 3])
+    quiet, started = Quiet(requests), requests.now
+    broken, *others = [keys for keys in prompts if _num_on_disk(requests, keys) == len(keys)] or prompts
+    if requests.ending or world.may_be_late or not await _break(requests, broken):
+        return
+    num_bytes = requests.disk_bytes * shape.num_disks
+    while requests.now < started + shape.scrubbed_within_s(num_bytes) + _WAITS_S:
+        if not numbers[3] % 2 or requests.ending:
+            await asyncio.sleep(1.0)
+            continue
+        what = world.tape.pick("scrubs", _BESIDE)
+        await requests.do(what, (world.tape.draw("scrubs", 1 << 16), 2, 2, world.tape.draw("scrubs", 1 << 16)))
+        num_bytes = max(num_bytes, requests.disk_bytes * shape.num_disks)
+    if requests.ending or world.may_have_been_wrong(started) or world.may_be_late:
+        return
+    if _num_on_disk(requests, broken):
+        took_s = requests.now - started
+        raise WrongAnswer("unscrubbed", f"{_num_on_disk(requests, broken)} blocks are broken since {took_s:.0f} s")
+    lost = sum(not is_there(requests, keys) for keys in others)
+    if lost and quiet.is_so() and requests.keeps_all():
+        raise WrongAnswer("lost", f"{lost} of {len(others)} prompts on a disk of which others are broken")
+
+
+async def _fail_beside_scrubs(requests: "Requests", prompts: Sequence[BlockKeys], kind: str) -> None:
+    """Have something be wrong with the disk for the time of a pass: what lies there is not lost for it."""
+    if requests.ending or requests.world.may_be_late:
+        return
+    quiet, before = Quiet(requests), [_num_on_disk(requests, keys) for keys in prompts]
+    requests.world.tell(f"trouble: {requests.world.begin_trouble(0, kind)}")
+    await asyncio.sleep(requests.shape.scrubbed_within_s(requests.disk_bytes))
+    await well(requests)
+    if requests.ending or not quiet.is_so() or not requests.keeps_all():
+        return
+    after = [_num_on_disk(requests, keys) for keys in prompts]
+    if any(now < then for now, then in zip(after, before, strict=True)):
+        raise WrongAnswer("lost", f"of prompts of two blocks on a disk that was at fault {after} are there of {before}")
+
+
+async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
+    """Broken blocks are evicted and stored anew while a slow disk is scrubbed: from then on they are there."""
+    world, kv, memory = requests.world, requests.kv, requests.memory
+    with world.slow():
+        for disk in world.disks:
+            disk.faults.extra_s = {"slab": _SLOW_CALL_S}
+        for i in range(4):
+            keys = fresh(world.number())
+            await _put_on_disk(requests, [keys])
+            if requests.ending or not await _break(requests, keys):
+                continue
+            await _until_held(requests, patience_s=_ONE_PASS_S * (numbers[2] >> i & 3))
+            if requests.ending or (region := memory.take()) is None:
+                continue
+            quiet = Quiet(requests)
+            evicting = asyncio.ensure_future(kv.evict(keys))
+            while _num_on_disk(requests, keys):  # noqa: ASYNC110 - a turn or two of the loop
+                await asyncio.sleep(0)
+            handle = kv.start_store(keys, memory.fill(keys, requests.weights, region))
+            requests.count_asked("store", len(keys), is_sure=True)
+            await requests.within(LONGEST_S, "evict", awaited(lambda evicting=evicting: evicting))  # type: ignore[misc]  # bound now
+            result = await requests.within(LONGEST_S, "the end of a store", awaited(lambda handle=handle: handle))  # type: ignore[misc]  # bound now
+            memory.give(region)
+            settled = await requests.within(LONGEST_S, "settled()", awaited(result.settled))
+            await asyncio.sleep(_ONE_PASS_S)
+            if requests.ending or world.may_be_wrong or not quiet.is_so() or not requests.keeps_all():
+                continue
+            written = sum(tier.written + tier.present for tier in settled if tier.tier == "nvme")
+            if min(written, _num_on_disk(requests, keys)) < len(keys):
+                there = f"{written} were written, {_num_on_disk(requests, keys)} are there"
+                raise WrongAnswer("lost", f"of {len(keys)} blocks that were stored in the place of broken ones {there}")
+
+
+async def overfill_beside_scrubs(requests: "Requests", _: "Numbers") -> None:
+    """A small disk that is full takes more: what has to go for it is what was used least recently, not verified so."""
+    world, shape, is_alone = requests.world, requests.shape, requests.is_alone
+    await well(requests)
+    world.known.forget_kept()
+    world.has_flooded = True
+    quiet, started = Quiet(requests), requests.now
+    num_slots = requests.kv.stats()["nvme"].num_slots // 2  # of one KV group
+    prompts = [fresh(world.number()) for _ in range(num_slots // 2 + 2)]
+    for keys in prompts[:-2]:
+        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.within(LONGEST_S, "flush", requests.kv.flush())  # else writes end in any order
+    await asyncio.sleep(shape.scrubbed_within_s(requests.disk_bytes * shape.num_disks))
+    prompts = [keys for keys in prompts if _num_on_disk(requests, keys)] + prompts[-2:]
+    for keys in prompts[-2:]:
+        await requests.transfer(keys, PLAIN, is_load=False)
+    await requests.do("flush", (0, 0, 0, 1))
+    are_there = [_num_on_disk(requests, keys) for keys in prompts]
+    if is_alone and are_there != sorted(are_there) and quiet.is_so() and not world.may_have_been_wrong(started):
+        raise WrongAnswer("order", f"of prompts of two blocks, the oldest first, are there {are_there}")
+
+
+async def _until_held(requests: "Requests", patience_s: float) -> None:
+    """Wait until a scrub, or somebody else, holds what lies on the disk, or for so long."""
+    until = requests.now + patience_s
+    while requests.now < until and not requests.ending and not requests.kv.stats()["nvme"].leased:  # noqa: ASYNC110 - a tier tells nobody
+        await asyncio.sleep(_SLOW_CALL_S / 4)
+
+
+async def _put_on_disk(requests: "Requests", prompts: Sequence[BlockKeys]) -> None:
+    """Store blocks that nobody has named before, often enough for the disk to take them, and leave them there alone."""
+    for keys in [*prompts] * requests.shape.admit_after:
+        await requests.transfer(keys, PLAIN, is_load=False)
+    await requests.do("flush", (0, 0, 0, 1))
+    for keys in prompts:
+        await evict_from_memory(requests, keys)
+
+
+async def _break(requests: "Requests", keys: BlockKeys) -> bool:
+    """Change a bit of each of these blocks on the disk; False where not all are there, and there alone."""
+    started, weights = requests.now, requests.weights
+    found = await requests.kv.lookup(keys, where=True)
+    places = [run.spec for run in found.runs if isinstance(run.spec, FileLoadStoreSpec)]
+    is_there = found.num_blocks == sum(map(len, places)) == len(keys)
+    if requests.ending or not is_there or requests.now > started or weights != requests.weights:
+        return False
+    namespace = requests.kv.namespace(FRESH_SALT, group=keys.group)
+    for spec in places:
+        requests.world.damage(spec, [each.tobytes().hex() for each in namespace.names(keys)] + [d.hex() for d in keys])
+    requests.world.known.damaged(names_of(keys, weights))
+    return True
+
+
+def _num_on_disk(requests: "Requests", keys: BlockKeys) -> int:
+    return int(np.count_nonzero(requests.kv.membership(keys, tier="nvme") == BlockState.HIT))
