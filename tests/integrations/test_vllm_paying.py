@@ -84,12 +84,12 @@ def test_what_a_copy_takes_is_measured_beside_what_computing_takes() -> None:
 
 
 def test_a_load_is_waited_for_as_long_as_it_can_pay() -> None:
-    """A tier that hangs costs a request four times what computing takes, or a second, and not the whole timeout."""
+    """A tier that hangs costs a request four times what computing takes, or a moment, and not the whole timeout."""
     of, always = Paying(), Paying(load_when="always")
     assert of.paying.patience_s(1000) == 5.0
     for each in (of, always):
         each.compute("first", 1000, 1.0)
-    assert [of.paying.patience_s(num_tokens) for num_tokens in (10, 500, 9000)] == [1.0, 2.0, 5.0]
+    assert [of.paying.patience_s(num_tokens) for num_tokens in (10, 500, 9000)] == [0.25, 2.0, 5.0]
     assert always.paying.patience_s(10) == 5.0
 
 

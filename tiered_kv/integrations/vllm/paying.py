@@ -23,7 +23,8 @@ _TURNOVERS: Final = 4
 """So many times the memory tiers are filled with blocks that nobody asks for again, before stores stop."""
 _PATIENCE: Final = 4
 """So many times what computing takes a load may take before it is given up: it was to take less than that."""
-_LEAST_PATIENCE_S: Final = 1.0
+_LEAST_PATIENCE_S: Final = 0.25
+"""For what is computed sooner than that: to wait longer would cost more than to compute it after all."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
