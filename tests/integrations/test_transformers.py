@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, Lfm2Config, Lfm2ForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tests.support.serving import serving
@@ -334,19 +334,6 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
                 ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY, num_return_sequences=2,
                 do_sample=True,
             )  # fmt: skip
-
-
-def test_a_model_with_states_is_refused_at_once() -> None:
-    """Its layers have no KV of each token."""
-    config = Lfm2Config(
-        vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, layer_types=["conv", "full_attention"],
-    )  # fmt: skip
-    with (
-        pytest.raises(ConfigurationError, match="has layers that keep LinearAttentionLayer"),
-        open_tiered(Lfm2ForCausalLM(config), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w"),
-    ):
-        pass
 
 
 def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) -> None:

@@ -6,7 +6,7 @@ computed them; blocks that a step has completed are stored beside the next step;
 still read is waited for. All three run in the thread of the generation loop, which so owns all that is kept here.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from tiered_kv.cache.blocking import BlockingTieredKV
-from tiered_kv.integrations.transformers.past import LayerPart
+from tiered_kv.integrations.transformers.parts import ModelParts
 from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
@@ -30,7 +30,7 @@ _VERSION: Final = "5.23"
 
 @contextmanager
 def tiered_batches(
-    model: PreTrainedModel, kv: BlockingTieredKV, parts: Sequence[LayerPart], salt: str | bytes
+    model: PreTrainedModel, kv: BlockingTieredKV, parts: ModelParts, salt: str | bytes
 ) -> Iterator[None]:
     """Have every continuous batching of a model that begins in this block use the tiers."""
     begin: Any = model.init_continuous_batching
@@ -202,18 +202,18 @@ class TieredBlocks:
                 pool.free_blocks(allocator.index, [block])
 
 
-def _group_of(parts: Sequence[LayerPart]) -> KVGroup:
+def _group_of(parts: ModelParts) -> KVGroup:
     """Return the one KV group that continuous batching can share.
 
     Raises:
         ConfigurationError: There are others.
     """
-    if len(parts) > 1 or parts[0].window is not None:
+    if len(parts.all) > 1 or not parts.layers[0].is_whole:
         raise ConfigurationError(
-            "continuous batching of transformers shares no prefix of layers with windows, and keeps no latents of MLA: "
-            "use generate with TieredModel.past(), or generate_batch outside of open_tiered"
+            "continuous batching of transformers shares no prefix of layers with windows or states, and keeps no "
+            "latents of MLA: use generate with TieredModel.past(), or generate_batch outside of open_tiered"
         )
-    return parts[0].group
+    return parts.layers[0].group
 
 
 def _check(manager: Any, group: KVGroup) -> None:  # noqa: ANN401 - a ContinuousBatchingManager

@@ -3,19 +3,27 @@
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import (
+    DummyLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    LinearAttentionAndFullAttentionLayer,
+    LinearAttentionLayer,
+)
 
-from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
+from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
-from tiered_kv.integrations.transformers.past import LayerPart, ModelStaging, TieredCache
+from tiered_kv.integrations.transformers.parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
+from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
@@ -23,6 +31,10 @@ from tiered_kv.values.layout import KVGroup, KVLayout, Order
 
 _STAGING_BYTES: Final = 32 * 1024 * 1024
 """Host memory through which blocks of `TieredCache` pass; one block at least."""
+_SERVED: Final = (
+    DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer
+)  # fmt: skip
+"""Kinds of layers, each exactly: one derived from them keeps more."""
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Entries of a config that change no KV, or are said elsewhere, and differ between one loaded and one made."""
 
@@ -35,12 +47,12 @@ class TieredModel:
         block_size: Tokens a block has.
     """
 
-    def __init__(self, model: PreTrainedModel, kv: BlockingTieredKV, parts: list[LayerPart], salt: str | bytes) -> None:
+    def __init__(self, model: PreTrainedModel, staging: ModelStaging) -> None:
         """Made by `open_tiered` only."""
-        self.kv = kv
-        self.block_size = parts[0].group.block_size
+        self.kv = staging.kv
+        self.block_size = staging.block_size
         self._model = model
-        self._staging = ModelStaging(kv, parts, _STAGING_BYTES, salt)
+        self._staging = staging
 
     def past(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TieredCache:
         """Return a cache that begins with what the tiers have of these prompts, for one ``model.generate``.
@@ -51,7 +63,8 @@ class TieredModel:
             attention_mask: ``(batch, width)``, 0 where ``input_ids`` is padding; none is by default.
 
         Raises:
-            ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row.
+            ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
+                where the model has states.
         """
         return TieredCache(self._staging, self._model.config, self._model.device, input_ids, attention_mask)
 
@@ -71,7 +84,7 @@ def open_tiered(
     blocks that they complete. Nothing of transformers is changed but this one model, and that until the block ends.
 
     Args:
-        model: As ``from_pretrained`` returned it, in one process, with full attention or windows in its layers.
+        model: As ``from_pretrained`` returned it, in one process, with full attention, windows or states in its layers.
         settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
             by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
@@ -85,30 +98,55 @@ def open_tiered(
     """
     _check(model)
     parts = _parts_of(model, block_size)
-    layout = KVLayout(tuple(part.group for part in parts))
-    cache = Below.of(settings).cache(model=identity_of(model, weights), layout=layout, device=model.device)
+    layout = KVLayout(tuple(part.group for part in parts.all))
+    identity = identity_of(model, weights)
+    cache = Below.of(settings).cache(model=identity, layout=layout, device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
-        yield TieredModel(model, kv, parts, salt)
+        tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt))
+        with nullcontext() if parts.state is None else _states_kept(model, block_size):
+            yield tiered
 
 
-def _parts_of(model: PreTrainedModel, block_size: int) -> list[LayerPart]:
-    """Return what a model keeps of a token, as one computed token shows it.
+@contextmanager
+def _states_kept(model: PreTrainedModel, block_size: int) -> Iterator[None]:
+    """Have `generate` compute prompts block by block, and its cache look at the states after each step."""
+
+    def keep(_model: Module, _args: Any, given: dict[str, Any], _output: Any) -> None:  # noqa: ANN401 - any model's
+        if isinstance(past := given.get("past_key_values"), TieredCache):
+            past.keep_states()
+
+    config: Any = model.generation_config
+    chosen, config.prefill_chunk_size = config.prefill_chunk_size, block_size
+    hook = model.register_forward_hook(keep, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+        config.prefill_chunk_size = chosen
+
+
+@torch.no_grad()
+def _parts_of(model: PreTrainedModel, block_size: int) -> ModelParts:
+    """Return what a model keeps of its tokens, as some that it computes show it.
 
     Raises:
-        ConfigurationError: It keeps nothing, or keys and values of several heads that differ in size.
+        ConfigurationError: It keeps nothing of one, or keys and values of several heads that differ in size, or states
+            that it does not go on from.
     """
     cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    layers: list[Layer] = cache.layers
     alike: dict[tuple[int | None, tuple[int, int], tuple[int, int], torch.dtype], list[int]] = {}
-    for number, layer in enumerate(cast("list[DynamicLayer]", cache.layers)):  # as `_check` has seen
+    for number, layer in enumerate(layers):
+        if type(layer) in (LinearAttentionLayer, DummyLayer):
+            continue
         if layer.keys is None or layer.values is None:
             raise ConfigurationError(f"layer {number} of {type(model).__name__} keeps no KV of a token: not served")
         heads, others = ((states.shape[1], states.shape[3]) for states in (layer.keys, layer.values))
         window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
         alike.setdefault((window, heads, others, layer.keys.dtype), []).append(number)
     parts: list[LayerPart] = []
-    for (window, heads, others, dtype), layers in alike.items():
+    for (window, heads, others, dtype), numbers in alike.items():
         if heads != others and (heads[0], others[0]) != (1, 1):
             raise ConfigurationError(
                 f"{type(model).__name__} keeps keys of {heads[0]} heads of {heads[1]} and values of {others[0]} of "
@@ -117,9 +155,32 @@ def _parts_of(model: PreTrainedModel, block_size: int) -> list[LayerPart]:
         order: Order = "NHD" if heads == others else "MLA"
         kept = [((0, 1), heads)] if heads == others else [((0,), heads), ((1,), others)]
         for planes, (num_heads, dim) in kept:
-            group = KVGroup(len(layers), num_heads, dim, str(dtype).removeprefix("torch."), block_size, order)
-            parts.append(LayerPart(group, len(parts), tuple(layers), planes, window))
-    return parts
+            group = KVGroup(len(numbers), num_heads, dim, str(dtype).removeprefix("torch."), block_size, order)
+            parts.append(LayerPart(group, len(parts), tuple(numbers), planes, window))
+    states = StateTensor.all_of(layers)
+    recurrent = next((state for state in states if state.kind == "recurrent"), None)
+    if recurrent is not None and not _goes_on_from(model, recurrent):
+        raise ConfigurationError(
+            f"{type(model).__name__} of transformers forgets its states when several tokens come at once, so that a "
+            "prompt's rest can't follow what a tier has of it: not served"
+        )
+    return ModelParts(tuple(parts), StatePart.of(states, len(parts), block_size) if states else None)
+
+
+def _goes_on_from(model: PreTrainedModel, state: StateTensor) -> bool:
+    """Say whether two tokens that follow a state are computed from it.
+
+    Those of transformers' Mamba 1 (Jamba) are not: its scan of several tokens begins with zeros.
+    """
+    token = torch.zeros((1, 1), dtype=torch.long, device=model.device)
+    left = []
+    for value in (0, torch.finfo(state.dtype).max ** 0.5):  # so much that some is left, however fast it is forgotten
+        cache = DynamicCache(config=model.config)
+        model(input_ids=token, past_key_values=cache)
+        state.find(cache.layers).fill_(value)
+        model(input_ids=token.expand(1, 2), past_key_values=cache)
+        left.append(state.find(cache.layers).float())
+    return not bool(((left[0] - left[1]).abs() <= left[0].abs().max()).all())
 
 
 def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIdentity:
@@ -150,12 +211,19 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
 
 
 def _check(model: PreTrainedModel) -> None:
-    """Raise `ConfigurationError` if this model keeps anything but K and V, or latents, of tokens; or not all here."""
+    """Raise `ConfigurationError` if this model keeps anything that is not served, or not all of it here."""
     kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
-    if others := {kind.__name__ for kind in kinds if kind not in (DynamicLayer, DynamicSlidingWindowLayer)}:
+    if others := {kind.__name__ for kind in kinds if kind not in _SERVED}:
         raise ConfigurationError(
-            f"models with full attention and windows are served: {type(model).__name__} has layers that keep "
-            f"{', '.join(sorted(others))}: no KV of each token, or more than that (a state, an index)"
+            f"{type(model).__name__} has layers that keep {', '.join(sorted(others))}: served are full attention, "
+            "windows and states, and no more than that (an index, a state beside a window)"
+        )
+    if "reuse" in (getattr(model.config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()):
+        raise ConfigurationError(f"{type(model).__name__} has layers that share others' KV: not served")
+    if all(kind in (LinearAttentionLayer, DummyLayer) for kind in kinds):
+        raise ConfigurationError(
+            f"{type(model).__name__} has states alone: of a model without attention generate computes all of the "
+            "prompt again, whatever its cache has"
         )
     if model.config.is_encoder_decoder:
         raise ConfigurationError(

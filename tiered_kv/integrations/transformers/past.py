@@ -6,8 +6,8 @@ two has stored, the other finds.
 """
 
 import threading
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -18,33 +18,10 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.cache.groups import Mask
+from tiered_kv.integrations.transformers.parts import ModelParts, Part
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
-from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.specs import CPULoadStoreSpec
-
-
-@dataclass(frozen=True)
-class LayerPart:
-    """Tensors of some layers, which are kept as one KV group.
-
-    Attributes:
-        group: Shape of a block.
-        number: Of the group.
-        layers: Which.
-        planes: Of each layer its keys and values, 0 and 1, or one of both: latents of MLA, and what lies beside them.
-        window: How many tokens a layer sees, the next one included; None: all.
-    """
-
-    group: KVGroup
-    number: int
-    layers: tuple[int, ...]
-    planes: tuple[int, ...]
-    window: int | None = None
-
-    def first(self, num_tokens: int) -> int:
-        """Return the first block that is needed to go on behind so many tokens."""
-        return 0 if self.window is None else max(0, num_tokens - self.window + 1) // self.group.block_size
 
 
 class ModelStaging:
@@ -57,60 +34,47 @@ class ModelStaging:
         salt: Keeps tenants apart.
     """
 
-    def __init__(self, kv: BlockingTieredKV, parts: Sequence[LayerPart], num_bytes: int, salt: str | bytes) -> None:
-        """Take ``num_bytes`` of memory, or what one block of each part needs."""
-        self.kv, self.parts, self.salt = kv, tuple(parts), salt
-        self.block_size = parts[0].group.block_size
-        num_blocks = max(1, num_bytes // sum(part.group.payload_bytes for part in parts))
-        self._blocks = []
-        for part in parts:
-            of = part.group
-            shape = (num_blocks, of.num_layers, len(part.planes), of.block_size, of.num_kv_heads, of.head_dim)
-            self._blocks.append(torch.zeros(shape, dtype=getattr(torch, of.dtype)))
-            kv.register_host_pool(_pool(part), self._blocks[-1], group=part.number)
-        self._lock = threading.Lock()  # of the blocks
+    def __init__(self, kv: BlockingTieredKV, parts: ModelParts, num_bytes: int, salt: str | bytes) -> None:
+        """Take ``num_bytes`` of memory for keys and values, or what one block needs; and one state's."""
+        self.kv, self.parts, self.salt = kv, parts, salt
+        self.block_size = parts.block_size
+        num_blocks = max(1, num_bytes // sum(part.group.payload_bytes for part in parts.layers))
+        self._slots = [part.slots(num_blocks) for part in parts.all]
+        for part, slots in zip(parts.all, self._slots, strict=True):
+            kv.register_host_pool(_pool(part), slots, group=part.number)
+        self._lock = threading.Lock()  # of the slots
 
-    def keys(self, part: LayerPart, tokens: Any) -> BlockKeys:  # noqa: ANN401 - an array of numpy's
+    def keys(self, part: Part, tokens: Any) -> BlockKeys:  # noqa: ANN401 - an array of numpy's
         """Name the blocks of a part."""
         return hash_blocks(tokens, block_size=self.block_size, salt=self.salt, group=part.number)
 
-    def load(self, part: LayerPart, keys: BlockKeys) -> Iterator[tuple[int, Tensor]]:
+    def load(self, part: Part, keys: BlockKeys) -> Iterator[Tensor]:
         """Load neighbouring blocks piece by piece, up to the first that can't be had.
 
         Yields:
-            How many blocks came before, and the next ones' KV, ``(L, planes, H, tokens, D)``: to be copied at once.
+            Slots with the next blocks: to be copied at once.
         """
-        blocks = self._blocks[part.number]
-        for start in range(0, len(keys), len(blocks)):
-            piece = keys[start : start + len(blocks)]
+        slots = self._slots[part.number]
+        for start in range(0, len(keys), len(slots)):
+            piece = keys[start : start + len(slots)]
             with self._lock:
                 arrived = self.kv.load(piece, CPULoadStoreSpec(range(len(piece)), pool=_pool(part))).num_blocks
                 if arrived:
-                    yield start, blocks[:arrived].permute(1, 2, 4, 0, 3, 5).flatten(3, 4)
+                    yield slots[:arrived]
             if arrived < len(piece):
                 return
 
-    def store(self, part: LayerPart, keys: BlockKeys, layers: list[list[Tensor]]) -> None:
-        """Store blocks.
-
-        Args:
-            part: Whose.
-            keys: Of the blocks.
-            layers: Each layer's planes of their tokens, ``(H, tokens, D)``. Free again when this returns.
-        """
-        size, into = self.block_size, self._blocks[part.number]
-        for start in range(0, len(keys), len(into)):
-            piece = keys[start : start + len(into)]
-            tokens = slice(start * size, (start + len(piece)) * size)
+    def store(self, part: Part, keys: BlockKeys, pack: Callable[[slice, Tensor], None]) -> None:
+        """Store blocks piece by piece; ``pack`` copies those of a slice of them into as many slots."""
+        slots = self._slots[part.number]
+        for start in range(0, len(keys), len(slots)):
+            piece = keys[start : start + len(slots)]
             with self._lock:
-                for number, planes in enumerate(layers):
-                    for plane, states in enumerate(planes):
-                        blocks = states[:, tokens].reshape(len(states), len(piece), size, -1)
-                        into[: len(piece), number, plane].copy_(blocks.permute(1, 2, 0, 3))
+                pack(slice(start, start + len(piece)), slots[: len(piece)])
                 self.kv.store(piece, CPULoadStoreSpec(range(len(piece)), pool=_pool(part)))
 
 
-def _pool(part: LayerPart) -> str:
+def _pool(part: Part) -> str:
     return f"transformers {part.number}"
 
 
@@ -142,7 +106,13 @@ class TieredCache(DynamicCache):
         self._prompts = input_ids.detach().cpu()
         self._pads = _left_pads(self._prompts, attention_mask)
         self._loaded = [0] * len(self._pads)  # blocks, per row: those before are not stored again
+        self._states_at: dict[int, Tensor] = {}  # by number of tokens, `StatePart.read` there: not stored yet
         self.num_loaded_tokens = [0] * len(self._pads)
+        if staging.parts.state is not None and any(self._pads):
+            raise ConfigurationError(
+                "prompts of a model with states must be of one length, or each by itself: in padded rows blocks end at "
+                "other places, and states are kept where they end in all"
+            )
         self._load(device)
 
     def update(
@@ -158,7 +128,7 @@ class TieredCache(DynamicCache):
         Raises:
             ConfigurationError: They are of another number of rows, or not what the model's config says.
         """
-        for part in self._staging.parts:
+        for part in self._staging.parts.layers:
             if layer_idx not in part.layers:
                 continue
             group = part.group
@@ -172,6 +142,24 @@ class TieredCache(DynamicCache):
                         f"heads of {wanted[2]} and {group.dtype}: it serves one sequence a row, without beams"
                     )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def update_conv_state(self, conv_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - as above
+        """Add what a convolution needs of new tokens, ``(batch, channels, n)``; see `DynamicCache`.
+
+        Raises:
+            ConfigurationError: They are of another number of rows.
+        """
+        if len(conv_states) != len(self._pads):
+            raise ConfigurationError(
+                f"{len(conv_states)} rows in a cache of {len(self._pads)}: it serves one sequence a row, without beams"
+            )
+        return super().update_conv_state(conv_states, *args, **kwargs)
+
+    def keep_states(self) -> None:
+        """Keep a copy of the states, if what has been computed ends where a block does."""
+        state, length = self._staging.parts.state, self.get_seq_length()
+        if state is not None and length % self._staging.block_size == 0:
+            self._states_at[length] = state.read(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows of beams are no longer those of the prompts."""
@@ -203,45 +191,54 @@ class TieredCache(DynamicCache):
         size, length = self._staging.block_size, min(self.get_seq_length(), sequences.shape[1])
         for row, pad in enumerate(self._pads):
             tokens = sequences[row, pad:length].numpy()
-            for part in self._staging.parts:
+            for part in self._staging.parts.layers:
                 begun = max(0, self._begin(part.layers[0]) - pad)  # before it a window's layers have nothing
                 first = max(self._loaded[row], -(-begun // size))
                 keys = self._staging.keys(part, tokens)[first:]
                 places = slice(pad + first * size, pad + (first + len(keys)) * size)
-                states = [[self._states(layer, plane, row, places) for plane in part.planes] for layer in part.layers]
-                self._staging.store(part, keys, states)
+                layers = [[self._states(layer, plane, row, places) for plane in part.planes] for layer in part.layers]
+                self._staging.store(part, keys, partial(part.pack, layers))
                 num_blocks += len(keys)
+            if (state := self._staging.parts.state) is not None:
+                keys = self._staging.keys(state, tokens)
+                for end, states in self._states_at.items():
+                    self._staging.store(state, keys[end // size - 1 : end // size], partial(state.pack, states[row]))
+                    num_blocks += 1
             self._loaded[row] = max(self._loaded[row], len(tokens) // size)
+        self._states_at.clear()
         return num_blocks
 
     def _load(self, device: torch.device) -> None:
         """Load what every row needs to go on at one place, the last one at which all have that."""
-        staging, width = self._staging, self._prompts.shape[1]
+        staging, width, parts = self._staging, self._prompts.shape[1], self._staging.parts.all
         keys = [
             # One token at least is left to compute: it is what the next one is sampled from.
-            [staging.keys(part, tokens[pad : width - 1].numpy()) for part in staging.parts]
+            [staging.keys(part, tokens[pad : width - 1].numpy()) for part in parts]
             for tokens, pad in zip(self._prompts, self._pads, strict=True)
         ]
-        there = [[self._there(*each) for each in zip(staging.parts, of, strict=True)] for of in keys]
-        found, length, states = 0, self._longest(there), list[Tensor]()
+        there = [[self._there(*each) for each in zip(parts, of_row, strict=True)] for of_row in keys]
+        found, length, arrived = 0, self._longest(there), list[Tensor]()
         while length:
-            states = [self._empty(part, length, device) for part in staging.parts]
+            arrived = [part.empty(len(self._pads), length, device) for part in parts]
             for row, pad in enumerate(self._pads):
-                of_row = zip(staging.parts, keys[row], there[row], states, strict=True)
-                for part, each, mask, into in of_row:
-                    self._load_row(part, each, mask, into[:, :, row], length - pad)
+                for part, each, mask, into in zip(parts, keys[row], there[row], arrived, strict=True):
+                    num_tokens = max(0, length - pad)
+                    first, stop = part.first(num_tokens), -(-num_tokens // staging.block_size)
+                    num_blocks = part.fill(into, row, num_tokens, staging.load(part, each[first:stop]))
+                    mask[first + num_blocks : stop] = False  # these did not come
             found, length = length, self._longest(there)
-            if length == found or not any(part.window for part in staging.parts):
-                break  # else a window begins sooner than what was loaded: what came is at hand by now
+            if length == found or all(part.is_whole for part in parts):
+                break  # else something begins sooner than what was loaded: what came is at hand by now
         self._loaded = [max(0, length - pad) // staging.block_size for pad in self._pads]
         if any(self._loaded):
             self.num_loaded_tokens = [max(0, length - pad) for pad in self._pads]
-            self._begin_at(length, found, states)
+            self._begin_at(length, found, arrived)
 
-    def _begin_at(self, length: int, found: int, states: list[Tensor]) -> None:
-        """Have all layers go on at ``length``, with each part's KV, which ends before ``found``."""
+    def _begin_at(self, length: int, found: int, arrived: list[Tensor]) -> None:
+        """Have all layers go on at ``length``, with what each part has of the tokens before ``found``."""
         planes: dict[int, dict[int, Tensor]] = {}
-        for part, of_part in zip(self._staging.parts, states, strict=True):
+        parts = self._staging.parts
+        for part, of_part in zip(parts.layers, arrived, strict=False):
             skipped = found - of_part.shape[4]  # tokens that lie before those of a window
             for layer, tensors in zip(part.layers, of_part, strict=True):
                 for plane, tensor in zip(part.planes, tensors, strict=True):
@@ -250,40 +247,14 @@ class TieredCache(DynamicCache):
             self.update(of_layer[0], of_layer[1], layer)
             if isinstance(window := self.layers[layer], DynamicSlidingWindowLayer):
                 window.cumulative_length = length
+        if parts.state is not None:
+            parts.state.begin(self.layers, arrived[parts.state.number])
 
-    def _there(self, part: LayerPart, keys: BlockKeys) -> Mask:
+    def _there(self, part: Part, keys: BlockKeys) -> Mask:
         """Say which blocks of a row's part could be loaded, ``(len(keys),)``."""
-        if part.window is not None:
-            return self._staging.kv.presence(keys)
-        return np.arange(len(keys)) < self._staging.kv.lookup(keys).num_blocks
-
-    def _empty(self, part: LayerPart, length: int, device: torch.device) -> Tensor:
-        """Return zeros, ``(L, planes, rows, H, tokens, D)``, for the tokens that a part needs behind ``length``."""
-        of = part.group
-        num_tokens = length if part.window is None else min(length, part.window - 1)
-        shape = (of.num_layers, len(part.planes), len(self._pads), of.num_kv_heads, num_tokens, of.head_dim)
-        return torch.zeros(shape, dtype=getattr(torch, of.dtype), device=device)
-
-    def _load_row(self, part: LayerPart, keys: BlockKeys, there: Mask, into: Tensor, num_tokens: int) -> None:
-        """Load what a row needs to go on behind so many of its tokens.
-
-        Args:
-            part: Of the row.
-            keys: Of the row.
-            there: Which of its blocks could be loaded; of those that did not come it is taken back.
-            into: ``(L, planes, H, tokens, D)``, the last of which is the one before.
-            num_tokens: May be 0 or less: then nothing is needed.
-        """
-        size, num_tokens = self._staging.block_size, max(0, num_tokens)
-        before = num_tokens - into.shape[3]  # the row's token that comes first, of which there are none below 0
-        first, stop, num_arrived = part.first(num_tokens), -(-num_tokens // size), 0
-        for start, piece in self._staging.load(part, keys[first:stop]):
-            num_arrived = start + piece.shape[3] // size
-            begin = (first + start) * size
-            end = min(begin + piece.shape[3], num_tokens)
-            skipped = max(0, before - begin)
-            into[:, :, :, begin + skipped - before : end - before] = piece[:, :, :, skipped : end - begin]
-        there[first + num_arrived : stop] = False
+        if part.is_whole:
+            return np.arange(len(keys)) < self._staging.kv.lookup(keys).num_blocks
+        return self._staging.kv.presence(keys)
 
     def _begin(self, layer: int) -> int:
         """Return the first place of which a layer has KV."""
@@ -299,17 +270,16 @@ class TieredCache(DynamicCache):
 
     def _longest(self, there: list[list[Mask]]) -> int:
         """Return the last place at which every row has what each part needs, if these of its blocks are there."""
-        size, width = self._staging.block_size, self._prompts.shape[1]
-        lengths = np.arange(width)
-        is_served = np.ones(width, np.bool_)
+        size, width, parts = self._staging.block_size, self._prompts.shape[1], self._staging.parts
+        lengths = np.arange(0, width, 1 if parts.state is None else size)  # states are at ends of blocks only
+        is_served = np.ones(len(lengths), np.bool_)
         for pad, of_row in zip(self._pads, there, strict=True):
             tokens = np.maximum(0, lengths - pad)
-            for part, mask in zip(self._staging.parts, of_row, strict=True):
+            for part, mask in zip(parts.all, of_row, strict=True):
                 stops = -(-tokens // size)
                 behind_holes = np.where(mask, 0, np.arange(1, len(mask) + 1))
                 begun = np.maximum.accumulate(np.append([0], behind_holes))  # of the run that ends at each stop
-                firsts = np.zeros_like(tokens) if part.window is None else np.maximum(0, tokens - part.window + 1)
-                is_served &= (stops <= len(mask)) & (begun[np.minimum(stops, len(mask))] <= firsts // size)
+                is_served &= (stops <= len(mask)) & (begun[np.minimum(stops, len(mask))] <= part.firsts(tokens))
         return int(lengths[is_served][-1])
 
 
