@@ -241,9 +241,9 @@ def refused(model: Model, match: str) -> None:
 
 def test_what_transformers_does_not_go_on_from_is_refused() -> None:
     """States that several tokens at once would not begin with, and models whose generate never looks at the cache."""
-    experts = {"num_experts": 2, "num_experts_per_tok": 1}
-    period = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2}
+    experts: dict[str, Any] = {"num_experts": 2, "num_experts_per_tok": 1}
+    period: dict[str, Any] = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_hidden_layers": 2}
     refused(JambaForCausalLM(JambaConfig(**SMALL, **experts, **period)), "forgets its states")
-    sizes = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 16}
+    sizes: dict[str, Any] = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 16}
     mamba2 = Mamba2Config(vocab_size=256, hidden_size=32, num_hidden_layers=2, **sizes)
     refused(Mamba2ForCausalLM(mamba2), "has states alone")
