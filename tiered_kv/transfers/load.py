@@ -1,7 +1,8 @@
 """Loads: windows of a prefix brought to rows that copies reach, and copied on into the engine's blocks.
 
 Reading one window overlaps copying the one before. A load ends early at the first window that is not whole; windows
-behind it go on as fills of the cache, and are there for whoever asks next.
+behind it go on as fills of the cache, and are there for whoever asks next. Short ones mostly begin and end in
+`transfers/start.py`, without a task; where a window ends is said in `transfers/window.py`.
 """
 
 import asyncio

@@ -19,8 +19,8 @@ class Policy(ABC):
     (Another reason to keep a block from eviction, such as a copy below that is still to be written, is to keep it
     parked.)
 
-    Slots come and go in batches, without repeats, least recently used first. A call costs time in the size of its
-    batch, not of the tier, and looks at no clock.
+    Slots come and go in batches, without repeats, and but for `add` least recently used first. A call costs time
+    in the size of its batch, not of the tier, and looks at no clock.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -37,7 +37,7 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, slots: Slots, names: Names) -> None:
-        """New blocks are in these slots. They start parked."""
+        """New blocks are in these slots, in no order that counts. They start parked, and get places when unparked."""
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
