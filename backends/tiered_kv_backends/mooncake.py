@@ -56,7 +56,7 @@ class MooncakeBackend(Backend):
         """``{"medium": "mooncake", "url": "mooncake://master.example:50051"}``."""
 
         medium: str = "mooncake"
-        url: str
+        url: str = Field(examples=["mooncake://10.0.0.1:50051"])
         """Host and port of ``mooncake_master``."""
         metadata: str = "P2PHANDSHAKE"
         """Where the hosts find each other: by themselves, or ``etcd://...``, ``http://...`` as the other hosts do."""

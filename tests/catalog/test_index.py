@@ -372,7 +372,7 @@ def test_restore_refuses_contradictions(names: Names, slots: list[int]) -> None:
         lambda: TierIndex(-1),
         lambda: TierIndex(1, num_transient=-1),
         lambda: TierIndex(2**31),
-        lambda: TierIndex(1, policy="fifo"),
+        lambda: TierIndex(1, policy="no such policy"),
     ],
     ids=["negative", "negative transient", "too many", "unknown policy"],
 )

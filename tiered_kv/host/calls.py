@@ -142,8 +142,12 @@ _JOINS: Final[Mapping[object, Callable[[list[Any]], Any]]] = {
     PinResult: _prefix_pinned,
     RemovalResult: _removed,
     list[Explanation]: _explained,
+    type(None): _nothing,
 }
-"""How answers about parts of the keys become one; of a prefix all but the last were about the whole of theirs."""
+"""How answers about parts of the keys become one, for each type that a call with keys may answer with.
+
+Of a prefix all but the last were about the whole of theirs.
+"""
 
 
 class Remote(Generic[P, T]):
@@ -193,7 +197,7 @@ class Remote(Generic[P, T]):
         self.arguments: tuple[str, ...] = self._arguments.__struct_fields__
         self._decode = wire.decoder(self._arguments)
         self._answer = _form(answer)
-        self._join = _JOINS.get(answer, _nothing)
+        self._join: Callable[[list[T]], T] = _JOINS[answer if self.has_keys else type(None)]
         self._decode_answer = wire.decoder(self._answer.passed)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # noqa: ANN401 - made when the house was

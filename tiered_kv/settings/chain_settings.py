@@ -48,7 +48,7 @@ class GPUTier(MemoryTierSettings):
     """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache."""
 
     medium: Literal["gpu"] = "gpu"
-    capacity: Bytes
+    capacity: Bytes = Field(examples=["2GiB"])
     """Bytes of GPU memory to take."""
 
 

@@ -15,6 +15,7 @@ from pydantic import (
     ValidatorFunctionWrapHandler,
     field_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from tiered_kv.values.errors import ConfigurationError
@@ -131,7 +132,7 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
         case "extra_forbidden":
             what = f"there is no such setting{hint(str(where[-1]), _fields_at(model, where[:-1]))}"
         case "missing":
-            what = "must be given"
+            what = f"must be given{_example(model, where)}"
         case "tuple_type":
             what = "must be a list" + (", e.g. ['cpu://?capacity=32GiB']" if where == ("tiers",) else "")
         case "string_type":
@@ -167,10 +168,15 @@ def line(where: Where, what: str) -> str:
     return f"{path}: {what}" if path else what
 
 
-def _fields_at(model: type[BaseModel], where: Where) -> list[str]:
+def _fields_at(model: type[BaseModel], where: Where) -> dict[str, FieldInfo]:
     for part in where:
         field = model.model_fields.get(str(part))
         if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
-            return []
+            return {}
         model = field.annotation
-    return list(model.model_fields)
+    return model.model_fields
+
+
+def _example(model: type[BaseModel], where: Where) -> str:
+    field = _fields_at(model, where[:-1]).get(str(where[-1]))
+    return f", e.g. {field.examples[0]!r}" if field is not None and field.examples else ""

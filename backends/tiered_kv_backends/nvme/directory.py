@@ -278,7 +278,7 @@ def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes} bytes ({ByteSize(num_bytes).human_readable(separator=' ')})"
+    return f"{ByteSize(num_bytes).human_readable(separator=' ')} ({num_bytes} bytes)"
 
 
 @contextlib.contextmanager

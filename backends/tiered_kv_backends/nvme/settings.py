@@ -14,10 +14,10 @@ class NVMeSettings(OwnedTierSettings):
     """``{"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}``, or ``"path": ["/mnt/a", "/mnt/b"]``."""
 
     medium: str = "nvme"
-    path: Path | tuple[Path, ...]
+    path: Path | tuple[Path, ...] = Field(examples=["/mnt/kv"])
     """A directory of this process alone, made if need be; or one on each of several disks, over which blocks are
     spread. One that fails, or is not there, takes only its blocks."""
-    capacity: Size = Field(gt=0)
+    capacity: Size = Field(gt=0, examples=["1TiB"])
     """Limit over everything in each directory, blocks of other models included."""
     max_capacity: SizeOrNone = default_size(None)
     """The most that `TieredKV.resize` may make of it, for each directory; the capacity if left out. Costs 100 bytes of

@@ -68,7 +68,7 @@ class RedisSettings(StorageTierSettings):
     """``{"medium": "redis", "url": "rediss://cache.example:6379", "username": "kv", "password": "..."}``."""
 
     medium: str = "redis"
-    url: SecretStr
+    url: SecretStr = Field(examples=["redis://127.0.0.1:6379"])
     """``redis[s]://[user[:password]@]host[:port][,host[:port]...][/database]``, with TLS if ``rediss``. Several hosts
     are nodes of one cluster, or Sentinels."""
     username: str | None = None

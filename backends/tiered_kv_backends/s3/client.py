@@ -52,7 +52,7 @@ class S3Settings(StorageTierSettings):
     """``{"medium": "s3", "url": "s3://bucket/prefix", "endpoint": "https://store.example"}``."""
 
     medium: str = "s3"
-    url: str
+    url: str = Field(examples=["s3://bucket/prefix"])
     """``s3://bucket/prefix``; also ``gs://``, ``az://``, ``file:///path`` and ``memory:///``, as obstore has them."""
     endpoint: str | None = None
     """Where the store is, unless it is AWS. ``http://`` sends all but the secret in the clear."""

@@ -67,9 +67,9 @@ class SharedFSBackend(Backend):
         """``{"medium": "shared_fs", "path": "/mnt/shared/kv", "capacity": "20TiB"}``."""
 
         medium: str = "shared_fs"
-        path: Path
+        path: Path = Field(examples=["/mnt/kv"])
         """A directory for nothing else, made if need be; its parent has to be there."""
-        capacity: Size = Field(gt=0)
+        capacity: Size = Field(gt=0, examples=["1TiB"])
         """Bytes of all records together, of every model and host. Where processes disagree, the smallest counts."""
         num_threads: int = Field(default=16, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""

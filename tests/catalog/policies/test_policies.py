@@ -36,7 +36,7 @@ def test_policies_by_name_and_class() -> None:
     assert isinstance(make_policy("lhd", 1), LHDPolicy)
     assert isinstance(make_policy(ARCPolicy, 1), ARCPolicy)
     with pytest.raises(ConfigurationError, match="lru, arc, mq"):
-        make_policy("fifo", 1)
+        make_policy("no such policy", 1)
 
 
 @pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, MQPolicy, LHDPolicy])

@@ -145,6 +145,9 @@ def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
     """
     if isinstance(policy, str):
         if policy not in _POLICIES:
-            raise ConfigurationError(f"policy must be one of {', '.join(_POLICIES)}, or a Policy class; got {policy!r}")
+            raise ConfigurationError(
+                f"policy must be one of {', '.join(_POLICIES)}, or a class, in settings 'package.module:Class'; "
+                f"got {policy!r}"
+            )
         policy = _POLICIES[policy]
     return policy(num_slots)
