@@ -206,8 +206,9 @@ class TieredCache(DynamicCache):
             if (state := self._staging.parts.state) is not None:
                 keys = self._staging.keys(state, tokens)
                 for end, states in self._states_at.items():
-                    self._staging.store(state, keys[end // size - 1 : end // size], partial(state.pack, states[row]))
-                    num_blocks += 1
+                    key = keys[end // size - 1 : end // size]
+                    self._staging.store(state, key, partial(state.pack, states[row]))
+                    num_blocks += len(key)
             self._loaded[row] = max(self._loaded[row], len(tokens) // size)
         self._states_at.clear()
         return num_blocks
