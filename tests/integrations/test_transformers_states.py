@@ -177,6 +177,15 @@ def test_where_a_state_is_missing_the_one_before_it_serves(lfm2: Model, tmp_path
         assert generate(lfm2, tiered, [PROMPT]) == (expected, [SIZE])
 
 
+def test_of_an_answer_that_is_cut_what_is_left_is_stored(lfm2: Model, tmp_path: Path) -> None:
+    """A state behind it is not, and not counted."""
+    ids = torch.tensor([PROMPT])
+    with opened(lfm2, tmp_path) as tiered:
+        past = tiered.past(ids)
+        out = lfm2.generate(ids, past_key_values=past, generation_config=greedy(TURN))
+        assert past.store(out[:, :LENGTH]) == tiered.kv.stats().stored == 2 * END // SIZE
+
+
 def test_a_state_that_goes_between_lookup_and_load_is_computed(
     lfm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -233,5 +233,6 @@ def _check(manager: Any, group: KVGroup) -> None:  # noqa: ANN401 - a Continuous
         raise ConfigurationError("continuous batching without block sharing has no prefixes: allow_block_sharing=True")
     if manager.distributed_helper.tp_size > 1:
         raise ConfigurationError(
-            f"tensor parallel models are not served, this has {manager.distributed_helper.tp_size} ranks"
+            f"continuous batching of {manager.distributed_helper.tp_size} ranks is not served: use generate with "
+            "TieredModel.past(), or generate_batch outside of open_tiered"
         )

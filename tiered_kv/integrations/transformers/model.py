@@ -24,6 +24,7 @@ from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
 from tiered_kv.integrations.transformers.parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
 from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache
+from tiered_kv.integrations.transformers.ranks import Ranks
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
@@ -84,7 +85,9 @@ def open_tiered(
     blocks that they complete. Nothing of transformers is changed but this one model, and that until the block ends.
 
     Args:
-        model: As ``from_pretrained`` returned it, in one process, with full attention, windows or states in its layers.
+        model: As ``from_pretrained`` returned it, with full attention, windows or states in its layers. Of a tensor
+            parallel model every rank opens its own at the same time, with tiers of its own or a server's, and gives the
+            same prompts to `TieredModel.past`.
         settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
             by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
@@ -97,12 +100,13 @@ def open_tiered(
         BackendUnavailableError: A tier cannot be reached.
     """
     _check(model)
+    ranks = Ranks.of(model)
     parts = _parts_of(model, block_size)
     layout = KVLayout(tuple(part.group for part in parts.all))
     identity = identity_of(model, weights)
-    cache = Below.of(settings).cache(model=identity, layout=layout, device=model.device)
+    cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
-        tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt))
+        tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks))
         with nullcontext() if parts.state is None else _states_kept(model, block_size):
             yield tiered
 
@@ -230,10 +234,9 @@ def _check(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder and a decoder: its KV is not of its prompt alone"
         )
     devices = {str(parameter.device) for parameter in model.parameters()}
-    if len(devices) != 1 or "meta" in devices or (getattr(model, "_tp_size", None) or 1) > 1:
+    if len(devices) != 1 or "meta" in devices:
         raise ConfigurationError(
-            f"the whole model must be on one device of this process, it is on {', '.join(sorted(devices))}; "
-            "tensor parallel models are not served"
+            f"what a process has of a model must be on one device, it is on {', '.join(sorted(devices))}"
         )
     if model.dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigurationError(f"KV of {model.dtype} is not served")

@@ -19,6 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.cache.groups import Mask
 from tiered_kv.integrations.transformers.parts import ModelParts, Part
+from tiered_kv.integrations.transformers.ranks import Ranks
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.specs import CPULoadStoreSpec
@@ -32,11 +33,14 @@ class ModelStaging:
         parts: Of the model.
         block_size: Tokens a block has, of each part.
         salt: Keeps tenants apart.
+        ranks: Which of the model's processes this is.
     """
 
-    def __init__(self, kv: BlockingTieredKV, parts: ModelParts, num_bytes: int, salt: str | bytes) -> None:
+    def __init__(
+        self, kv: BlockingTieredKV, parts: ModelParts, num_bytes: int, salt: str | bytes, ranks: Ranks
+    ) -> None:
         """Take ``num_bytes`` of memory for keys and values, or what one block needs; and one state's."""
-        self.kv, self.parts, self.salt = kv, parts, salt
+        self.kv, self.parts, self.salt, self.ranks = kv, parts, salt, ranks
         self.block_size = parts.block_size
         num_blocks = max(1, num_bytes // sum(part.group.payload_bytes for part in parts.layers))
         self._slots = [part.slots(num_blocks) for part in parts.all]
@@ -202,8 +206,9 @@ class TieredCache(DynamicCache):
             if (state := self._staging.parts.state) is not None:
                 keys = self._staging.keys(state, tokens)
                 for end, states in self._states_at.items():
-                    self._staging.store(state, keys[end // size - 1 : end // size], partial(state.pack, states[row]))
-                    num_blocks += 1
+                    key = keys[end // size - 1 : end // size]
+                    self._staging.store(state, key, partial(state.pack, states[row]))
+                    num_blocks += len(key)
             self._loaded[row] = max(self._loaded[row], len(tokens) // size)
         self._states_at.clear()
         return num_blocks
@@ -216,7 +221,9 @@ class TieredCache(DynamicCache):
             [staging.keys(part, tokens[pad : width - 1].numpy()) for part in parts]
             for tokens, pad in zip(self._prompts, self._pads, strict=True)
         ]
-        there = [[self._there(*each) for each in zip(parts, of_row, strict=True)] for of_row in keys]
+        there = staging.ranks.agree(
+            [[self._there(*each) for each in zip(parts, of_row, strict=True)] for of_row in keys]
+        )
         found, length, arrived = 0, self._longest(there), list[Tensor]()
         while length:
             arrived = [part.empty(len(self._pads), length, device) for part in parts]
@@ -226,6 +233,7 @@ class TieredCache(DynamicCache):
                     first, stop = part.first(num_tokens), -(-num_tokens // staging.block_size)
                     num_blocks = part.fill(into, row, num_tokens, staging.load(part, each[first:stop]))
                     mask[first + num_blocks : stop] = False  # these did not come
+            there = staging.ranks.agree(there)
             found, length = length, self._longest(there)
             if length == found or all(part.is_whole for part in parts):
                 break  # else something begins sooner than what was loaded: what came is at hand by now
