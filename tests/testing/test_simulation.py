@@ -16,7 +16,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
-from tiered_kv.testing.simulation.scenes import CLIENTS, SCRUBS, Scene, drawn_theme
+from tiered_kv.testing.simulation.scenes import CLIENTS, RANKS, SCRUBS, Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, Shape
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
@@ -60,6 +60,18 @@ def test_seeds_about_clients_of_a_server_find_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_seeds_about_several_ranks_find_nothing() -> None:
+    """Ranks are late, and die, and plans are lost and cancelled; and a run of that can be repeated."""
+    seeds = [seed for seed in range(200) if drawn_theme(Tape(seed))[0] is RANKS[0]][:3]
+    reports = [simulate(seed, STEPS, keeps_timeline=True) for seed in seeds]
+    assert [report.failure for report in reports] == [""] * 3
+    told = [line for report in reports for line in report.timeline]
+    assert all(any(what in line for line in told) for what in ("load", "store", "is killed"))
+    assert simulate(seeds[0], STEPS).digest == reports[0].digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("scene", [scene for scene, _ in SCRUBS], ids=lambda scene: str(scene.__name__))
 def test_seeds_of_tiers_that_are_scrubbed_find_nothing(scene: Scene) -> None:
     """What is broken is found, and nothing else is lost; and a run of that can be repeated."""
@@ -70,13 +82,14 @@ def test_seeds_of_tiers_that_are_scrubbed_find_nothing(scene: Scene) -> None:
     assert simulate(seed, STEPS).digest == report.digest
 
 
-def test_seeds_without_scrubs_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is drawn of scrubs has numbers of its own: who quotes a seed about anything else can go on to do so."""
+def test_seeds_without_scrubs_and_ranks_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn of these has numbers of its own: who quotes a seed about anything else can go on to do so."""
     drawn = {seed: drawn_theme(Tape(seed)) for seed in range(100)}
-    others = [seed for seed, (_, shape) in drawn.items() if not shape.scrub_bytes_per_s]
+    others = [seed for seed, (theme, shape) in drawn.items() if theme is not RANKS[0] and not shape.scrub_bytes_per_s]
     assert len(others) > 80
-    monkeypatch.setattr("tiered_kv.testing.simulation.scenes._SCRUBBED", 0.0)
-    assert all(drawn_theme(Tape(seed)) == drawn[seed] for seed in others if not drawn[seed][1].scrub_bytes_per_s)
+    for odds in ("_SCRUBBED", "_RANKED"):
+        monkeypatch.setattr(f"tiered_kv.testing.simulation.scenes.{odds}", 0.0)
+    assert all(drawn_theme(Tape(seed)) == drawn[seed] for seed in others)
 
 
 def test_a_run_is_the_same_in_another_process() -> None:

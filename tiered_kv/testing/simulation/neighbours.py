@@ -39,7 +39,7 @@ async def open_beside(requests: "Requests", _: "Numbers") -> None:
             raise WrongAnswer("two owners", "two caches have one directory")
         await cache.aclose()
 
-    await _until_ended(world, world.start_process("another owner", main))
+    await until_ended(world, world.start_process("another owner", main))
 
 
 async def share_store(requests: "Requests", numbers: "Numbers") -> None:
@@ -60,10 +60,11 @@ async def share_store(requests: "Requests", numbers: "Numbers") -> None:
         if not process.has_ended:
             world.tell("the neighbour is killed")
             world.turns.kill(process)
-    await _until_ended(world, process)
+    await until_ended(world, process)
 
 
-async def _until_ended(world: World, process: SimulatedProcess) -> None:
+async def until_ended(world: World, process: SimulatedProcess) -> None:
+    """Wait for a process that was begun beside an engine, and let nothing of it be left."""
     for _ in range(int(10 * LONGEST_S)):
         if process.has_ended or process.is_dead or world.failures:
             break

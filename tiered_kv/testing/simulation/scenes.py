@@ -46,6 +46,7 @@ from tiered_kv.testing.simulation.overwriting import (
     overwrite_and_die,
     pin_and_flush,
 )
+from tiered_kv.testing.simulation.ranks import plan_for_ranks
 from tiered_kv.testing.simulation.scrubbing import (
     break_beside_scrubs,
     overfill_beside_scrubs,
@@ -496,7 +497,10 @@ SCRUBS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     ),
 )
 """Of tiers that are scrubbed; drawn apart as well. Such tiers go with any other scene, too."""
-_ALL: Final = (*SCENES, CLIENTS, *SCRUBS)
+_RANKED: Final = 0.06
+RANKS: Final[tuple[Scene, Callable[[Shape], bool]]] = (plan_for_ranks, lambda _: True)
+"""Drawn apart as well."""
+_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS)
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
@@ -515,6 +519,8 @@ def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
     theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
     if HAS_HOST and tape.chance("clients", _CLIENTS):
         theme = CLIENTS[0]
+    if tape.chance("ranks", _RANKED):
+        theme = RANKS[0]
     if is_scrubbed := tape.chance("scrubs", _SCRUBBED):
         theme = tape.pick("scrubs", (*(scene for scene, _ in SCRUBS), theme))
     for _ in range(_MOST_DRAWN):

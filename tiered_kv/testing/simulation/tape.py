@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients", "scrubs"]
-"""What the engines ask for; who goes on; what goes wrong, and how long things take; are there clients, scrubs."""
-TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs")
+Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks"]
+"""What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
+TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs", "ranks")
 Numbers = Mapping[Track, Sequence[int]]
 
 

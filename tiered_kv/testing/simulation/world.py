@@ -29,7 +29,7 @@ from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, SimulatedThread, Turns
 from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped
-from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.keys import ModelIdentity, Shard
 from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.results import CacheStatistics
 from tiered_kv.values.specs import FileLoadStoreSpec
@@ -105,6 +105,8 @@ class World:
 
     Attributes:
         known: What could be served.
+        known_of_ranks: The same of an engine of several ranks, whose parts of blocks are no others'.
+        scheduler: Of that, the last process.
         trouble: What is wrong.
         timeline: What happened, if it is kept.
         digest_of: Hashes the timeline, kept or not.
@@ -125,6 +127,7 @@ class World:
         self.files = SimulatedFiles(self.turns, tape)
         self.system = SimulatedSystem(self.turns, tape, self.files)
         self.known = Known()
+        self.known_of_ranks = Known()
         self.trouble = Trouble()
         self.shape = shape
         self.timeline: list[str] = []
@@ -145,6 +148,7 @@ class World:
         self.other = SharedStore(1 << 30, tape, self.turns)
         self.other.faults = StoreFaults(lookup_s=tape.pick("plan", (0.002, 0.2, 0.4)), latency_s=0.3, most_calls=2)
         self.die_at: int | None = None
+        self.scheduler: SimulatedProcess | None = None
         self._graveyard: list[object] = []
         self._num_processes = 0
         self._num_numbers = 0
@@ -444,12 +448,20 @@ class World:
             return True
         return all(any(key.endswith(name) for name in self._damaged) for key in keys)
 
-    def new_cache(self, process: SimulatedProcess, shape: Shape, device: ScriptedDevice, weights: str) -> TieredKV:
-        """Make a cache of a process, not open yet."""
+    def new_cache(
+        self,
+        process: SimulatedProcess,
+        shape: Shape,
+        device: ScriptedDevice,
+        weights: str,
+        shard: Shard | tuple[Shard, ...] | None = None,
+    ) -> TieredKV:
+        """Make a cache of a process, not open yet; that of a scheduler stands for all ranks."""
         return TieredKV(
             self.tiers(shape),  # type: ignore[arg-type]  # a list of what it takes
             model=ModelIdentity("model", weights=weights),
             layout=LAYOUT,
+            shard=shard,
             limits=LIMITS.model_copy(
                 update={"low_water": shape.low_water, "promote": shape.promote, "store_queue": shape.queue_bytes}
             ),
