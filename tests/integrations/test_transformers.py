@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CLIPVisionConfig,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tests.support.serving import serving
@@ -334,6 +341,21 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
                 ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY, num_return_sequences=2,
                 do_sample=True,
             )  # fmt: skip
+
+
+def test_prompts_with_images_are_refused() -> None:
+    """Their tokens are the same whatever an image shows; text for the same model is served."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2
+    }  # fmt: skip
+    text, vision = LlamaConfig(vocab_size=64, **sizes), CLIPVisionConfig(image_size=32, patch_size=16, **sizes)
+    model: Model = LlavaForConditionalGeneration(
+        LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, vision_feature_layer=-1)
+    )
+    with open_tiered(model, {"tiers": ["cpu://?capacity=4MiB"]}, weights="w", block_size=SIZE) as tiered:
+        assert tiered.past(torch.tensor([[1, 2, 3]])).num_loaded_tokens == [0]
+        with pytest.raises(ConfigurationError, match="has image tokens"):
+            tiered.past(torch.tensor([[1, 63, 63, 63, 63, 2]]))
 
 
 def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) -> None:

@@ -36,6 +36,7 @@ _SERVED: Final = (
     DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer, LinearAttentionAndFullAttentionLayer, DummyLayer
 )  # fmt: skip
 """Kinds of layers, each exactly: one derived from them keeps more."""
+_NOT_TEXT: Final = ("image", "video", "audio")
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Entries of a config that change no KV, or are said elsewhere, and differ between one loaded and one made."""
 
@@ -65,8 +66,15 @@ class TieredModel:
 
         Raises:
             ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
-                where the model has states.
+                where the model has states; or tokens stand for images, videos or sound.
         """
+        for kind in _NOT_TEXT:
+            token = getattr(self._model.config, f"{kind}_token_id", None)
+            if token is not None and bool((input_ids == token).any()):
+                raise ConfigurationError(
+                    f"a prompt has {kind} tokens, which are the same whatever they stand for: only text can be named by "
+                    "its tokens, generate this one without a TieredCache"
+                )
         return TieredCache(self._staging, self._model.config, self._model.device, input_ids, attention_mask)
 
 
