@@ -229,13 +229,15 @@ def test_prompts_of_one_length_are_served_together(lfm2: Model, tmp_path: Path) 
 
 
 def test_a_model_is_its_own_again(lfm2: Model, tmp_path: Path) -> None:
-    """Prompts are computed block by block inside only; continuous batching is refused there, with what to do."""
+    """Inside, what has other caches or none is as ever; continuous batching is refused there, with what to do."""
+    ids = torch.tensor([PROMPT[:5]])
     config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
     with opened(lfm2, tmp_path):
-        assert lfm2.generation_config.prefill_chunk_size == SIZE
+        lfm2.generate(ids, generation_config=greedy(), use_cache=False)
         with pytest.raises(ConfigurationError, match=r"use generate with TieredModel.past\(\)"):
             lfm2.generate_batch([PROMPT], generation_config=greedy(), continuous_batching_config=config)
     assert lfm2.generation_config.prefill_chunk_size is None
+    assert "generate" not in vars(lfm2)
     assert not lfm2._forward_hooks  # noqa: SLF001 - there is no other way to see them
 
 

@@ -72,8 +72,8 @@ class TieredModel:
             token = getattr(self._model.config, f"{kind}_token_id", None)
             if token is not None and bool((input_ids == token).any()):
                 raise ConfigurationError(
-                    f"a prompt has {kind} tokens, which are the same whatever they stand for: only text can be named by "
-                    "its tokens, generate this one without a TieredCache"
+                    f"a prompt has {kind} tokens, which are the same whatever they stand for, and blocks are named "
+                    "by tokens alone: generate this one without a TieredCache"
                 )
         return TieredCache(self._staging, self._model.config, self._model.device, input_ids, attention_mask)
 
@@ -121,20 +121,30 @@ def open_tiered(
 
 @contextmanager
 def _states_kept(model: PreTrainedModel, block_size: int) -> Iterator[None]:
-    """Have `generate` compute prompts block by block, and its cache look at the states after each step."""
+    """Have `generate` compute prompts block by block into a `TieredCache`, which sees the states after each."""
+    config: Any = model.generation_config
+    plain: Any = model.generate
+
+    def generate(*args: Any, **given: Any) -> Any:  # noqa: ANN401 - what it wraps
+        chosen = config.prefill_chunk_size
+        if chosen is None and isinstance(given.get("past_key_values"), TieredCache):
+            config.prefill_chunk_size = block_size
+        try:
+            return plain(*args, **given)
+        finally:
+            config.prefill_chunk_size = chosen
 
     def keep(_model: Module, _args: Any, given: dict[str, Any], _output: Any) -> None:  # noqa: ANN401 - any model's
         if isinstance(past := given.get("past_key_values"), TieredCache):
             past.keep_states()
 
-    config: Any = model.generation_config
-    chosen, config.prefill_chunk_size = config.prefill_chunk_size, block_size
+    vars(model)["generate"] = generate  # of this one model; its class stays as it is
     hook = model.register_forward_hook(keep, with_kwargs=True)
     try:
         yield
     finally:
         hook.remove()
-        config.prefill_chunk_size = chosen
+        del vars(model)["generate"]
 
 
 @torch.no_grad()
