@@ -18,6 +18,7 @@ from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, N, Ranks, spread, 
 from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
+from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.values.plan import TierShare
 
 
@@ -292,6 +293,26 @@ async def test_answers_to_another_planner_end_no_job() -> None:
             assert theirs.result is None
         assert (await kv.lookup(KEYS)).num_blocks == N
         assert (await kv.lookup(other)).num_blocks == 0
+
+
+async def test_a_planner_that_is_gone_at_once_holds_nothing_of_what_is_brought_for_it(tmp_path: Path) -> None:
+    """Even where its loads were begun and had not waited for a turn of the loop yet: a server has such clients."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU, nvme(tmp_path)) as kv:
+        await kv.store(KEYS, engine.fill(KEYS, range(N)))
+        await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
+        seat = inside(kv)
+        jobs = seat.cache.new_jobs(1)
+        jobs.workers.register(0, os.getpid())
+        job = jobs.begin(
+            JobRequest("load", KEYS, seat.batches(KEYS), engine.spec(range(N)), lambda: True, seat.deadline(None))
+        )
+        jobs.leave()
+        assert job.result is not None
+        assert job.result.errors == ("the planner has ended",)
+        await until_idle(kv)
+        assert kv.stats()["cpu"].leased == 0
 
 
 async def test_plans_that_cannot_be() -> None:

@@ -12,10 +12,10 @@ Any thread may use a job and ask for news of all. Of each piece of news one is t
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Final, Literal, TypeVar, TypeVarTuple
+from typing import Any, Final, Literal, TypeVar, TypeVarTuple
 
 import numpy as np
 from typing_extensions import override
@@ -23,6 +23,7 @@ from typing_extensions import override
 from tiered_kv.system import system
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Mask
+from tiered_kv.transfers.handles import cancel_each
 from tiered_kv.transfers.job_state import Underway, bind
 from tiered_kv.transfers.load_parts import bring_around_gaps
 from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bringing, start_bringing
@@ -433,18 +434,36 @@ class Jobs(JobBook):
         request = underway.request
         try:
             if request.gaps:
-                self._bringing[job] = self._tasks.spawn(self._bring_around_gaps(job), "bring blocks for a plan")
+                self._spawn(job, self._bring_around_gaps(job))
                 return
             brought, handles = (
                 start_bringing(request.parts, deadline=request.deadline) if request.direction == "load" else ([], [])
             )
             if handles:
-                self._bringing[job] = self._tasks.spawn(self._bring(job, brought, handles), "bring blocks for a plan")
+                self._spawn(job, self._bring(job, brought, handles), brought, handles)
             else:
                 self._plan(job, brought)
         except BaseException as error:
             self._end_early(job, repr(error))  # whoever polls has to hear of it
             raise
+
+    def _spawn(
+        self,
+        job: Job,
+        work: Coroutine[Any, Any, None],
+        brought: Sequence[Brought] = (),
+        handles: Sequence[PrefetchHandle] = (),
+    ) -> None:
+        """Have blocks brought for a job, of which some are under way; let go of these where that never begins."""
+
+        def ended(_: asyncio.Task[None]) -> None:
+            del self._bringing[job]
+            cancel_each(handles)  # who cancels a task that has not had a turn yet has it do nothing
+            for each in brought:
+                each.let_go()
+
+        task = self._bringing[job] = self._tasks.spawn(work, "bring blocks for a plan")
+        task.add_done_callback(ended)
 
     async def _bring(self, job: Job, brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> None:
         try:
@@ -453,8 +472,6 @@ class Jobs(JobBook):
         except Exception as error:
             self._end_early(job, repr(error))
             raise
-        finally:
-            self._bringing.pop(job, None)
 
     async def _bring_around_gaps(self, job: Job) -> None:
         try:
@@ -464,8 +481,6 @@ class Jobs(JobBook):
         except Exception as error:
             self._end_early(job, repr(error))
             raise
-        finally:
-            self._bringing.pop(job, None)
 
     def _plan(self, job: Job, brought: Sequence[Brought]) -> None:
         if (underway := self._underway.get(job)) is None:
