@@ -301,7 +301,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda _: [{"medium": "gpu", "capacity": 100}, cpu(4)],
         f"the gpu tier's capacity of 100 bytes is below one block of {STRIDE} bytes",
     ),
-    "a small disk": (lambda path: [nvme(path, 4096)], r"the NVMe tier at /.*: capacity=4.0 KiB \(4096 bytes\) .*holds no block"),
+    "a small disk": (
+        lambda path: [nvme(path, 4096)],
+        r"the NVMe tier at /.*: capacity=4.0 KiB \(4096 bytes\) .*holds no block",
+    ),
     "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "/file: it is a file; the NVMe"),
     "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
     "a path with a rank misspelt": (

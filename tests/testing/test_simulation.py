@@ -353,6 +353,7 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10020054, id="an engine ends once no call of its store stalls, which is told then what it owes"),
         pytest.param(10020264, id="calls of a neighbour that was killed end with it"),
         pytest.param(10030030, id="a load may wait for what a client stores that hangs in its copy"),
+        pytest.param(10020861, id="a rank's worker refuses a plan for the one before it"),
     ],
 )
 def test_nothing_is_found_in_seeds_that_the_model_was_wrong_about(seed: int) -> None:

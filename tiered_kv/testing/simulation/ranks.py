@@ -307,10 +307,18 @@ class _Rank:
         while True:
             plan = plans.get()
             self._wait()
-            if plan.move_of(self.number).positions:  # else nobody waits for it
+            move = plan.move_of(self.number)
+            if move.positions:  # else nobody waits for it
                 self._moving.add(plan.job)
             ended: list[Any] = []
-            worker.start(plan).add_done_callback(lambda future, got=ended: got.append(future.result()))  # type: ignore[misc]  # bound now
+            try:
+                started = worker.start(plan)
+            except ConfigurationError:
+                if move.pid == process.pid:
+                    raise
+                self._moving.discard(plan.job)
+                continue  # it was for the worker before this one, which had died before it was handed out
+            started.add_done_callback(lambda future, got=ended: got.append(future.result()))  # type: ignore[misc]  # bound now
             world.turns.wait(lambda got=ended: bool(got), what="a rank's copies")  # type: ignore[misc]  # bound now
             self._wait()
             self._moving.discard(plan.job)
