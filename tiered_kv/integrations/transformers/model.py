@@ -126,13 +126,14 @@ def _states_kept(model: PreTrainedModel, block_size: int) -> Iterator[None]:
     plain: Any = model.generate
 
     def generate(*args: Any, **given: Any) -> Any:  # noqa: ANN401 - what it wraps
-        chosen = config.prefill_chunk_size
-        if chosen is None and isinstance(given.get("past_key_values"), TieredCache):
+        is_ours = config.prefill_chunk_size is None and isinstance(given.get("past_key_values"), TieredCache)
+        if is_ours:
             config.prefill_chunk_size = block_size
         try:
             return plain(*args, **given)
         finally:
-            config.prefill_chunk_size = chosen
+            if is_ours:  # else another thread's call has set it, and takes it back
+                config.prefill_chunk_size = None
 
     def keep(_model: Module, _args: Any, given: dict[str, Any], _output: Any) -> None:  # noqa: ANN401 - any model's
         if isinstance(past := given.get("past_key_values"), TieredCache):
