@@ -29,7 +29,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from tiered_kv import BlockKeys, ConfigurationError, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
-from tiered_kv.integrations.transformers.parts import StatePart
+from tiered_kv.integrations.transformers.model_parts import StatePart
 
 pytestmark = pytest.mark.slow
 

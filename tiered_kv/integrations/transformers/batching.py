@@ -17,7 +17,7 @@ from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from tiered_kv.cache.blocking import BlockingTieredKV
-from tiered_kv.integrations.transformers.parts import ModelParts
+from tiered_kv.integrations.transformers.model_parts import ModelParts
 from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks

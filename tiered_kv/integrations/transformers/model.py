@@ -22,9 +22,9 @@ from transformers.cache_utils import (
 from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import tiered_batches
-from tiered_kv.integrations.transformers.parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
+from tiered_kv.integrations.transformers.model_parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
 from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache
-from tiered_kv.integrations.transformers.ranks import Ranks
+from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
