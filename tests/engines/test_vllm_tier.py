@@ -73,6 +73,14 @@ def test_a_load_that_stalls_holds_up_no_other(scenarios: Answer) -> None:
     assert scenarios["one_stalls"] == [1, 2, 3, 4, 5, 6, 7]
 
 
+def test_beside_two_stores_others_wait_and_go_together(scenarios: Answer) -> None:
+    """They begin once one of the two has ended, or once they are as much as one store takes; all of them end."""
+    answer = scenarios["stores_wait"]
+    assert answer["given"] == [[1], [1, 1], [1, 1], [1, 1], [1, 1, 3], [1, 1, 3]]
+    assert answer["last"] == [1, 1, 3, 1]
+    assert answer["ended"] == [[number, True] for number in range(6)]
+
+
 def test_a_request_is_counted_once_in_our_metrics(scenarios: Answer) -> None:
     """What it looked up, and why chunks were not found, also where vLLM asks again and again."""
     one = {"asked": 8.0, "never stored": 4.0}

@@ -3,6 +3,7 @@
 Runs in vLLM's environment and prints, per scenario, what came of it.
 """
 
+import asyncio
 import json
 import os
 import pathlib
@@ -230,6 +231,44 @@ def one_stalls(folder: pathlib.Path) -> Any:
         time.sleep(0.01)
     offload_jobs._READ_AHEAD_BYTES = was  # noqa: SLF001 - as it was
     return sorted(number for number, success in ended.items() if success)
+
+
+@scenario
+def stores_wait(folder: pathlib.Path) -> Any:
+    """Beside two stores others wait until one ends or they are many, and go together then."""
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+    kv, sizes, held = tiering.tier.kv, [], []
+    real = kv.cache.start_store
+    were = offload_jobs._SLOW_S, offload_jobs._STORE_BYTES  # noqa: SLF001 - no clock ends the waiting, and few are many
+    offload_jobs._SLOW_S, offload_jobs._STORE_BYTES = 3600.0, 3 * CHUNK  # noqa: SLF001 - as above
+
+    def start_store(keys: Any, spec: Any) -> Any:
+        sizes.append(len(keys))
+        handle = real(keys, spec)
+        return SimpleNamespace(when_done=lambda then: held.append((handle, then)))
+
+    def seen() -> list[int]:
+        for _ in range(4):  # turns of the loop: a job is taken, gathered, begun
+            kv.call(asyncio.sleep, 0)
+        return list(sizes)
+
+    def store(number: int) -> list[int]:
+        keys = keys_of(1, start=number)
+        tiering.tier.submit_store(SimpleNamespace(job_id=number, keys=keys, chunk_ids=[number], is_promotion=False))
+        return seen()
+
+    kv.cache.start_store = start_store
+    given = [store(number) for number in range(6)]
+    for handle, then in held[:2]:
+        kv.call(handle.when_done, then)
+    last = seen()
+    for handle, then in held[2:]:
+        kv.call(handle.when_done, then)
+    tiering.tier.drain_jobs()
+    ended = sorted((each.job_id, each.success) for each in tiering.tier.get_finished_jobs())
+    offload_jobs._SLOW_S, offload_jobs._STORE_BYTES = were  # noqa: SLF001 - as they were
+    tiering.close()
+    return {"given": given, "last": last, "ended": ended}
 
 
 @scenario

@@ -190,6 +190,8 @@ class Chain:
 
         In ``but`` it is counted already.
         """
+        if not len(batch):
+            return
         for memory in self.memory:
             if memory is not but:
                 memory.index.touch(batch.names)

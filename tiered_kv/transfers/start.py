@@ -22,7 +22,7 @@ from tiered_kv.catalog.books import READY
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.tiers.chain import FROM_ENGINE
+from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
@@ -36,6 +36,7 @@ from tiered_kv.transfers.load_parts import BackLoad, GapLoad
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.keys import Names
 from tiered_kv.values.results import LoadResult
 
 
@@ -100,15 +101,15 @@ def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.ui
     is_coming = len(missing) + np.count_nonzero(states == READY) < len(batch)
     if is_coming or len(batch) > chain.window_blocks or not chain.tasks.goes_on():
         return None
-    if (sources := _owned_sources(request, missing)) is None:
+    part = batch if len(missing) == len(batch) else batch[missing]
+    if (sources := _owned_sources(chain, part.names)) is None:
         return None
     keep = chain.limits.promote and index.room_for(batch.names) >= len(missing)
     waiter, lowest = Waiter(Kind.LOAD, request.priority), int(sources.max())
     if chain.room.is_wanted((lowest, FROM_ENGINE)):
         return None
-    part, held = batch, None
-    if len(missing) < len(batch):
-        part, held = batch[missing], index.lease(batch.names)  # first: to make room must not take what is there
+    # First: to make room must not take what is there.
+    held = index.lease(batch.names) if part is not batch else None
     reservation = chain.reserve_host_now(part, waiter, keep=keep, source=lowest)
     if reservation is None or (reservation.slots < 0).any():  # of a block that is asked for twice, there is one slot
         if reservation is not None:
@@ -132,10 +133,9 @@ def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle
     return InPlaceLoad(request, direct, tier).begin()
 
 
-def _owned_sources(request: LoadRequest, missing: NDArray[np.intp]) -> NDArray[np.int8] | None:
+def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
     """Say which storage tier is to be read for each of some blocks; None if one of others has to be asked first."""
-    chain, names = request.chain, request.batch.names[missing]
-    sources = np.full(len(missing), -1, np.int8)
+    sources = np.full(len(names), -1, np.int8)
     for number, tier in enumerate(chain.storage, start=len(chain.memory)):
         if tier.health.is_bypassed:
             continue

@@ -1,7 +1,7 @@
 """What vLLM's secondary tier is asked for, done by the cache's event loop, where nobody waits for it.
 
-Jobs that wait are done together, a window's worth at once: each transfer costs the interpreter as much, however long it
-is, and vLLM's scheduler needs the interpreter too.
+Jobs that wait are done together: each transfer costs the interpreter as much, however long it is, and vLLM's scheduler
+needs the interpreter too.
 """
 
 import asyncio
@@ -35,12 +35,18 @@ _FAILED_S: Final = 10.0
 _MOST_ANSWERS: Final = 1 << 17
 _MOST_COUNTED: Final = 1 << 16
 """Requests of which it is known that they were counted; older ones have ended."""
-_TOGETHER_BYTES: Final = 16 << 20
-"""Of jobs that one transfer is made of, if they are waiting anyway: a window."""
+_LOAD_BYTES: Final = 16 << 20
+"""Of jobs that one load is made of, if they are waiting anyway: a window, which is begun without a task."""
+_DIRECT_LOAD_BYTES: Final = 32 << 20
+"""Likewise, one that is read in place."""
+_STORE_BYTES: Final = 32 << 20
+"""Likewise, one store."""
+_STORES_AT_ONCE: Final = 2
+"""They keep a disk busy: what comes beside them waits for one to end, or until it is as much as one store takes."""
 _READ_AHEAD_BYTES = 64 << 20
 """Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
 _SLOW_S: Final = 0.25
-"""A load that takes longer holds up no other."""
+"""A transfer that takes longer holds up no other."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,7 @@ class _Asked:
 class OffloadJobs:
     """What is known of chunks, and what moves them. Its attributes may be read, and it be told, by any thread."""
 
-    def __init__(self, cache: TieredKV, chunk: KVGroup, pool: str, load_timeout_s: float) -> None:
+    def __init__(self, cache: TieredKV, chunk: KVGroup, pool: str, load_timeout_s: float, *, direct: bool) -> None:
         """Begin, on the event loop.
 
         Args:
@@ -69,6 +75,7 @@ class OffloadJobs:
             chunk: What is stored.
             pool: vLLM's CPU tier, as it was registered.
             load_timeout_s: How long a load may take.
+            direct: Whether the pool was registered so.
 
         Attributes:
             calls: From the scheduler's thread to here.
@@ -82,10 +89,12 @@ class OffloadJobs:
         self._chunk = chunk
         self._pool = pool
         self._load_timeout_s = load_timeout_s
+        self._load_bytes = _DIRECT_LOAD_BYTES if direct else _LOAD_BYTES
         self._loads: deque[_Asked] = deque()  # that wait
         self._stores: deque[_Asked] = deque()
         self._is_gathering = False
         self._reading: dict[object, int] = {}  # bytes, by load
+        self._writing: set[object] = set()  # stores
         self._counted: dict[str, None] = {}
         self._num_submitted = 0
         self._num_ended = 0
@@ -135,22 +144,31 @@ class OffloadJobs:
         """Begin what waits, each transfer in a call of the loop's own: one that cannot be keeps no other from it."""
         self._is_gathering = False
         self._load_more()
-        while self._stores:
-            together = _take(self._stores, _TOGETHER_BYTES // self._chunk.payload_bytes, is_any=True)
-            asyncio.get_running_loop().call_soon(self._store, together)
+        self._store_more()
 
     def _load_more(self, ended: object = None) -> None:
-        """Begin loads as far as they may be read at once, now that one has ended, or takes too long to wait for."""
+        """Begin a load, if more may be read at once, now that one has ended, or takes too long to wait for."""
         self._reading.pop(ended, None)
-        while self._loads:
-            most_bytes = min(_READ_AHEAD_BYTES - sum(self._reading.values()), _TOGETHER_BYTES)
-            together = _take(self._loads, most_bytes // self._chunk.payload_bytes, is_any=not self._reading)
-            if not together:
-                return
-            load = object()
+        most_bytes = min(_READ_AHEAD_BYTES - sum(self._reading.values()), self._load_bytes)
+        together = _take(self._loads, most_bytes // self._chunk.payload_bytes, is_any=not self._reading)
+        if together:
+            loop, load = asyncio.get_running_loop(), object()
             self._reading[load] = sum(len(asked.keys) for asked in together) * self._chunk.payload_bytes
-            asyncio.get_running_loop().call_later(_SLOW_S, self._load_more, load)
-            asyncio.get_running_loop().call_soon(self._load, load, together)
+            loop.call_later(_SLOW_S, self._load_more, load)
+            loop.call_soon(self._load, load, together)
+            loop.call_soon(self._load_more)  # in the next turn: of one turn the cache begins few at once
+
+    def _store_more(self, ended: object = None) -> None:
+        """Begin a store, now that one has ended, or takes too long to wait for: beside others only a large one."""
+        self._writing.discard(ended)
+        most_chunks = _STORE_BYTES // self._chunk.payload_bytes
+        is_next = len(self._writing) < _STORES_AT_ONCE or sum(len(each.keys) for each in self._stores) >= most_chunks
+        if is_next and (together := _take(self._stores, most_chunks, is_any=True)):
+            loop, store = asyncio.get_running_loop(), object()
+            self._writing.add(store)
+            loop.call_later(_SLOW_S, self._store_more, store)
+            loop.call_soon(self._store, store, together)
+            loop.call_soon(self._store_more)
 
     def _load(self, load: object, together: list[_Asked]) -> None:
         """Load the chunks of several jobs as if they were one, with gaps: what one of them lacks keeps no other."""
@@ -177,15 +195,16 @@ class OffloadJobs:
             self.answers.update(dict.fromkeys(lost, (LookupResult.MISS, until)))
             self._end(asked, arrived)
 
-    def _store(self, together: list[_Asked]) -> None:
+    def _store(self, store: object, together: list[_Asked]) -> None:
         try:
             handle = self._cache.start_store(*self._all_of(together))
         except TieredKVError:
-            self._end_store(together, None)
+            self._end_store(store, together, None)
             raise  # for the log
-        handle.when_done(lambda ended: self._end_store(together, _result_of(ended)))
+        handle.when_done(lambda ended: self._end_store(store, together, _result_of(ended)))
 
-    def _end_store(self, together: list[_Asked], result: StoreResult | None) -> None:
+    def _end_store(self, store: object, together: list[_Asked], result: StoreResult | None) -> None:
+        asyncio.get_running_loop().call_soon(self._store_more, store)
         is_whole = result is not None and not result.num_dropped
         for asked in together:  # where some of it was dropped, a lookup finds the rest
             self._end(asked, asked.keys if is_whole else [])

@@ -80,7 +80,7 @@ class TieredKVTier(SecondaryTierManager):
         self._stack = ExitStack()
         self.kv = self._stack.enter_context(open_blocking(cache))
         self.kv.register_host_pool(_POOL, primary_kv_view, direct=direct)
-        self._jobs = self.kv.call(OffloadJobs, cache, chunk, _POOL, load_timeout_s)
+        self._jobs = self.kv.call(OffloadJobs, cache, chunk, _POOL, load_timeout_s, direct=direct)
         self._asked: dict[str, list[bytes]] = {}  # by request
         self._is_open = True
 
