@@ -65,6 +65,30 @@ async def test_a_direct_store_ends_when_the_medium_has_let_go() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("num_blocks", [4, 9], ids=["at once", "in pieces"])
+async def test_a_flush_waits_for_a_direct_store_as_long_as_for_any(num_blocks: int) -> None:
+    """For the store's time limit: a medium that hangs keeps the engine's memory for longer, and nobody who flushes.
+
+    After that time nothing more of it is begun.
+    """
+    slots = ScriptedSlotBackend(timeout_s=1000.0)
+    limits = CacheLimits(window=2 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES, store_timeout_s=0.2)
+    async with open_cache(slots, engine=Engine(), limits=limits) as kv:
+        filled(kv)
+        slots.on_write.hold()
+        handle = kv.start_store(KEYS[:num_blocks], CPULoadStoreSpec(SLOTS[:num_blocks], pool="swap"))
+        await until(lambda: slots.on_write.num_held > 0)
+        with fail_after(30):
+            await kv.flush()
+        assert not handle.done
+        slots.on_write.release()
+        stored = await handle
+        assert stored.num_stored == 4
+        assert stored.drop_reasons == ({} if num_blocks == 4 else {Reason.DEADLINE: num_blocks - 4})
+        await kv.flush()
+        await until_idle(kv)
+
+
 async def test_what_is_evicted_before_its_turn_is_not_written() -> None:
     """Whoever evicts a block that a store is about to write finds it nowhere afterwards, a restart included."""
     slots, others = ScriptedSlotBackend(), prompt(8, seed=1)

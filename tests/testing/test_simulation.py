@@ -354,8 +354,9 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10020264, id="calls of a neighbour that was killed end with it"),
         pytest.param(10030030, id="a load may wait for what a client stores that hangs in its copy"),
         pytest.param(10020861, id="a rank's worker refuses a plan for the one before it"),
+        pytest.param(10031032, id="who flushes waits for a direct store no longer than for any"),
     ],
 )
-def test_nothing_is_found_in_seeds_that_the_model_was_wrong_about(seed: int) -> None:
-    """What it knew too little of each says its name."""
+def test_nothing_is_found_any_more_in_seeds_that_found_something(seed: int) -> None:
+    """What the library or the model did wrong in each says its name."""
     assert not simulate(seed).failure

@@ -623,7 +623,7 @@ class BlockCache(TransferCalls):
         What uses so far have brought to tiers with ``admit_after`` is waited for too; what comes later is not.
 
         A tier that is bypassed is not waited for: blocks go on waiting for it. Nor is a store for longer than its
-        ``store_timeout_s``, though a copy for it hangs: what it keeps in the end is of the next flush.
+        ``store_timeout_s``, though a copy for it hangs, or a direct one's medium: what it keeps then is the next's.
 
         With ``sync`` what is written then survives a loss of power, in the order of its use. That walks the owned tiers
         on the event loop, 0.3 s a million blocks: not for every request.

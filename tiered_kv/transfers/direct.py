@@ -138,6 +138,7 @@ class DirectStore(Store):
         chain, batch, loop = self._chain, self._batch, asyncio.get_running_loop()
         started, done = loop.time(), 0
         deadline = started + max(chain.limits.store_timeout_s, LAST_COPIES_S)
+        timer = loop.call_at(deadline, self._is_late)
         try:
             chain.count_use(batch, self._came)
             if self._is_refused():
@@ -145,7 +146,7 @@ class DirectStore(Store):
             elif (error := await self._until_free(deadline)) is not None:
                 self._drop(batch, error)
                 done = len(batch)
-            while done < len(batch) and not self.revoked:
+            while done < len(batch) and not self.revoked and loop.time() < deadline:
                 await chain.tasks.turn(Priority.STORE, at_once=not done)
                 stop = min(done + self._size, len(batch))
                 pages, wanted = self._request.pages[done:stop, 0], self._wanted[done:stop]
@@ -154,7 +155,8 @@ class DirectStore(Store):
         except asyncio.CancelledError:
             self.revoked = True
         finally:
-            self._drop(batch[done:], Reason.REVOKED)
+            timer.cancel()
+            self._drop(batch[done:], Reason.REVOKED if self.revoked else Reason.DEADLINE)
             self._close_one()
         await self._use_present()
         return self._result(loop.time() - started)
@@ -188,9 +190,14 @@ class DirectStore(Store):
             lent.give_back()
             return None
         chain.count_use(batch, self._came)
+
+        def late() -> None:
+            give_up()
+            self._is_late()
+
         if not ended.done():
             self._stop = give_up
-            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), give_up)
+            timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), late)
             chain.tasks.watch(ended, self.revoke)
         return StoreHandle(ended, self)
 
