@@ -119,6 +119,7 @@ class SimulatedDisk:
         capacity_bytes: What fits.
         gone: An errno that every call raises while the disk is away; 0 while it is there.
         era: How often another disk has come in its place: what was open then is of no use.
+        stalls_until: When the last of the calls ends that stall or have.
         unentered: Slots, by their folder's number, that were begun to be written and are not in their ledger since; and
             the name of the block before where the ledger has it, which a checkpoint may write once more.
     """
@@ -140,6 +141,7 @@ class SimulatedDisk:
         self.faults = DiskFaults()
         self.capacity_bytes = capacity_bytes
         self.gone = self.era = 0
+        self.stalls_until = 0.0
         self._memory: _Node | None = None
         self._tape = tape
         self._turns = turns
@@ -235,6 +237,7 @@ class SimulatedDisk:
         seconds = faults.latency_s + num_bytes / faults.bytes_per_s + faults.extra_s.get(name, 0.0)
         if self._tape.fault(faults.stall):
             seconds += self._tape.pick("faults", (0.3, 1.2, 4.0, 20.0))
+            self.stalls_until = max(self.stalls_until, turns.now + seconds)
             turns.tell(f"{self.path} stalls for {seconds:.1f} s")
         if self._tape.fault(faults.hang):
             turns.tell(f"{self.path} hangs")

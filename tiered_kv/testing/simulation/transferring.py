@@ -76,9 +76,13 @@ class Transferring(Requester):
             self.memory.give(region)
 
     def _may_wait_for_medium(self, *, in_pool: bool, since: float) -> bool:
-        """Whether a transfer may end late: media that were late have memory of the engine's own until they let go."""
+        """Whether a transfer may end late: media that were late have memory of the engine's own until they let go.
+
+        A call that stalls goes on after the trouble, and others wait behind it.
+        """
         world = self.world
-        return in_pool and self.shape.has_direct_pools and (world.may_be_late or world.trouble.ended >= since)
+        was_late = world.trouble.ended >= since or any(disk.stalls_until >= since for disk in world.disks)
+        return in_pool and self.shape.has_direct_pools and (world.may_be_late or was_late)
 
     def _event(self, numbers: Numbers, region: int, before: Callable[[], object]) -> ScriptedEvent | None:
         """Return an event that a transfer waits for, or none: it fires in a while, or much later, after ``before``.
