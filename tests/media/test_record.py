@@ -41,6 +41,20 @@ def test_records_are_what_they_always_were(golden: ModuleType) -> None:
     assert verify(golden.KEY, block_of(record)) is Outcome.HIT
 
 
+@pytest.mark.parametrize("num_bytes", [1, 64 << 10, (64 << 10) + 1, 200_001, 256 << 10, (256 << 10) + 1])
+def test_the_checksum_is_of_the_whole_payload(golden: ModuleType, num_bytes: int) -> None:
+    """In parts or not: another reader hashes it at once. A bit that is wrong at either end is found."""
+    block = Block.empty(num_bytes)
+    block.payload[:] = bytes(at * 7 % 251 for at in range(num_bytes))
+    encode(golden.KEY, block)
+    assert bytes(block.header[184:200]) == xxhash.xxh3_128_digest(block.payload)
+    assert verify(golden.KEY, block) is Outcome.HIT
+    for at in (0, num_bytes - 1):
+        block.payload[at] ^= 1
+        assert verify(golden.KEY, block) is Outcome.CORRUPT
+        block.payload[at] ^= 1
+
+
 def test_ledgers_are_what_they_always_were(golden: ModuleType, tmp_path: Path) -> None:
     """The same writes make the bytes of the golden file, and it is read."""
     content = (DATA / "ledger-v2.bin").read_bytes()
