@@ -53,7 +53,7 @@ class Shape:
 
         Where the queue of stores is short, blocks may stay in the GPU pool alone, which is small.
         """
-        is_reached = not self.has("gpu") or self.queue_bytes >= 1 << 30
+        is_reached = not self.has("gpu") or not self.has_short_queue
         return "cpu" in self.chain and self.cpu_slots >= NUM_ALL and self.ttl_s is None and is_reached
 
     @property
@@ -72,6 +72,11 @@ class Shape:
         return self.is_roomy and self.is_owned and is_plain and self._is_admitted
 
     @property
+    def has_short_queue(self) -> bool:
+        """Whether a store may find the queue of stores full, and drop below memory what it says that it dropped."""
+        return self.queue_bytes < 1 << 30
+
+    @property
     def keeps_in_store(self) -> bool:
         """Whether the store below has room for all, and nobody else has a say in it."""
         is_roomy = self.store_bytes >= 1 << 30 and self.wear is None
@@ -82,7 +87,7 @@ class Shape:
     @property
     def _is_admitted(self) -> bool:
         is_in_memory = self.has("cpu") or self.has("gpu")
-        return self.admit_after == 1 or (is_in_memory and self.queue_bytes >= 1 << 30)
+        return self.admit_after == 1 or (is_in_memory and not self.has_short_queue)
 
     @property
     def is_owned(self) -> bool:
