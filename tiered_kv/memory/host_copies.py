@@ -9,12 +9,13 @@ on 2 busy cores: 0.1 GB/s instead of 3), and its ``index_copy_`` runs at 0.6 of 
   Scattered large ones would go through a temporary.
 - Few small pieces by memmove too: what numpy needs to begin would be most of it.
 
-The first two release the GIL. Loads, which somebody waits for, mostly go the second way, and take it back only once a
-fragment: a busy engine thread may keep it for long.
+The first two release the GIL, once in `_FEW_BYTES`: a busy engine thread may keep it for long. Loads, which somebody
+waits for, mostly go the second way, and take it back only once a fragment.
 """
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import cycle
 from typing import Any
 
 import numpy as np
@@ -43,7 +44,6 @@ def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> 
                 for page, page_id in enumerate(page_ids):
                     _move_with_gil(slot + offset + page * num_bytes, address + page_id * stride, num_bytes)
         return
-    memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
         if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(page_ids) is not None:
@@ -55,8 +55,8 @@ def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> 
         for each in caches.fragments:
             base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
             offset = each.offset_bytes + page * num_bytes
-            for page_id, slot in places:
-                memmove(slot + offset, base + page_id * stride, num_bytes)
+            for (page_id, slot), move in zip(places, _moves(num_bytes), strict=False):
+                move(slot + offset, base + page_id * stride, num_bytes)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
@@ -67,7 +67,6 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
                 for page, page_id in enumerate(page_ids):
                     _move_with_gil(address + page_id * stride, slot + offset + page * num_bytes, num_bytes)
         return
-    memmove = ctypes.memmove
     slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
         if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(slots) is not None:
@@ -79,8 +78,8 @@ def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) ->
         for each in caches.fragments:
             base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
             offset = each.offset_bytes + page * num_bytes
-            for page_id, slot in places:
-                memmove(base + page_id * stride, slot + offset, num_bytes)
+            for (page_id, slot), move in zip(places, _moves(num_bytes), strict=False):
+                move(base + page_id * stride, slot + offset, num_bytes)
 
 
 def _are_few(caches: PagedCaches, pages: Ids) -> bool:
@@ -94,8 +93,14 @@ def copy_rows(source: Tensor, source_slots: Ids, target: Tensor, target_slots: I
     if num_bytes < _ONE_BY_ONE_BYTES or _as_slice(source_slots) is not None:
         target.numpy()[_index(target_slots)] = source.numpy()[_index(source_slots)]
     else:
-        for at, to in zip(_addresses(source, source_slots), _addresses(target, target_slots), strict=True):
-            ctypes.memmove(to, at, num_bytes)
+        places = zip(_addresses(source, source_slots), _addresses(target, target_slots), strict=True)
+        for (at, to), move in zip(places, _moves(num_bytes), strict=False):
+            move(to, at, num_bytes)
+
+
+def _moves(num_bytes: int) -> Iterator[Callable[[int, int, int], object]]:
+    """Yield what moves a piece each, without end: one in `_FEW_BYTES` lets go of the GIL meanwhile."""
+    return cycle([_move_with_gil] * (_FEW_BYTES // num_bytes - 1) + [ctypes.memmove])
 
 
 def _addresses(rows: Tensor, slots: Ids) -> list[int]:
