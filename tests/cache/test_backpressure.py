@@ -220,10 +220,12 @@ async def test_a_tier_moves_as_many_windows_at_once_as_it_says(*, is_load: bool)
         for keys in prompts if is_load else ():
             await keep(kv, engine, keys)
         act.hold()
-        if is_load:
-            handles = [kv.start_load(keys, GPULoadStoreSpec(range(4 * n, 4 * n + 4))) for n, keys in enumerate(prompts)]
-        else:
-            handles = [kv.start_store(keys, engine.compute(keys)) for keys in prompts]
+        handles = [
+            kv.start_load(keys, GPULoadStoreSpec(range(4 * n, 4 * n + 4)))
+            if is_load
+            else kv.start_store(keys, engine.compute(keys))
+            for n, keys in enumerate(prompts)
+        ]
         most = 4 if is_load else 2
         await until(lambda: act.num_held == most and kv.stats()["slots"].num_waiting == 6 - most)
         act.release()

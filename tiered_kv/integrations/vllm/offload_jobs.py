@@ -39,13 +39,13 @@ _LOAD_BYTES: Final = 16 << 20
 """Of jobs that one load is made of, if they are waiting anyway: a window, which is begun without a task."""
 _DIRECT_LOAD_BYTES: Final = 32 << 20
 """Likewise, one that is read in place."""
-_STORE_BYTES: Final = 32 << 20
+_STORE_BYTES = 32 << 20
 """Likewise, one store."""
 _STORES_AT_ONCE: Final = 2
 """They keep a disk busy: what comes beside them waits for one to end, or until it is as much as one store takes."""
 _READ_AHEAD_BYTES = 64 << 20
 """Of loads at once: enough for storage, and few enough that the first ones read before the last ones are prepared."""
-_SLOW_S: Final = 0.25
+_SLOW_S = 0.25
 """A transfer that takes longer holds up no other."""
 
 
