@@ -32,7 +32,6 @@ from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
 from tiered_kv.values.keys import epoch_digest
-from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.loop_calls import LoopCalls
 
 _RECORD_THREADS: Final = 2
@@ -150,9 +149,8 @@ def _build_chains(
     stack.callback(h2d.close)
     stack.callback(d2h.close)
     # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
-    # the bounce slots to the others: a window takes no more than a quarter of them. A record has a header besides.
+    # the bounce slots to the others: a window takes no more than a quarter of them.
     in_flight = min(4 * cache_limits.window, cache_limits.bounce // 2)
-    in_flight += in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES
     budgets = [_budget(in_flight, part, clock) for part in tiers.storage]
     chains = []
     for number, kind in enumerate(kinds):
