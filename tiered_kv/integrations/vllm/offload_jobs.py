@@ -37,8 +37,8 @@ _MOST_COUNTED: Final = 1 << 16
 """Requests of which it is known that they were counted; older ones have ended."""
 _LOAD_BYTES: Final = 16 << 20
 """Of jobs that one load is made of, if they are waiting anyway: a window, which is begun without a task."""
-_DIRECT_LOAD_BYTES: Final = 32 << 20
-"""Likewise, one that is read in place."""
+_DIRECT_LOAD_BYTES: Final = 24 << 20
+"""Likewise, one that is read in place: two of them may be in flight in a tier, headers included."""
 _STORE_BYTES = 32 << 20
 """Likewise, one store."""
 _STORES_AT_ONCE: Final = 2
