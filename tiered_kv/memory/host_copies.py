@@ -9,8 +9,8 @@ on 2 busy cores: 0.1 GB/s instead of 3), and its ``index_copy_`` runs at 0.6 of 
   Scattered large ones would go through a temporary.
 - Few small pieces by memmove too: what numpy needs to begin would be most of it.
 
-The first two release the GIL, once in `_FEW_BYTES`: a busy engine thread may keep it for long. Loads, which somebody
-waits for, mostly go the second way, and take it back only once a fragment.
+The first two release the GIL, the first once in `_FEW_BYTES`: a busy engine thread may keep it for long. Loads, which
+somebody waits for, mostly go the second way, and take it back only once a fragment.
 """
 
 import ctypes

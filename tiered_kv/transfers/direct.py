@@ -192,8 +192,8 @@ class DirectStore(Store):
         chain.count_use(batch, self._came)
 
         def late() -> None:
+            self._is_late()  # first: to give up may end it
             give_up()
-            self._is_late()
 
         if not ended.done():
             self._stop = give_up
