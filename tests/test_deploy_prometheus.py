@@ -13,7 +13,7 @@ import pytest
 from anyio import fail_after
 from prometheus_client import CollectorRegistry
 
-from redis_server import free_port
+from ports import free_port
 from tests.support.caches import Recorder, keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tests.test_deploy import expressions

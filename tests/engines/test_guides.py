@@ -4,7 +4,6 @@ import json
 import os
 import pathlib
 import re
-import socket
 import subprocess
 from collections.abc import Mapping
 from typing import Any, Final
@@ -12,6 +11,7 @@ from typing import Any, Final
 import pytest
 
 from environments import HERE, ROOT, EngineFailedError, Environment
+from ports import free_port
 
 OURS: Final = (ROOT, ROOT / "backends")
 
@@ -77,11 +77,7 @@ class Guide:
 @pytest.fixture
 def ports() -> list[str]:
     """Return ports of which nobody listens on one."""
-    servers = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    free = [str(server.getsockname()[1]) for server in servers]
-    for server in servers:
-        server.close()
-    return free
+    return [str(free_port()) for _ in range(2)]
 
 
 @pytest.mark.timeout(660)  # a server starts twice, and takes minutes on a busy machine

@@ -3,7 +3,6 @@
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import time
 import urllib.error
@@ -18,10 +17,12 @@ from pathlib import Path
 import obstore
 from obstore.store import S3Store
 
+from ports import free_port
+
 ACCESS_KEY, SECRET_KEY = "AKTEST", "SKTESTSECRET"
 _PROGRAMS = ("radosgw", "radosgw-admin", "ceph", "ceph-mon", "ceph-osd", "ceph-authtool", "monmaptool", "openssl")
 MISSING = "a Ceph gateway is missing: apt-get install --no-install-recommends radosgw ceph-mon ceph-osd ceph-common"
-_START_WITHIN_S = 60.0
+_START_WITHIN_S = 180.0  # the gateway makes its pools first: most of a minute where much else runs
 
 _CONFIG = """
 [global]
@@ -110,7 +111,11 @@ class CephServer:
     def start(self) -> None:
         """Start the gateway and wait until it answers."""
         self._run("radosgw", "-n", "client.rgw.a")
-        _wait_until(self._answers, "the gateway to answer")
+        try:
+            _wait_until(self._answers, "the gateway to answer")
+        except TimeoutError as error:
+            error.add_note((self.folder / "log" / "client.rgw.a.log").read_text()[-2000:])
+            raise
 
     def start_all(self) -> None:
         """Make a cluster and start it."""
@@ -196,7 +201,7 @@ def ceph_server(folder: Path) -> Iterator[CephServer]:
     """Yield a server with all its state in ``folder``; its processes end after it, by their ids."""
     for name in ("mon", "osd", "run", "log", "rgw"):
         (folder / name).mkdir(parents=True)
-    port, tls_port, mon_port = _free_ports(3)
+    port, tls_port, mon_port = (free_port() for _ in range(3))
     config = _CONFIG.format(fsid=uuid.uuid4(), folder=folder, port=port, tls_port=tls_port, mon_port=mon_port)
     (folder / "ceph.conf").write_text(config)
     server = CephServer(f"http://127.0.0.1:{port}", f"https://localhost:{tls_port}", folder / "ca.pem", folder)
@@ -205,17 +210,6 @@ def ceph_server(folder: Path) -> Iterator[CephServer]:
         yield server
     finally:
         server.end_all()
-
-
-def _free_ports(n: int) -> list[int]:
-    sockets = [socket.socket() for _ in range(n)]
-    try:
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
-    finally:
-        for each in sockets:
-            each.close()
 
 
 def _end(process: int, with_signal: signal.Signals) -> None:

@@ -8,10 +8,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
+
+from ports import free_port
 
 PACKAGE = "mooncake-transfer-engine-non-cuda"
 SEGMENT_BYTES = 256 << 20
@@ -21,7 +23,7 @@ class MooncakeServer:
     """A running store. Its processes end with the stack; what they say is in files in ``folder``."""
 
     def __init__(self, folder: Path, processes: ExitStack, segment_bytes: int, lease_ms: int) -> None:
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"mooncake://127.0.0.1:{self.port}"
         self._folder = folder
         self._segment_bytes = segment_bytes
@@ -37,7 +39,7 @@ class MooncakeServer:
         assert spec.origin is not None
         options = {
             "rpc_address": "127.0.0.1", "rpc_port": self.port, "default_kv_lease_ttl": self._lease_ms,
-            "metrics_host": "127.0.0.1", "metrics_port": _free_port(),
+            "metrics_host": "127.0.0.1", "metrics_port": free_port(),
         }  # fmt: skip
         arguments = [f"--{name}={value}" for name, value in options.items()]
         program = str(Path(spec.origin).with_name("mooncake_master"))
@@ -103,13 +105,6 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
     if process.poll() is None:
         os.kill(process.pid, signal.SIGCONT)
         process.kill()
-
-
-def _free_port() -> int:
-    with closing(socket.socket()) as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-        return port
 
 
 def _listens(port: int) -> bool:

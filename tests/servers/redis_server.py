@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ports import free_port
+
 _START_TIMEOUT_S = 20
 
 
@@ -140,12 +142,6 @@ def find_binary(name: str) -> Path:
     if found is None:
         pytest.skip(f"{name} is missing: {advice.get(name, 'apt-get install redis-server')}")
     return Path(found)
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def _start(words: Sequence[str | Path], folder: Path, port: int) -> subprocess.Popen[bytes]:

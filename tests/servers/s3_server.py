@@ -8,7 +8,7 @@ import pytest
 
 import ceph_server
 from moto_server import MotoServer, find_moto, moto_server
-from redis_server import free_port
+from ports import free_port
 
 S3Server = ceph_server.CephServer | MotoServer
 BUCKET = "blocks"

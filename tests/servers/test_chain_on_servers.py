@@ -21,7 +21,8 @@ import ceph_server
 import chain_process
 from mooncake_server import mooncake_server
 from namespaces import hosts
-from redis_server import find_binary, free_port, run_redis
+from ports import free_port
+from redis_server import find_binary, run_redis
 from s3_server import S3Server, is_ceph, s3_server
 from tests.support.caches import Recorder, keep, open_cache
 from tests.support.engine import Engine, contents, prompt

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from redis.asyncio import Redis
 
+from ports import free_port
 from redis_server import (
     RedisServer,
     find_binary,
-    free_port,
     make_certificates,
     run_cluster,
     run_redis,

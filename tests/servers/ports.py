@@ -1,0 +1,31 @@
+"""Ports for servers of tests, that are given when the server is started and bound by it seconds later."""
+
+import itertools
+import os
+import random
+import socket
+from pathlib import Path
+
+# A port that the kernel gave and took back is soon given again, to any connection that another test makes meanwhile.
+_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST = 10_000
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on, none of those that the kernel gives, and not twice in a process."""
+    for port in _numbers:
+        try:
+            socket.create_server(("127.0.0.1", port)).close()
+        except OSError:
+            continue
+        return port
+    raise AssertionError("an endless line of numbers has no end")
+
+
+def _candidates() -> range:
+    given = int(_RANGE.read_text().split()[0]) if _RANGE.exists() else 32_768
+    return range(_LOWEST, max(given, _LOWEST + 10_000))
+
+
+# Other processes of the same run begin elsewhere.
+_numbers = itertools.cycle(random.Random(os.getpid()).sample(_candidates(), k=len(_candidates())))
