@@ -207,3 +207,28 @@ async def test_slots_that_come_free_while_another_tier_hangs_are_used() -> None:
         await until(lambda: kv.stats().bounce_free == 16 - 3 * 2)
         second.on_read.release()
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("is_load", [True, False], ids=["loads", "stores"])
+async def test_a_tier_moves_as_many_windows_at_once_as_it_says(*, is_load: bool) -> None:
+    """Four of loads, or two of stores: a record's header, which takes no host memory, is no part of these."""
+    engine, slots = Engine(), ScriptedSlotBackend(timeout_s=1000.0)
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=64 * PAYLOAD_BYTES, promote=False)
+    async with open_cache(slots, engine=engine, limits=limits) as kv:
+        prompts = [prompt(4, seed=seed) for seed in range(6)]
+        act = slots.on_read if is_load else slots.on_write
+        for keys in prompts if is_load else ():
+            await keep(kv, engine, keys)
+        act.hold()
+        handles = [
+            kv.start_load(keys, GPULoadStoreSpec(range(4 * n, 4 * n + 4)))
+            if is_load
+            else kv.start_store(keys, engine.compute(keys))
+            for n, keys in enumerate(prompts)
+        ]
+        most = 4 if is_load else 2
+        await until(lambda: act.num_held == most and kv.stats()["slots"].num_waiting == 6 - most)
+        act.release()
+        for handle in handles:
+            await handle
+        await until_idle(kv)

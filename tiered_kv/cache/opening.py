@@ -32,6 +32,7 @@ from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
 from tiered_kv.values.keys import epoch_digest
+from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.loop_calls import LoopCalls
 
 _RECORD_THREADS: Final = 2
@@ -149,8 +150,10 @@ def _build_chains(
     stack.callback(h2d.close)
     stack.callback(d2h.close)
     # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
-    # the bounce slots to the others: a window takes no more than a quarter of them.
-    in_flight = min(4 * cache_limits.window, cache_limits.bounce // 2)
+    # the bounce slots to other loads, and a window beside these to stores: a window takes no more than a quarter.
+    window = min(cache_limits.window, cache_limits.bounce // 4)
+    in_flight = min(4 * window, cache_limits.bounce // 2 - window)
+    in_flight += in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES  # a record has a header besides
     budgets = [_budget(in_flight, part, clock) for part in tiers.storage]
     chains = []
     for number, kind in enumerate(kinds):
