@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from tiered_kv import BackendUnavailableError, Block, BlockKey, Outcome
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 
 class HostileBackend(SharedFSBackend):

@@ -14,7 +14,7 @@ from redis.asyncio import Redis
 
 from _remote_common import MissingError, Sides, counted
 from tiered_kv.media.backend import Block
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.redis.servers import RedisSettings, Server
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))

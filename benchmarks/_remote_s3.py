@@ -13,7 +13,7 @@ import obstore
 from _remote_common import MissingError, Sides, counted
 from tiered_kv.media.backend import Block
 from tiered_kv_backends.s3 import S3Backend, S3Settings
-from tiered_kv_backends.s3.client import make_store
+from tiered_kv_backends.s3.s3_client import make_store
 
 sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 import ceph_server

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from _remote_common import Bare, Sides, counted
 from tiered_kv.media.backend import Block
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 NUM_THREADS = 32
 Move = Callable[[str, Block], None]

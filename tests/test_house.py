@@ -10,10 +10,12 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[1]
 LIBRARY = REPOSITORY / "tiered_kv"
 ROOMS = ("cache", "catalog", "media", "memory", "settings", "tiers", "transfers", "values")
+NAMED_BY_PYTHON = {"__init__.py", "__main__.py"}
+"""These hand on."""
 CORE = sorted(
     path
     for path in (*LIBRARY.glob("*.py"), *(path for room in ROOMS for path in (LIBRARY / room).rglob("*.py")))
-    if path.name not in {"__init__.py", "__main__.py"}  # Python has named these, and they hand on
+    if path.name not in NAMED_BY_PYTHON
 )
 ALL = sorted(path for root in (LIBRARY, REPOSITORY / "backends/tiered_kv_backends") for path in root.rglob("*.py"))
 MESSAGES = {LIBRARY / "host/protocol.py", LIBRARY / "integrations/vllm/messages.py"}
@@ -72,10 +74,11 @@ def test_every_file_of_the_core_can_be_read_in_one_go() -> None:
 
 
 def test_a_name_of_a_file_leads_to_one_file() -> None:
-    """No two files of the core have the same name."""
+    """No two files have the same name, but those that Python names."""
     found = defaultdict(set)
-    for path in CORE:
-        found[path.name].add(path)
+    for path in ALL:
+        if path.name not in NAMED_BY_PYTHON:
+            found[path.name].add(path)
     assert not list(shown(found))
 
 

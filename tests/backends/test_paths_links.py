@@ -9,7 +9,7 @@ from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import GROUPS, block_key, make_block, open_backend
 from tiered_kv_backends.paths import Opener
 from tiered_kv_backends.shared_fs import files as shared_fs_files
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 FLAGS = os.O_RDONLY | os.O_CLOEXEC
 

@@ -12,9 +12,9 @@ from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.mooncake import MooncakeBackend
 from tiered_kv_backends.nvme import NVMeBackend
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.s3 import S3Backend
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 URLS: dict[Callable[[Any], Backend | SlotBackend], str] = {
     MemoryBackend: "memory://?capacity=1GiB",

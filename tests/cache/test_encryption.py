@@ -23,7 +23,7 @@ from tiered_kv import (
 )
 from tiered_kv.media.backend import Block
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 OLD, NEW, NAMES = "01" * 32, "02" * 32, "03" * 32
 N = 12

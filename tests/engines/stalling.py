@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Sequence
 
 from tiered_kv import BackendUnavailableError, Block, BlockKey, Outcome
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 
 class StallingBackend(SharedFSBackend):

@@ -33,8 +33,8 @@ from tiered_kv_backends.nvme.disks import Member, are_settled, next_turn, read_m
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
 from tiered_kv_backends.redis.resp import RESPConnection, Socket, command
+from tiered_kv_backends.shared_fs.bytes_ledger import LEDGER_NAME, ByteLedger, LedgerCounts
 from tiered_kv_backends.shared_fs.files import LOCK_NAME
-from tiered_kv_backends.shared_fs.ledger import LEDGER_NAME, ByteLedger, LedgerCounts
 
 seeds = st.integers(0, 2**64 - 1)
 KEY = BlockKey(Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32), bytes([10]) * 32)

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.calls import CALLS
+from tiered_kv.host.asked_calls import CALLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 

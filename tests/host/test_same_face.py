@@ -14,7 +14,7 @@ from tests.support.any_layout import AnyEngine
 from tests.support.caches import AnyTier
 from tests.support.serving import attached, serving
 from tiered_kv import BlockCache, ConnectedKV, TieredKV
-from tiered_kv.host.calls import CALLS
+from tiered_kv.host.asked_calls import CALLS
 
 OPENING = (
     "test_prefetch_stops_at_what_the_tier_takes",

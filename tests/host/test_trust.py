@@ -16,7 +16,7 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import CacheLimits, ConfigurationError, Shard, Worker
 from tiered_kv.host import handshake, protocol, wire
-from tiered_kv.host.calls import CALLS
+from tiered_kv.host.asked_calls import CALLS
 from tiered_kv.host.protocol import Attach, Attached, MapSlab
 
 KEYS = prompt(8)

@@ -15,7 +15,7 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import BlockKeys, ConfigurationError
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.calls import CALLS, MOST_KEYS
+from tiered_kv.host.asked_calls import CALLS, MOST_KEYS
 from tiered_kv.host.protocol import Keys
 
 KEYS = prompt(8)

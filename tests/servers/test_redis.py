@@ -12,7 +12,7 @@ from redis.asyncio import Redis, RedisCluster
 from redis_server import RedisServer, find_binary, make_certificates, run_cluster, run_redis
 from tiered_kv.testing import BackendTests, open_backend
 from tiered_kv.values.specs import LoadStoreSpec, RemoteLoadStoreSpec
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.redis.servers import RedisSettings, Servers
 
 ACL = """

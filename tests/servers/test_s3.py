@@ -28,8 +28,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
 from tiered_kv.values.specs import LoadStoreSpec, ObjectLoadStoreSpec
-from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant
-from tiered_kv_backends.s3 import backend as s3_backend
+from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant, s3_backend
 
 _PREFIXES = itertools.count()
 SIZE = GROUPS[0].payload_bytes
@@ -694,7 +693,7 @@ def test_a_process_that_made_a_client_waits_at_its_end() -> None:
 import time
 time.sleep = lambda seconds: print("waits for", seconds)
 from tiered_kv_backends.s3 import S3Settings
-from tiered_kv_backends.s3.client import make_store
+from tiered_kv_backends.s3.s3_client import make_store
 for _ in range(2):
     make_store(S3Settings(url="memory:///"))
 print("ends")

@@ -27,8 +27,8 @@ from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, sweep
+from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
-from tiered_kv_backends.shared_fs.ledger import ByteLedger
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE

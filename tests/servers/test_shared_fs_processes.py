@@ -23,7 +23,7 @@ from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv_backends.shared_fs.backend import SharedFSBackend
+from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
 GROUP = len(GROUPS) - 1
 SIZE = GROUPS[GROUP].payload_bytes

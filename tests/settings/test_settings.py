@@ -16,7 +16,7 @@ from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.redis.backend import RedisBackend
+from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.s3 import S3Settings
 
 GIB = 1024**3

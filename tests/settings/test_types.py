@@ -12,7 +12,7 @@ from typing import assert_type
 from pydantic import ByteSize
 
 from tiered_kv import CacheLimits, CPUTier, GPUTier, Size, StorageTierSettings, TieredKVSettings, default_size
-from tiered_kv_backends.nvme.settings import NVMeSettings
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
 tiers = [
     GPUTier(capacity="2GiB"),

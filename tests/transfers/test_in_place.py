@@ -18,7 +18,7 @@ from tiered_kv import Block, CPULoadStoreSpec, GPULoadStoreSpec, TieredKV
 from tiered_kv.media.backend import Make, Outcome, Then, Verify
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import EngineBlocks
-from tiered_kv_backends.nvme.backend import NVMeBackend
+from tiered_kv_backends.nvme.nvme_backend import NVMeBackend
 
 INTO = CPULoadStoreSpec(SLOTS, pool="swap")
 Slots = NDArray[np.int64]

@@ -14,7 +14,7 @@ from rich.progress import Progress
 
 from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
-from tiered_kv.replay.hinted import HintsAre
+from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY

@@ -32,7 +32,7 @@ from tiered_kv.cache.checks import (
 )
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.calls import CALLS, LONG_S, AskedCalls, Asking
+from tiered_kv.host.asked_calls import CALLS, LONG_S, AskedCalls, Asking
 from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts

@@ -15,7 +15,7 @@ from tiered_kv.cache.seat import PAST_EPOCHS
 from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.calls import CALLS, Remote
+from tiered_kv.host.asked_calls import CALLS, Remote
 from tiered_kv.host.protocol import (
     AboutChanges,
     AboutJob,

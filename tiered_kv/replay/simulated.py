@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from tiered_kv.replay.hinted import HintsAre, SimulatedHints
+from tiered_kv.replay.hinting_sessions import HintsAre, SimulatedHints
 from tiered_kv.replay.report import DAY_S, EngineReport, ReplayReport, TierReport
 from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, SimulatedTier, TierPlan
 from tiered_kv.traces import Trace, names_of

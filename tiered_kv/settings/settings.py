@@ -59,8 +59,8 @@ class CacheLimits(Checked):
     window: Bytes = default_size(16 * _MIB)
     """Bytes moved as one piece: while one window is copied to the GPU, the next one is read."""
     bounce: Bytes = default_size(160 * _MIB)
-    """Bytes of host memory for blocks that only pass through. Holds at least one window; with ten, each tier may read four
-    at a time."""
+    """Bytes of host memory for blocks that only pass through. Holds at least one window; with ten of them a tier may
+    read four at a time."""
     store_queue: Bytes = default_size(_GIB)
     """Bytes of stores accepted but not yet written to every tier. Beyond it, new blocks stay in the first tier only,
     and are counted as dropped below it: a slow disk must not delay serving."""

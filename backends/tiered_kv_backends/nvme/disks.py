@@ -32,9 +32,9 @@ from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import explained, fit, folders_in, open_file, open_root, taken
+from tiered_kv_backends.nvme.directory_store import DirectoryStore, DirectoryThreads
 from tiered_kv_backends.nvme.ledger import Entries, Order
-from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.store import DirectoryStore, DirectoryThreads
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
 MEMBER: Final = "member"
 _COPY_BYTES: Final = 4096

@@ -24,7 +24,7 @@ from tiered_kv.values.keys import Names
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import HOLDER, Directory, open_file, page_problem, probe_direct_io
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Ledger, Order, Slots
-from tiered_kv_backends.nvme.settings import NVMeSettings
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
 EMPTY, HELD, WRITING, ERASING = range(4)

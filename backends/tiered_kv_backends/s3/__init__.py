@@ -1,7 +1,7 @@
 """Records as objects of an S3-compatible store, or of what else obstore speaks. Read ``media/backend.py`` first."""
 
-from tiered_kv_backends.s3.backend import S3Backend
-from tiered_kv_backends.s3.client import S3Settings
-from tiered_kv_backends.s3.upkeep import collect_epochs, delete_tenant
+from tiered_kv_backends.s3.bucket_upkeep import collect_epochs, delete_tenant
+from tiered_kv_backends.s3.s3_backend import S3Backend
+from tiered_kv_backends.s3.s3_client import S3Settings
 
 __all__ = ["S3Backend", "S3Settings", "collect_epochs", "delete_tenant"]

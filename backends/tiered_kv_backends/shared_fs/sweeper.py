@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv_backends.paths import HASH, NAMESPACE
+from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import (
     FOLDER_DIGITS,
     FOLDER_FLAGS,
@@ -29,7 +30,6 @@ from tiered_kv_backends.shared_fs.files import (
     free_bytes,
     open_own,
 )
-from tiered_kv_backends.shared_fs.ledger import ByteLedger
 
 _FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")

@@ -27,8 +27,8 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
 from tiered_kv_backends.nvme import slab as slabs
+from tiered_kv_backends.nvme.directory_store import DirectoryStore
 from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, read_member, were_away, write_member
-from tiered_kv_backends.nvme.store import DirectoryStore
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12

@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from tiered_kv import BackendUnavailableError
-from tiered_kv_backends.nvme.store import FileCalls
+from tiered_kv_backends.nvme.directory_store import FileCalls
 
 
 def test_files_are_closed_at_once_where_nothing_is_under_way() -> None:

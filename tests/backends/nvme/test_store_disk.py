@@ -31,7 +31,7 @@ from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv_backends.nvme import delete_tenant
 from tiered_kv_backends.nvme.disks import Member, read_member, write_member
-from tiered_kv_backends.nvme.settings import NVMeSettings
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
 

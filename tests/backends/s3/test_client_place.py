@@ -4,7 +4,7 @@ import pytest
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv_backends.s3.client import S3Settings
+from tiered_kv_backends.s3.s3_client import S3Settings
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from tiered_kv.values.keys import Namespace, epoch_digest, hash_blocks
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv_backends.s3 import backend as s3_backend
-from tiered_kv_backends.s3 import collect_epochs, delete_tenant, doomed
+from tiered_kv_backends.s3 import collect_epochs, delete_tenant, doomed, s3_backend
 from tiered_kv_backends.s3.doomed import Doomed, is_mark, mark_of
 from tiered_kv_backends.s3.packing import Unit
 

@@ -10,9 +10,9 @@ from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.asking import Asking
 from tiered_kv.testing.simulation.disk import RECORD_BYTES
 from tiered_kv.testing.simulation.engine import PROMPTS, Memory
+from tiered_kv.testing.simulation.engine_workers import Planning
 from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.planning import Planning
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
 from tiered_kv.testing.simulation.shapes import Shape

@@ -25,7 +25,7 @@ from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE
 from tiered_kv.testing.simulation.known import Known, WrongAnswer
 from tiered_kv.testing.simulation.media import SharedStore, StoreClient, StoreFaults
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, NUM_ALL, Shape
-from tiered_kv.testing.simulation.system import SimulatedLoop, SimulatedSystem
+from tiered_kv.testing.simulation.simulated_system import SimulatedLoop, SimulatedSystem
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import ProcessEnded, SimulatedProcess, SimulatedThread, Turns
 from tiered_kv.values.events import BlocksCorrupted, Event, TierFailed, TierStalled, TierTripped

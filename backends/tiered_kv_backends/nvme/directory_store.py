@@ -23,8 +23,8 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError, Config
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Order, Slots
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.open_files import HELD, WRITING, Group, OpenFiles, look_at, rebuild
-from tiered_kv_backends.nvme.settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Moved, Slab
 
 T = TypeVar("T")

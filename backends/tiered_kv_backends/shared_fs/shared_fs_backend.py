@@ -32,8 +32,8 @@ from tiered_kv.values.log import log
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs import files
+from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom
 from tiered_kv_backends.shared_fs.files import FileThreads, Moved, Work, each_of, look_at, text_of
-from tiered_kv_backends.shared_fs.ledger import ByteLedger, DirectoryRoom
 from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, delete_folders, holds_blocks
 
 T = TypeVar("T")

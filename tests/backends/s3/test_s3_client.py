@@ -9,8 +9,8 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv_backends.s3.client import S3Settings, make_store
-from tiered_kv_backends.s3.upkeep import collect_epochs, delete_tenant
+from tiered_kv_backends.s3.bucket_upkeep import collect_epochs, delete_tenant
+from tiered_kv_backends.s3.s3_client import S3Settings, make_store
 
 
 def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium

@@ -28,11 +28,11 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError, Config
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.directory import fit
+from tiered_kv_backends.nvme.directory_store import DirectoryStore
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
-from tiered_kv_backends.nvme.settings import NVMeSettings
-from tiered_kv_backends.nvme.store import DirectoryStore
-from tiered_kv_backends.nvme.upkeep import delete_left, has_left
+from tiered_kv_backends.nvme.left_directories import delete_left, has_left
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
 _NAMED: Final = ("io", "io_reason", "last_error")
 """Facts of a directory that are listed for all."""

@@ -18,8 +18,8 @@ from obstore.store import ObjectStore
 from tiered_kv.media.backend import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest, salt_digest
 from tiered_kv_backends.paths import RECORD, salt_folder
-from tiered_kv_backends.s3.client import S3Settings, make_store, translate
 from tiered_kv_backends.s3.doomed import MARKS, is_mark, without_mark
+from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate
 
 _AT_ONCE = 1000
 _MOST_EPOCHS = 1 << 16

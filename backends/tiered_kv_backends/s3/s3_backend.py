@@ -13,7 +13,11 @@ from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, O
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.specs import ObjectLoadStoreSpec
-from tiered_kv_backends.s3.client import (
+from tiered_kv_backends.s3.bucket_upkeep import open_inventory
+from tiered_kv_backends.s3.doomed import MARKS, MOST_MARKS, Doomed, is_mark, mark_of
+from tiered_kv_backends.s3.packing import Packing, Unit
+from tiered_kv_backends.s3.presence import PresenceAnswers, count_blocks
+from tiered_kv_backends.s3.s3_client import (
     BEGIN_WITHIN,
     REQUEST_WITHIN,
     S3Settings,
@@ -21,10 +25,6 @@ from tiered_kv_backends.s3.client import (
     translate,
     translate_opening,
 )
-from tiered_kv_backends.s3.doomed import MARKS, MOST_MARKS, Doomed, is_mark, mark_of
-from tiered_kv_backends.s3.packing import Packing, Unit
-from tiered_kv_backends.s3.presence import PresenceAnswers, count_blocks
-from tiered_kv_backends.s3.upkeep import open_inventory
 
 if TYPE_CHECKING:  # it is in the client's type stubs alone
     from obstore import BytesStream

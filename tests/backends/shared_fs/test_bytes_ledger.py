@@ -13,8 +13,8 @@ from tiered_kv.media.backend import Block
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey, Namespace
+from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom, LedgerCounts
 from tiered_kv_backends.shared_fs.files import FileThreads, probe
-from tiered_kv_backends.shared_fs.ledger import ByteLedger, DirectoryRoom, LedgerCounts
 from tiered_kv_backends.shared_fs.sweeper import Sweeper, Swept
 
 CAPACITY = 1000 * 8192

@@ -36,7 +36,7 @@ from tiered_kv_backends.nvme.directory import (
 )
 from tiered_kv_backends.nvme.disks import MEMBER
 from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
-from tiered_kv_backends.nvme.settings import NVMeSettings
+from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
 _SLOTS_AT_ONCE: Final = 4096

@@ -12,7 +12,7 @@ import pytest
 from tiered_kv.media.backend import MOST_FOUND_BYTES
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import salt_folder
-from tiered_kv_backends.s3 import S3Backend, collect_epochs, delete_tenant, upkeep
+from tiered_kv_backends.s3 import S3Backend, bucket_upkeep, collect_epochs, delete_tenant
 
 PAGES = 30
 FOLDER = f"{'a' * 64}/{'b' * 32}/0of1"
@@ -92,7 +92,7 @@ async def test_a_tenant_is_deleted_as_the_listing_comes(endless: int) -> None:
 
 async def test_so_many_epochs_are_collected_by_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many folders of epochs others make there: one run keeps few of them in mind, the next has the rest."""
-    monkeypatch.setattr(upkeep, "_MOST_EPOCHS", 2)
+    monkeypatch.setattr(bucket_upkeep, "_MOST_EPOCHS", 2)
     for n in range(5):
         block = tmp_path / ("a" * 64) / f"{n:032x}" / "0of1" / ("0" * 32) / ("c" * 64)
         block.parent.mkdir(parents=True)
