@@ -28,6 +28,8 @@ TESTS = Path(__file__).parent
 _ended = itertools.count(1)
 """Tests of this process."""
 
+TOGETHER = ("servers", "examples", "test_docs_site.py", "memory/test_kernels_compiled.py")
+
 ASYNCIO = pytest.param(("asyncio", {}), id="asyncio")
 UVLOOP = pytest.param(("asyncio", {"use_uvloop": True}), id="uvloop")
 
@@ -65,7 +67,7 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep each file of tests that start servers or programs, or build the site, in one process: they share them.
+    """Keep the tests of a file in one process where they share servers, programs, the site or kernels: `TOGETHER`.
 
     Where several processes test, they begin with what takes long: else the last of them works alone in the end. In one
     process files stay together, for the same reason.
@@ -73,7 +75,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         items.sort(key=_length)
     for item in items:
-        if any(item.path.is_relative_to(TESTS / each) for each in ("servers", "examples", "test_docs_site.py")):
+        if any(item.path.is_relative_to(TESTS / each) for each in TOGETHER):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 

@@ -343,7 +343,8 @@ async def test_what_a_coroutine_awaits_is_for_it_alone() -> None:
 
 async def cancel_at_the_answer(planner: Planner, job: Job, awaiting: "asyncio.Task[Plan]") -> None:
     """Cancel who awaits a plan as soon as there is one; others are told of it."""
-    await until(lambda: job.plan is not None)
+    while job.plan is None:
+        await checkpoint()  # it is there for a turn before who awaits it hears
     awaiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await awaiting

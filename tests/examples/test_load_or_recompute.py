@@ -11,7 +11,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.slow
 def test_whatever_is_loaded_the_logits_are_equal() -> None:
     """From a disk that is too slow and from one that is fast: a row each, and equal to the bit."""
-    demo = run_demo(load_or_recompute.__file__, "--tokens", "640", "--megabytes-per-s", "0.5", "1000")
+    demo = run_demo(load_or_recompute.__file__, "--tokens", "640", "--megabytes-per-s", "1", "1000")
     assert demo.returncode == 0, demo.stdout
     rows = [line for line in demo.stdout.splitlines() if "equal" in line]
     assert len(rows) == 2

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from torch import Tensor
 
 import tiered_kv.cache.worker
 from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, prompt
+from tests.support.caches import a_while
 from tiered_kv import (
     BackendUnavailableError,
     BlockCache,
@@ -285,7 +285,7 @@ async def _plan_for_ever(
         ranks = _Ranks(kv, tell, crew)
         for old in settled:
             while await ranks.load(prompt_of(old)) < 8:  # a worker may have ended, or the server
-                await checkpoint()
+                await a_while()
         with suppress(BackendUnavailableError):
             await kv.clear()  # what is said is there from here on
         while True:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.host.test_deaths import attached_at, served, until_async, until_found
+from tests.host.test_deaths import attached_at, served, until_found
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, prompt
+from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import Added, BlockKeys, Changes, Cleared, ConnectedKV, Mirror, Removed, Shard, Snapshot, TierChange
 from tiered_kv.host import session_jobs
@@ -117,10 +118,10 @@ async def test_leaving_the_loop_ends_the_stream(tmp_path: Path) -> None:
                 break
             del change
             gc.collect()
-            await until_async(lambda: server.health()["clients"][0]["streams"] == 0)
+            await until(lambda: server.health()["clients"][0]["streams"] == 0)
             changes = kv.events()
             following = asyncio.create_task(take(changes, lambda _: False))
-            await until_async(lambda: server.health()["clients"][0]["streams"] == 1)
+            await until(lambda: server.health()["clients"][0]["streams"] == 1)
         with pytest.raises(StopAsyncIteration):
             await following
 

@@ -3,18 +3,18 @@
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 from typer.testing import CliRunner
 
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
 from tests.support.any_layout import LIMITS, MODEL, AnyEngine, cpu, memory, prompt
+from tests.support.caches import a_while, until
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
@@ -60,7 +60,7 @@ async def until_clean(path: Path) -> None:
             tiers = [tier for share in now.get("shares", ()) for tier in share.get("tiers", ())]
             if tiers and not now["clients"] and not any(tier["leased"] or tier["pending"] for tier in tiers):
                 return
-            await checkpoint()
+            await a_while()
 
 
 async def test_what_a_client_was_filling_is_a_miss_and_its_slots_go_back(tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ async def test_what_a_client_was_filling_is_a_miss_and_its_slots_go_back(tmp_pat
                     assert engine.count_right(keys, range(8)) == 8
                 assert kv.stats()["cpu"].pending == 8
                 client.kill()
-                await until_async(lambda: kv.stats()["cpu"].pending == 0)
+                await until(lambda: kv.stats()["cpu"].pending == 0)
                 assert (await kv.lookup(prompt(8))).num_blocks == 0
                 keys = prompt(8)
                 assert (await kv.store(keys, engine.fill(keys, range(8)))).num_stored == 8
@@ -104,7 +104,7 @@ async def test_leases_and_pins_end_with_their_client(tmp_path: Path) -> None:
                 assert other.pin(keys[4:], ttl_s=600).num_blocks == 4
                 assert kv.pin(keys[4:6], ttl_s=600).num_blocks == 2
                 assert kv.stats()["cpu"].leased == 8
-            await until_async(lambda: kv.stats()["cpu"].leased == 2)
+            await until(lambda: kv.stats()["cpu"].leased == 2)
             assert (await kv.explain(keys[4:5]))[0].is_pinned
 
 
@@ -139,9 +139,9 @@ async def test_a_load_under_way_ends_with_what_is_in_place(tmp_path: Path) -> No
         await kv.evict(keys[8:], tier="cpu")
         engine.wipe()
         loading = kv.start_load(keys, engine.spec(range(32)), after=may_begin)
-        await until_async(lambda: facts(tmp_path)["clients"][0]["copies"] > 0)
+        await until(lambda: facts(tmp_path)["clients"][0]["copies"] > 0)
         one.kill()
-        await until_async(lambda: not kv.is_attached)
+        await until(lambda: not kv.is_attached)
         assert not loading.done
         may_begin.set()
         loaded = await loading
@@ -180,7 +180,7 @@ async def test_calls_that_may_take_long_do_not_wait_for_a_server_that_hangs(tmp_
         assert explained == [Explanation("server away")] * 8
         assert prefetched == PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, 8),))
         one.send(signal.SIGCONT)
-        await until_async(lambda: kv.is_attached)
+        await until(lambda: kv.is_attached)
         await kv.flush()
 
 
@@ -244,7 +244,7 @@ async def test_who_waits_for_what_becomes_of_a_store_does_not_wait_for_a_server_
                 assert not kv.is_attached
             finally:
                 may_go_on.set()
-            await until_async(lambda: kv.is_attached)
+            await until(lambda: kv.is_attached)
             assert (await kv.lookup(keys)).num_blocks == 8
 
 
@@ -264,9 +264,9 @@ async def test_a_second_sigterm_ends_a_server_that_cannot_drain(tmp_path: Path) 
     engine, keys = AnyEngine(), prompt(8)
     async with served(tmp_path) as one, attached_at(tmp_path, engine) as kv:
         storing = kv.start_store(keys, engine.fill(keys, range(8)), layerwise=True)
-        await until_async(lambda: kv.stats()["cpu"].pending == 8)
+        await until(lambda: kv.stats()["cpu"].pending == 8)
         one.send(signal.SIGTERM)
-        await until_async(lambda: facts(tmp_path)["is_draining"])
+        await until(lambda: facts(tmp_path)["is_draining"])
         status = await asyncio.to_thread(CliRunner().invoke, app, ["status", "--host", str(tmp_path / "kv.sock")])
         assert (status.exit_code, status.stdout.split(",")[0]) == (1, "draining")
         refused = await kv.store(prompt(4, seed=1), engine.fill(prompt(4, seed=1), range(8, 12)))
@@ -322,15 +322,8 @@ def attached_at(
     return attached(path / "kv.sock", engine, model=model, timeout_s=timeout_s)
 
 
-async def until_async(condition: Callable[[], bool]) -> None:
-    """Wait for what another process brings about."""
-    with anyio.fail_after(FOREVER_S):
-        while not condition():
-            await checkpoint()
-
-
 async def until_found(kv: ConnectedKV, keys: BlockKeys) -> None:
     """Wait until all of a prompt is found."""
     with anyio.fail_after(FOREVER_S):
         while (await kv.lookup(keys)).num_blocks < len(keys):
-            await checkpoint()
+            await a_while()

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 
 from tests.host.test_deaths import facts, until_clean
+from tests.support.caches import a_while
 
 ENGINE = """
 import asyncio, sys, threading
@@ -95,7 +95,7 @@ async def test_containers_share_blocks_by_the_socket_alone(tmp_path: Path) -> No
     with contained(shared, "-m", "tiered_kv", "serve"):
         with anyio.fail_after(60):
             while not facts(shared).get("is_ready"):
-                await checkpoint()
+                await a_while()
         for what in ("store", "load"):
             with contained(shared, "-c", ENGINE, what, url) as process:
                 said, _ = await anyio.to_thread.run_sync(process.communicate)

@@ -11,8 +11,9 @@ import anyio
 import pytest
 
 from tests.host.processes import planner, started, worker
-from tests.host.test_deaths import FOREVER_S, attached_at, facts, served, until_async, until_clean, until_found
+from tests.host.test_deaths import FOREVER_S, attached_at, facts, served, until_clean, until_found
 from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
 from tiered_kv.host import wire
@@ -45,7 +46,7 @@ async def test_a_worker_killed_in_the_midst_of_a_copy(tmp_path: Path) -> None:
                 result = await job.ended()
             assert (result.num_blocks, "has ended" in result.errors[0]) == (0, True)
             assert (await kv.lookup(KEYS)).num_blocks == 0
-            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+            await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
 @pytest.mark.parametrize("binds", [False, True])
@@ -60,7 +61,7 @@ async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path, *, binds
                 await crowd(kv, engine)
                 assert kv.stats()["cpu"].doomed == 8
                 process.kill()
-                await until_async(lambda: kv.stats()["cpu"].doomed == 0)
+                await until(lambda: kv.stats()["cpu"].doomed == 0)
                 assert (await kv.lookup(KEYS)).num_blocks == 0
         await until_clean(tmp_path)
 
@@ -75,7 +76,7 @@ async def test_a_flush_does_not_wait_for_what_a_planner_that_is_gone_had_workers
             process.say(await asyncio.to_thread(planning.hear))
             assert (await asyncio.to_thread(process.hear)).num_moved == 8
             before = asyncio.create_task(kv.flush())
-            await until_async(lambda: any(client["questions"] for client in facts(tmp_path)["clients"]))
+            await until(lambda: any(client["questions"] for client in facts(tmp_path)["clients"]))
             planning.kill()
             with anyio.fail_after(FOREVER_S / 2):  # half of what a flush may take
                 assert await before
@@ -84,7 +85,7 @@ async def test_a_flush_does_not_wait_for_what_a_planner_that_is_gone_had_workers
             assert (await kv.store(KEYS, engine.fill(KEYS, range(8)))).num_stored == 8
             assert kv.stats()["cpu"].doomed == 8
             process.kill()
-            await until_async(lambda: kv.stats()["cpu"].doomed == 0)
+            await until(lambda: kv.stats()["cpu"].doomed == 0)
             loaded = await kv.load(KEYS, engine.spec(range(8, 16)))
             assert loaded.num_blocks == engine.count_right(KEYS, range(8, 16)) == 8
 
@@ -97,7 +98,7 @@ async def test_a_plan_that_no_worker_has_ends_with_its_planner(tmp_path: Path) -
                 kv.planner().register_worker(pid=process.pid)
                 await kv.planner().plan_store(KEYS).planned()
                 assert other.stats()["cpu"].pending == 8
-            await until_async(lambda: other.stats()["cpu"].pending == 0)
+            await until(lambda: other.stats()["cpu"].pending == 0)
 
 
 async def test_a_plan_bound_when_a_worker_has_just_ended(tmp_path: Path) -> None:
@@ -123,7 +124,7 @@ async def test_a_plan_bound_when_a_worker_has_just_ended(tmp_path: Path) -> None
             with anyio.fail_after(FOREVER_S):
                 result = await job.ended()
             assert (result.num_blocks, "has ended" in result.errors[0]) == (0, True)
-            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+            await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
 async def test_a_plan_that_no_message_can_say_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +155,7 @@ async def test_a_plan_that_nobody_has_ends_with_any_worker(tmp_path: Path) -> No
             process.kill()
             with anyio.fail_after(FOREVER_S):
                 assert "has ended" in (await job.ended()).errors[0]
-            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+            await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
 async def test_who_drains_plans_no_store(tmp_path: Path) -> None:
@@ -212,7 +213,7 @@ async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
         planning.complete(outcomes)
         assert planning.slabs() == ()
         await stack.enter_async_context(served(tmp_path))
-        await until_async(lambda: kv.is_attached)
+        await until(lambda: kv.is_attached)
         assert planning.slabs()[0].pool != slabs[0].pool
         again = planning.plan_store(KEYS, engine.spec(range(8)))
         process.say((planning.slabs(), await again.planned()))
@@ -233,7 +234,7 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
         planning = kv.planner()
         planning.register_worker()
         unseen = planning.plan_store(prompt(4, seed=3), engine.spec(range(4)))
-        await until_async(lambda: unseen in planning.poll())
+        await until(lambda: unseen in planning.poll())
         planned = planning.plan_store(KEYS, engine.fill(KEYS, range(8)))
         plan, others = await planned.planned(), prompt(4, seed=2)
         await (unmoved := planning.plan_store(others, engine.spec(range(8, 12)))).planned()
@@ -252,7 +253,7 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
             unwanted.cancel(undelivered=True)
             one.send(signal.SIGCONT)
             await until_found(kv, KEYS)
-            await until_async(lambda: kv.stats()["cpu"].pending == 0)
+            await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("late"), OSError(24, "Too many open files")])

@@ -9,9 +9,8 @@ import pytest
 
 from tests.cache import test_promises
 from tests.cache.test_promises import tiers_of
-from tests.host.test_deaths import until_async
 from tests.support.any_layout import AnyEngine
-from tests.support.caches import AnyTier
+from tests.support.caches import AnyTier, until
 from tests.support.serving import attached, serving
 from tiered_kv import BlockCache, ConnectedKV, TieredKV
 from tiered_kv.host.asked_calls import CALLS
@@ -59,7 +58,7 @@ def far(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactor
 
 async def until_idle(kv: ConnectedKV) -> None:
     """Wait until the server holds nothing for anyone."""
-    await until_async(lambda: not any(tier.leased or tier.pending for tier in kv.stats().tiers))
+    await until(lambda: not any(tier.leased or tier.pending for tier in kv.stats().tiers))
 
 
 def test_an_engine_changes_one_line() -> None:

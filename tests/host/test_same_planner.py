@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.cache import test_jobs, test_plans
-from tests.host.test_deaths import until_async
 from tests.support.any_layout import AnyEngine
-from tests.support.caches import AnyTier
+from tests.support.caches import AnyTier, until
 from tests.support.planned import CPU, KEYS, N
 from tests.support.serving import attached, serving
 from tiered_kv import ConnectedKV, Shard
@@ -42,7 +41,7 @@ SAME = {
 
 async def until_idle(kv: ConnectedKV) -> None:
     """Wait until the server holds nothing for anyone."""
-    await until_async(lambda: not any(tier.leased or tier.pending for tier in kv.stats().tiers))
+    await until(lambda: not any(tier.leased or tier.pending for tier in kv.stats().tiers))
 
 
 @pytest.fixture(autouse=True)

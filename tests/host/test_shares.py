@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, prompt
-from tests.support.caches import Recorder, until
+from tests.support.caches import Recorder, a_while, until
 from tests.support.descriptors import slabs
 from tests.support.serving import attached, models_in, serving
 from tiered_kv import CacheLimits, ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
@@ -147,7 +147,7 @@ async def until_true(condition: Callable[[], object]) -> None:
     """Do something again and again until it says yes."""
     with anyio.fail_after(60):
         while not await condition():  # type: ignore[misc]  # a coroutine function's
-            await anyio.lowlevel.checkpoint()
+            await a_while()
 
 
 async def test_what_nobody_uses_is_reclaimed_and_others_grow(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from typing import Any
 import httpx
 import pytest
 from anyio import fail_after
-from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.caches import a_while
 from tests.support.command_line import answer, run
 from tests.support.hints import hints
 from tests.support.serving import attached, serving
@@ -86,7 +86,7 @@ async def test_hints_of_a_models_blocks_come_by_http(tmp_path: Path, shown: dict
             assert (await asyncio.to_thread(send)).json() == {"actions": 1, "ignored": 0}
             with fail_after(10):
                 while (await kv.lookup(mine)).num_blocks > 8:
-                    await checkpoint()
+                    await a_while()
 
 
 async def test_what_clients_count_as_lookups_is_in_the_metrics(tmp_path: Path, shown: dict[str, Any]) -> None:
