@@ -72,8 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Where several processes test, they begin with what takes long: else the last of them works alone in the end. In one
     process files stay together, for the same reason.
     """
-    if hasattr(config, "workerinput"):
-        items.sort(key=_length)
+    if not hasattr(config, "workerinput"):
+        return
+    items.sort(key=_length)
     for item in items:
         if any(item.path.is_relative_to(TESTS / each) for each in TOGETHER):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -355,7 +355,7 @@ class Place(wire.Field, frozen=True):
 
 
 class Call(Message, frozen=True, tag="call"):
-    """Call a method of the face, one of `calls.CALLS`. ``id`` 0: nothing is to be answered.
+    """Call a method of the face, one of `asked_calls.CALLS`. ``id`` 0: nothing is to be answered.
 
     ``args`` are encoded by themselves, as the method's signature has them. ``before``: digests of weights that the
     client served before, if the answer depends on them.

@@ -3,7 +3,7 @@
 A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`far`). The session ends
 when the client's process, or its last copy, is known to have ended: nothing held for it goes back before.
 
-What a client asks beside its transfers is answered by the same call of the face, if `calls.CALLS` names it.
+What a client asks beside its transfers is answered by the same call of the face, if `asked_calls.CALLS` names it.
 """
 
 import asyncio
