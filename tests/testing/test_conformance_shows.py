@@ -4,6 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tiered_kv.testing.promises import assert_bytes
+
 BROKEN = """
 from collections.abc import AsyncIterator
 
@@ -25,6 +29,18 @@ class TestForgetful(BackendTests):
         async with open_backend(Forgetful(Forgetful.Settings(capacity="16MiB"))) as backend:
             yield backend
 """
+
+
+def test_blocks_that_differ_are_said_by_number_and_byte() -> None:
+    """Not shown whole: a diff of hundreds of kilobytes takes minutes, and tells nothing."""
+    good, bad = bytes(100_000), bytes(70_000) + b"\x01" + bytes(29_999)
+    assert_bytes([good, bad], [good, bad])
+    with pytest.raises(AssertionError, match=r"^block 1 of 2 is not what was written: at byte 70000 it has b'\\x01"):
+        assert_bytes([good, bad], [good, good])
+    with pytest.raises(AssertionError, match=r"at byte 5 it has b'', not .* 5 bytes, of 100000"):
+        assert_bytes([good[:5]], [good])
+    with pytest.raises(AssertionError, match="as many blocks as were written"):
+        assert_bytes([good], [good, good])
 
 
 def test_a_failure_shows_the_values(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ import pytest
 
 from tiered_kv.media.backend import Backend, Block, Outcome
 from tiered_kv.testing.helpers import GROUPS, block_key, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_loop_goes_on, content
+from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_bytes, assert_loop_goes_on, content
 from tiered_kv.values.errors import LayoutMismatchError
 from tiered_kv.values.keys import BlockKey
 
@@ -39,7 +39,7 @@ class BackendTests(Promises):
             assert await backend.write([key], [block]) == [Outcome.STORED]
             assert await backend.lookup([key]) == [Outcome.HIT]
             assert await backend.read([key], [into]) == [Outcome.HIT]
-            assert bytes(into) == bytes(block)
+            assert_bytes([bytes(into)], [bytes(block)])
 
     async def test_keeps_many_blocks_apart(self, backend: Backend) -> None:
         """A large batch is stored and read as it is ordered, each key with its own bytes."""
@@ -48,7 +48,7 @@ class BackendTests(Promises):
         assert await backend.write(keys, blocks) == [Outcome.STORED] * 300
         into = [Block.empty(SIZE) for _ in keys]
         assert await backend.read(keys[::-1], into) == [Outcome.HIT] * 300
-        assert [bytes(block) for block in into[::-1]] == [bytes(block) for block in blocks]
+        assert_bytes([bytes(block) for block in into[::-1]], [bytes(block) for block in blocks])
 
     async def test_an_absent_key_is_a_miss(self, backend: Backend) -> None:
         """Asking for, reading or deleting what was never there is no error."""
@@ -64,7 +64,7 @@ class BackendTests(Promises):
         into = [Block.empty(SIZE) for _ in keys]
         assert await backend.lookup(keys) == expected
         assert await backend.read(keys, into) == expected
-        assert [bytes(into[n].payload) for n in (1, 4)] == [content(1), content(4)]
+        assert_bytes([bytes(into[n].payload) for n in (1, 4)], [content(1), content(4)])
 
     async def test_duplicates_in_a_batch_are_harmless(self, backend: Backend) -> None:
         """A key that is in a batch twice gets an outcome, and its bytes, at both places."""
@@ -74,7 +74,7 @@ class BackendTests(Promises):
         into = [Block.empty(SIZE) for _ in range(3)]
         assert await backend.lookup([a, a, b]) == [Outcome.HIT] * 3
         assert await backend.read([a, a, b], into) == [Outcome.HIT] * 3
-        assert [bytes(block.payload) for block in into] == [content(1), content(1), content(2)]
+        assert_bytes([bytes(block.payload) for block in into], [content(1), content(1), content(2)])
         await backend.delete([a, a])
         assert await backend.lookup([a, b]) == [Outcome.MISS, Outcome.HIT]
 
@@ -91,7 +91,7 @@ class BackendTests(Promises):
         for n in (1, 2):
             assert await backend.write([key], [make_block(content(n), key)]) == [Outcome.STORED]
         assert await backend.read([key], [into]) == [Outcome.HIT]
-        assert bytes(into.payload) == content(2)
+        assert_bytes([bytes(into.payload)], [content(2)])
 
     async def test_a_deleted_key_is_gone(self, backend: Backend) -> None:
         """Deleting removes what was named and nothing else."""
@@ -132,7 +132,7 @@ class BackendTests(Promises):
         await backend.write([key], [block.read_only()])
         block.payload[:] = content(2)
         assert await backend.read([key], [into]) == [Outcome.HIT]
-        assert bytes(into.payload) == content(1)
+        assert_bytes([bytes(into.payload)], [content(1)])
 
     async def test_what_is_written_is_not_changed(self, backend: Backend) -> None:
         """A write only reads the blocks it is given, by no pointer either: the cache serves them from there."""
@@ -140,7 +140,7 @@ class BackendTests(Promises):
         blocks = [make_block(content(n, ODD), key) for n, key in enumerate(keys)]
         before = [bytes(block.header) + bytes(block.padded) for block in blocks]
         await backend.write(keys, blocks)
-        assert [bytes(block.header) + bytes(block.padded) for block in blocks] == before
+        assert_bytes([bytes(block.header) + bytes(block.padded) for block in blocks], before)
 
     async def test_nothing_touches_a_buffer_after_its_call(self, backend: Backend) -> None:
         """Once a read has returned, hit or miss, its buffers are another block's: nothing is written there any more."""
@@ -228,8 +228,8 @@ class BackendTests(Promises):
                 wanted = [bytes(block) for block in blocks[some]]
                 if (spec := await backend.locate(keys[some])) is not None:
                     assert len(spec) == len(wanted)
-                    assert await self.records_at(spec) == wanted
-                    assert await self.records_at(spec[1:]) == wanted[1:]
+                    assert_bytes(await self.records_at(spec), wanted)
+                    assert_bytes(await self.records_at(spec[1:]), wanted[1:])
 
     async def test_reopening(self, backend: Backend) -> None:
         """After closing and opening again a block is whole or a miss, and what was deleted stays deleted."""

@@ -2,7 +2,7 @@
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Final
 
 import pytest
@@ -21,6 +21,19 @@ _ON_ASYNCIO = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asy
 def content(n: int, num_bytes: int = SIZE) -> bytes:
     """Return the payload of the ``n``-th block."""
     return (b"%08d" % n * (num_bytes // 8 + 1))[:num_bytes]
+
+
+def assert_bytes(found: Sequence[bytes], wanted: Sequence[bytes]) -> None:
+    """Fail unless all are equal; say which one is not, and where: whole blocks side by side tell a person nothing."""
+    __tracebackhide__ = True  # pytest shows the line of the test
+    assert len(found) == len(wanted), "as many blocks as were written"
+    for n, (one, other) in enumerate(zip(found, wanted, strict=True)):
+        if one != other:
+            at = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), len(one))
+            raise AssertionError(
+                f"block {n} of {len(wanted)} is not what was written: at byte {at} it has {one[at : at + 16]!r}, "
+                f"not {other[at : at + 16]!r} (it has {len(one)} bytes, of {len(other)})"
+            )
 
 
 async def assert_loop_goes_on(calls: Mapping[str, Callable[[], Awaitable[object]]]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from tiered_kv.media.backend import Block, Outcome, Recovered, SlotBackend
 from tiered_kv.media.record import verify
 from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_loop_goes_on, content
+from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_bytes, assert_loop_goes_on, content
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 
@@ -27,7 +27,7 @@ class SlotBackendTests(Promises):
             block = make_block(content(1, shape.payload_bytes), block_key(1, group))
             assert await _write(backend, {3: 1}, group) == [Outcome.STORED]
             assert await backend.read(group, _slots([3]), [into]) == [Outcome.HIT]
-            assert bytes(into) == bytes(block)
+            assert_bytes([bytes(into)], [bytes(block)])
 
     async def test_groups_do_not_meet(self, backend: SlotBackend) -> None:
         """A slot of one KV group is not the slot of that number of another."""
@@ -44,7 +44,7 @@ class SlotBackendTests(Promises):
         assert await _write(backend, {slot: slot for slot in slots.tolist()}) == [Outcome.STORED] * 150
         into = [Block.empty(SIZE) for _ in slots]
         assert await backend.read(0, np.arange(150), into) == [Outcome.HIT] * 150
-        assert [bytes(block.payload) for block in into] == [content(n) for n in range(150)]
+        assert_bytes([bytes(block.payload) for block in into], [content(n) for n in range(150)])
 
     async def test_one_outcome_per_slot(self, backend: SlotBackend) -> None:
         """An empty batch has none, and a slot read twice in a batch has two."""
@@ -53,7 +53,7 @@ class SlotBackendTests(Promises):
         await _write(backend, {5: 1})
         into = [Block.empty(SIZE) for _ in range(2)]
         assert await backend.read(0, _slots([5, 5]), into) == [Outcome.HIT] * 2
-        assert [bytes(block.payload) for block in into] == [content(1)] * 2
+        assert_bytes([bytes(block.payload) for block in into], [content(1)] * 2)
 
     async def test_an_unwritten_slot_is_no_block(self, backend: SlotBackend) -> None:
         """A slot that nothing was written to reads as a miss, or as bytes that are no record of any key."""
@@ -84,7 +84,7 @@ class SlotBackendTests(Promises):
         await _write(backend, {2: 7})
         into = Block.empty(SIZE)
         assert await backend.read(0, _slots([2]), [into]) == [Outcome.HIT]
-        assert bytes(into.payload) == content(7)
+        assert_bytes([bytes(into.payload)], [content(7)])
         assert await self._reopen(backend, [1, 7]) in self._allowed({7: 2})
 
     async def test_one_block_per_slot(self, backend: SlotBackend) -> None:
@@ -104,7 +104,7 @@ class SlotBackendTests(Promises):
                 await backend.read(0, _slots([1]), [Block.empty(size)])
         into = [Block.empty(SIZE) for _ in range(3)]
         await backend.read(0, np.arange(3), into)
-        assert [bytes(block.payload) for block in into] == [content(n) for n in range(3)]
+        assert_bytes([bytes(block.payload) for block in into], [content(n) for n in range(3)])
 
     async def test_many_calls_at_once(self, backend: SlotBackend) -> None:
         """Reads and writes of other slots run side by side, each with its own bytes."""
@@ -113,10 +113,10 @@ class SlotBackendTests(Promises):
         reads = [backend.read(0, np.arange(4 * n, 4 * n + 4), blocks) for n, blocks in enumerate(into)]
         writes = [_write(backend, {slot: slot + 1000}) for slot in range(40, 80)]
         await asyncio.gather(*reads, *writes)
-        assert [bytes(block.payload) for block in chain(*into)] == [content(n) for n in range(40)]
+        assert_bytes([bytes(block.payload) for block in chain(*into)], [content(n) for n in range(40)])
         blocks = [Block.empty(SIZE) for _ in range(40)]
         await backend.read(0, np.arange(40, 80), blocks)
-        assert [bytes(block.payload) for block in blocks] == [content(n + 1000) for n in range(40, 80)]
+        assert_bytes([bytes(block.payload) for block in blocks], [content(n + 1000) for n in range(40, 80)])
 
     async def test_locate_says_where_the_records_are(self, backend: SlotBackend) -> None:
         """What `locate` names is, byte for byte, the record in each slot; or it cannot tell."""
@@ -126,8 +126,8 @@ class SlotBackendTests(Promises):
             wanted = [bytes(block) for block in blocks]
             if (spec := await backend.locate(group, _slots([0, 6, 5]))) is not None:
                 assert len(spec) == 3
-                assert await self.records_at(spec) == wanted
-                assert await self.records_at(spec[1:]) == wanted[1:]
+                assert_bytes(await self.records_at(spec), wanted)
+                assert_bytes(await self.records_at(spec[1:]), wanted[1:])
 
     async def test_what_was_stored_is_recovered(self, backend: SlotBackend) -> None:
         """After closing and opening again each block is found once, in its slot, the last written last."""
@@ -155,7 +155,7 @@ class SlotBackendTests(Promises):
         block = make_block(content(1), block_key(1))
         before = bytes(block)
         await backend.write(0, _slots([0]), block_names([block_key(1)]), [block])
-        assert bytes(block) == before
+        assert_bytes([bytes(block)], [before])
 
     async def test_nothing_touches_a_buffer_after_its_call(self, backend: SlotBackend) -> None:
         """Once a read has returned its buffers are another block's: nothing is written there any more."""
@@ -198,7 +198,7 @@ class SlotBackendTests(Promises):
         size = GROUPS[group].payload_bytes
         into = [Block.empty(size) for _ in blocks]
         assert await backend.read(group, _slots(list(blocks)), into) == [Outcome.HIT] * len(blocks)
-        assert [bytes(block.payload) for block in into] == [content(n, size) for n in blocks.values()]
+        assert_bytes([bytes(block.payload) for block in into], [content(n, size) for n in blocks.values()])
 
     def _allowed(self, exactly: dict[int, int]) -> list[list[tuple[int, int]]]:
         """What may be recovered, as (key, slot) in order."""
@@ -215,7 +215,7 @@ class SlotBackendTests(Promises):
             outcomes = await backend.read(0, recovered.slots, into)
             await backend.aclose()
         assert outcomes == [Outcome.HIT] * len(found)
-        assert [bytes(block.payload) for block in into] == [content(n) for n, _ in found]
+        assert_bytes([bytes(block.payload) for block in into], [content(n) for n, _ in found])
         return found
 
 
