@@ -29,7 +29,9 @@ class Paying:
         self.now, self.found = 0.0, LookupResult(0, (), 0, BLOCK_SIZE)
         self.groups = groups
         wanted = SimpleNamespace(
-            connector=SimpleNamespace(load_when=load_when, store_when=store_when, load_timeout_s=5.0),
+            connector=SimpleNamespace(
+                load_when=load_when, store_when=store_when, load_timeout_s=5.0, lookup_timeout_s=1.0
+            ),
             main=groups[0], loads_parts=len(groups) == 1,
         )  # fmt: skip
         media = {"cpu": "cpu", "disk": "nvme"} if media is None else media
@@ -91,6 +93,16 @@ def test_a_load_is_waited_for_as_long_as_it_can_pay() -> None:
         each.compute("first", 1000, 1.0)
     assert [of.paying.patience_s(num_tokens) for num_tokens in (10, 500, 9000)] == [0.25, 2.0, 5.0]
     assert always.paying.patience_s(10) == 5.0
+
+
+def test_an_answer_is_waited_for_no_longer_than_computing_takes() -> None:
+    """A tier that is far, or hangs in look-ups, costs a request as much again as it would compute in, or a moment."""
+    of, always = Paying(), Paying(load_when="always")
+    assert of.paying.lookup_patience_s(1000) == 1.0
+    for each in (of, always):
+        each.compute("first", 1000, 1.0)
+    assert [of.paying.lookup_patience_s(num_tokens) for num_tokens in (1, 500, 10**6)] == [0.01, 0.5, 1.0]
+    assert always.paying.lookup_patience_s(1) == 1.0
 
 
 def test_all_is_loaded_while_nothing_is_known() -> None:

@@ -25,6 +25,8 @@ _PATIENCE: Final = 4
 """So many times what computing takes a load may take before it is given up: it was to take less than that."""
 _LEAST_PATIENCE_S: Final = 0.25
 """For what is computed sooner than that: to wait longer would cost more than to compute it after all."""
+_LEAST_LOOKUP_S: Final = 0.01
+"""Likewise, for what is asked of tiers that others use too: an answer takes some milliseconds."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -115,6 +117,16 @@ class Paying:
         if not self.tokens_per_s or self._wanted.connector.load_when == "always":
             return float(most_s)
         return min(float(most_s), max(_LEAST_PATIENCE_S, _PATIENCE * num_tokens / self.tokens_per_s))
+
+    def lookup_patience_s(self, num_tokens: int) -> float:
+        """Return how long a request waits to hear of tiers that are asked for so many tokens: what comes later is late.
+
+        By then it could have computed them.
+        """
+        most_s = self._wanted.connector.lookup_timeout_s
+        if not self.tokens_per_s or self._wanted.connector.load_when == "always":
+            return float(most_s)
+        return min(float(most_s), max(_LEAST_LOOKUP_S, num_tokens / self.tokens_per_s))
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.

@@ -183,7 +183,7 @@ class SchedulingSide:
         if wanted.tail_tokens and not may_be_more:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
-        if may_be_more and now - tracked.first_asked_s < wanted.connector.lookup_timeout_s:
+        if may_be_more and now - tracked.first_asked_s < self._paying.lookup_patience_s(most - first - num_found):
             return None
         if not tracked.is_counted:
             tracked.is_counted = True
