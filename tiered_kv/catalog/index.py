@@ -106,6 +106,12 @@ class Occupancy(Books):
         """How many bounce slots hold what was reserved for ``taker``."""
         return self._num_taken[taker]
 
+    def passes_for(self, slots: Slots, taker: int) -> NDArray[np.bool_]:
+        """Say of each slot whether it is a bounce slot that was reserved for ``taker``."""
+        passes = slots >= self.max_slots
+        passes[passes] = self._takers[slots[passes] - self.max_slots] == taker
+        return passes
+
     def room_for(self, names: Names) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
         if len(names) <= len(self._free):

@@ -25,7 +25,7 @@ from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import LaneCopy
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill, Waiting
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
@@ -407,7 +407,8 @@ def write_down(
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
     """Send blocks that are used often enough now on to a tier that did not have them, from the memory they are in.
 
-    They came when that use did: now if not said, see `Unwritten`.
+    They came when that use did: now if not said, see `Unwritten`. What passes through memory is sent on if a store has
+    brought it, within its share of the bounce slots; those of loads are not kept for a write.
     """
     batch = batch[storage.lacks(batch)]
     for tier in reversed(chain.memory):
@@ -415,6 +416,8 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
             return
         lease = tier.index.lease(batch.names)
         there = (lease.slots >= 0) & ~tier.index.is_transient(lease.slots)
+        if not storage.is_written_back:
+            there |= tier.index.passes_for(lease.slots, FROM_ENGINE)
         part, slots = batch[there], lease.slots[there]
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
             waiting.add(part, slots, lease, came)
