@@ -153,9 +153,8 @@ def _build_chains(
     # the bounce slots to other loads, and a window beside these to stores: a window takes no more than a quarter.
     window = min(cache_limits.window, cache_limits.bounce // 4)
     in_flight = min(4 * window, cache_limits.bounce // 2 - window)
-    in_flight += (
-        in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES
-    )  # a record has a header besides
+    # A record has a header besides, which takes no host memory.
+    in_flight += in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES
     budgets = [_budget(in_flight, part, clock) for part in tiers.storage]
     chains = []
     for number, kind in enumerate(kinds):

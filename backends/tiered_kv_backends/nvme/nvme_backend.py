@@ -29,9 +29,9 @@ from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
+from tiered_kv_backends.nvme.directory_upkeep import delete_left, has_left
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
-from tiered_kv_backends.nvme.left_directories import delete_left, has_left
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
 _NAMED: Final = ("io", "io_reason", "last_error")

@@ -38,7 +38,7 @@ _MOST_COUNTED: Final = 1 << 16
 _LOAD_BYTES: Final = 16 << 20
 """Of jobs that one load is made of, if they are waiting anyway: a window, which is begun without a task."""
 _DIRECT_LOAD_BYTES: Final = 24 << 20
-"""Likewise, one that is read in place: two of them may be in flight in a tier, headers included."""
+"""Likewise, one that is read in place: two of them are in flight in a tier, and a part of a third."""
 _STORE_BYTES = 32 << 20
 """Likewise, one store."""
 _STORES_AT_ONCE: Final = 2
