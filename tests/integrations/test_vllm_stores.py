@@ -17,6 +17,7 @@ import pytest
 from tests.support.late_copies import LateCopies
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState, ConfigurationError, KVLayout, Outcomes
+from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.replay import BlockCost, TierPlan, replay
 from tiered_kv.traces import Request as Asked
 from tiered_kv.traces import Trace
@@ -50,6 +51,20 @@ class Turns:
             turn()
 
         loop._run_once = counted  # noqa: SLF001 - as above
+
+
+class Counted:
+    """Counts the calls of a method."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, of: type, name: str) -> None:
+        self.count = 0
+        method = getattr(of, name)
+
+        def counted(*args: object, **options: object) -> object:
+            self.count += 1
+            return method(*args, **options)
+
+        monkeypatch.setattr(of, name, counted)
 
 
 def test_stores_of_many_requests_are_one_job_in_eight_steps() -> None:
@@ -169,6 +184,21 @@ def test_a_step_costs_the_event_loop_two_turns_at_most(tmp_path: Path, *, storag
         engine.step(160)
         engine.settle_loop()
         assert turns.count <= 2 * 160
+
+
+@pytest.mark.parametrize("when", ["computed", "evicted"])
+def test_a_step_in_which_no_block_is_full_names_and_asks_nothing(monkeypatch: pytest.MonkeyPatch, when: str) -> None:
+    """However many requests it has: most fill none, in most steps. What some steps have filled is told together."""
+    with opened(ROOMY, store_when=when, num_blocks=512, has_cache=True) as engine:
+        for number in range(16):
+            engine.ask(f"r{number}", 1, 8 * BLOCK_SIZE, prompt=str(number))
+        engine.step(2)
+        named, told = Counted(monkeypatch, VLLM.naming.RequestNaming, "keys"), Counted(monkeypatch, CopyBudget, "ask")
+        engine.step(BLOCK_SIZE - 3)
+        assert named.count == told.count == 0
+        engine.step(4 * BLOCK_SIZE)
+        assert 3 * 16 <= named.count <= 4 * 16
+        assert told.count <= (when == "evicted") * (4 * BLOCK_SIZE // VLLM.storing.MOST_STEPS + 1)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])

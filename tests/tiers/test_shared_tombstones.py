@@ -83,8 +83,9 @@ def test_the_garbage_collector_walks_none_of_them() -> None:
 def test_blocks_of_several_salts_are_given_back_by_salt() -> None:
     """What one store held of several prompts is to be deleted under the salt of each."""
     of_other = replace(batch(3, 4), namespace=replace(SPACE, salt=bytes([7]) * 32))
+    spaces = np.repeat(np.array([SPACE, of_other.namespace], object), 2)
     tombstones = Tombstones()
-    tombstones.add(Batch.joined([batch(1, 2), of_other]))
+    tombstones.add(replace(batch(1, 2, 3, 4), spaces=spaces))
     first = tombstones.oldest(10)
     assert first is not None
     assert (first.namespace, first.spaces) == (SPACE, None)

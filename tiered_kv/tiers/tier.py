@@ -46,18 +46,6 @@ class Batch:
     positions: NDArray[np.int64]
     spaces: NDArray[np.object_] | None = None
 
-    @classmethod
-    def joined(cls, parts: "Sequence[Batch]") -> "Batch":
-        """Put batches together, each of one namespace."""
-        first = parts[0].namespace
-        if len(parts) == 1:
-            return parts[0]
-        spaces = None
-        if any(each.namespace != first for each in parts):
-            spaces = np.repeat(np.array([each.namespace for each in parts], object), [len(each) for each in parts])
-        names, positions = ([getattr(each, name) for each in parts] for name in ("names", "positions"))
-        return cls(first, np.concatenate(names), np.concatenate(positions), spaces)
-
     def __len__(self) -> int:
         return len(self.names)
 
@@ -83,7 +71,13 @@ class Naming:
         """Name blocks that weights of ``epoch`` computed."""
         if isinstance(keys, BlockKeys):
             return self._named(keys, epoch)
-        return Batch.joined([self._named(run, epoch) for run in keys.runs])
+        spaces, sizes = [self.namespace(run.salt_id, epoch) for run in keys.runs], [len(run) for run in keys.runs]
+        words = np.frombuffer(b"".join([run.digests for run in keys.runs]), np.uint64).reshape(-1, 4)
+        positions = np.array([at for run in keys.runs for at in range(run.start, run.start + len(run))], np.int64)
+        if all(space is spaces[0] for space in spaces):
+            return Batch(spaces[0], words ^ spaces[0].mask, positions)
+        masks = np.repeat(np.array([space.mask for space in spaces]), sizes, axis=0)
+        return Batch(spaces[0], words ^ masks, positions, np.repeat(np.array(spaces, object), sizes))
 
     def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
         space = self.namespace(keys.salt_id, epoch)

@@ -234,6 +234,9 @@ class BlockKeys(Sequence[bytes]):
         """
         if not isinstance(hashes, Iterable) or isinstance(hashes, str | bytes):
             raise ConfigurationError(f"hashes must be a list, 8 to 32 bytes each, got {_described(hashes)}")
+        hashes = list(hashes)
+        if {*map(type, hashes)} == {bytes} and {*map(len, hashes)} == {DIGEST_BYTES}:  # as most engines' are
+            return cls(b"".join(hashes), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
         parts = []
         for position, digest in enumerate(hashes):
             if not isinstance(digest, bytes) or not 8 <= len(digest) <= DIGEST_BYTES:

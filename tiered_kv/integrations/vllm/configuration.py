@@ -232,6 +232,11 @@ class Configuration:
         return math.lcm(*(group.block_size for group in self.groups))
 
     @property
+    def finest(self) -> int:
+        """Tokens: no block of any group ends where there are not so many, or a multiple."""
+        return math.gcd(*(group.block_size for group in self.groups))
+
+    @property
     def tail_tokens(self) -> int:
         """Tokens: a prefix of so many, or a multiple, may end inside of a block; 0 where none may.
 

@@ -23,6 +23,8 @@ MOST_AHEAD: Final = 1024
 """Blocks of the free queue, at most, that are looked at in a step."""
 _STEPS_AHEAD: Final = 4
 """So many steps' blocks: what is planned in one step is copied in the next, and vLLM's again in the one after it."""
+_SHARE_TAKEN: Final = 1 / 4
+"""Of the blocks that were looked at, to be taken before it is looked again: one step's, of those ahead."""
 _GROUP_BYTES: Final = 4
 """Of what a pool calls a block by, behind the hash of its tokens."""
 
@@ -75,6 +77,7 @@ class Evicting:
         self._num_steps = 0
         self._turns: dict[int, int] = {}  # of blocks that came near the head and were not used since, by a count
         self._num_turns = 0
+        self._num_seen = self._num_taken = 0  # blocks near the head, the last time, and since then
 
     def note(self, keys: BlockKeys, block_ids: list[int]) -> None:
         """Take note of blocks that a request has in vLLM's cache, full after the step that is next."""
@@ -87,21 +90,23 @@ class Evicting:
             self._turns.pop(block, None)
         self._counts.late(num_late)
         if block_ids:
-            self._budget.ask(keys.words)
             self._resident.append(keys)
             self._num_resident += len(keys)
 
-    def step(self, pool: Any, copy_cost: float = 0.0) -> None:
+    def step(self, pool: Any, num_taken: int, copy_cost: float = 0.0) -> None:
         """Tell what vLLM has by now, and begin to copy out what it is about to drop. Called once a step.
 
         Args:
             pool: vLLM's.
+            num_taken: Blocks that requests have been given for the step.
             copy_cost: See `CopyBudget.cost`.
         """
-        self._budget.cost = copy_cost
         self._num_steps += 1
-        leaving = self._leaving(pool)
+        self._num_taken += num_taken
+        leaving = self._leaving(pool) if self._num_taken >= self._num_seen * _SHARE_TAKEN else []
         if leaving or self._num_resident >= MOST_DUE or self._num_steps >= MOST_STEPS:
+            self._budget.cost = copy_cost
+            self._ask()
             runs = [keys[start:stop] for keys, start, stop, _ in leaving]
             if self._resident or runs:
                 self._call(_tell, self._kv, self._resident, runs)
@@ -115,11 +120,22 @@ class Evicting:
         self._turns.clear()
         self._resident, self._num_resident = [], 0
 
+    def _ask(self) -> None:
+        """Tell the budget what requests have asked for: all at once, unless two of them have asked for the same."""
+        runs = [keys.words for keys in self._resident]
+        digests = [digest for keys in self._resident for digest in keys]
+        if len(runs) > 1 and len({*digests}) == len(digests):
+            runs = [np.concatenate(runs)]
+        for names in runs:
+            self._budget.ask(names)
+
     def _leaving(self, pool: Any) -> list[tuple[BlockKeys, int, int, list[int]]]:
         """Return runs of neighbouring blocks near the head of the free queue that were not there before."""
+        self._num_taken = self._num_seen = 0
         by_run: dict[int, list[tuple[int, int]]] = {}
         runs: dict[int, BlockKeys] = {}
         for block in _ahead(pool, self._num_ahead):
+            self._num_seen += 1
             number = block.block_id
             if number not in self._turns:
                 self._num_turns += 1
@@ -166,10 +182,20 @@ class Evicting:
 
 
 def _tell(kv: BlockCache, resident: list[BlockKeys], leaving: list[BlockKeys]) -> None:
-    for keys in resident:
+    for keys in _by_salt(resident):
         kv.resident(keys)
-    for keys in leaving:
+    for keys in _by_salt(leaving):
         kv.leaving(keys)
+
+
+def _by_salt(runs: list[BlockKeys]) -> Iterator[BlockKeys]:
+    """Put the keys of each salt together, where it does not matter of which prompt they are."""
+    salts: dict[bytes, list[BlockKeys]] = {}
+    for keys in runs:
+        salts.setdefault(keys.salt_id, []).append(keys)
+    for salt, each in salts.items():
+        digests = b"".join([keys.digests for keys in each])
+        yield BlockKeys(digests, block_size=each[0].block_size, group=each[0].group, salt_id=salt)
 
 
 def _breaks(numbers: list[int]) -> list[int]:

@@ -5,7 +5,7 @@ late were, with what waits in their lines. Called by the scheduler's thread only
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from tiered_kv.cache.blocking import BlockingTieredKV
@@ -84,13 +84,18 @@ class Paying:
             self._num_copied = _REMEMBERED * self._num_copied + num_blocks
             self._copy_s = _REMEMBERED * self._copy_s + seconds
 
-    def step(self, num_scheduled: Mapping[str, int], tracked: Mapping[str, Tracked]) -> None:
-        """Measure prompts from the step that begins them to the one that knows their first token."""
+    def step(self, begun: Iterable[str], tracked: Mapping[str, Tracked]) -> None:
+        """Measure prompts from the step that begins them to the one that knows their first token.
+
+        Args:
+            begun: Requests that the step computes, among them all that no step before it has.
+            tracked: All requests.
+        """
         now = self._clock()
         for name, (request, _, _) in list(self._computing.items()):
             if request.num_tokens > request.num_prompt_tokens:
                 self.end(name)
-        for name in num_scheduled:
+        for name in begun:
             if (each := tracked.get(name)) is None or each.is_measured:
                 continue
             each.is_measured = True

@@ -300,11 +300,11 @@ class SchedulingSide:
             self._hear_of_jobs()
             self._deliver_loads(step)
             self._deliver_stores(step, scheduled)
-            self._paying.step(scheduled.num_scheduled_tokens, self._tracked)
+            self._paying.step((new.req_id for new in scheduled.scheduled_new_reqs), self._tracked)
             if self._configuration.stores:
                 self._gather(scheduled)
                 if self._evicting is not None:
-                    self._evicting.step(self._pool, self._paying.copy_cost)
+                    self._evicting.step(self._pool, _num_taken(scheduled), self._paying.copy_cost)
                 self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
             if self._hinting is not None:
                 self._hinting.step(self._storing)
@@ -435,36 +435,47 @@ class SchedulingSide:
         """
         wanted, blocks = self._configuration, scheduled.kv_connector_block_state
         hash_size = wanted.groups[0].block_size // wanted.groups[0].hashes_per_block
+        finest = wanted.finest
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is None:
                 continue
-            request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
-            num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
-            num_known = min(request.num_computed_tokens + num_tokens, len(request.block_hashes) * hash_size)
-            before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
-            for group in wanted.groups:
-                size = group.block_size
-                first, stop = before // size, num_known // size
-                if self._evicting is not None and may_store and stop * size > tracked.num_noted:
-                    noted, tracked.num_noted = tracked.num_noted // size, stop * size
-                    table = blocks.get_block_ids(name)[group.table]
-                    self._evicting.note(self.naming.keys(group, request, noted, stop), table[noted:stop])
-                if not num_here and (stop <= first or not may_store):  # then there is nothing to compute
-                    continue
-                here = self._use(request, group, num_here) if num_here else range(0)
-                if not may_store or group.is_handed_over or self._evicting is not None:
-                    continue
-                table = blocks.get_block_ids(name)[group.table]
-                self._storing.gather(tracked, group, here.start, table[here.start : here.stop])
-                self._storing.gather(tracked, group, first, table[first:stop])
+            num_known, done = tracked.request.num_computed_tokens + num_tokens, tracked.num_stored
+            if self._evicting is not None:
+                done = min(done, tracked.num_noted)
+            if num_known >= done - done % finest + finest or tracked.num_here:  # else no block more is full
+                self._gather_of(tracked, min(num_known, len(tracked.request.block_hashes) * hash_size), blocks)
         if any(group.is_handed_over for group in wanted.groups):
             offered = blocks.boundary_state_offloads
             computed = {name: offered[name] for name in offered if name in scheduled.num_scheduled_tokens}
             # Of others no step fills the blocks: they may be another's by now.
             self._gather_states(computed, blocks, hash_size)
+        if all(group.is_whole for group in wanted.groups):
+            return
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
                 self._storing.hold(tracked, tracked.request.num_computed_tokens + num_tokens)
+
+    def _gather_of(self, tracked: Tracked, num_known: int, tables: Any) -> None:
+        """Have those of a request stored that are full with so many of its first tokens, by vLLM's block tables."""
+        request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
+        num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
+        before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
+        for group in self._configuration.groups:
+            size = group.block_size
+            first, stop = before // size, num_known // size
+            if self._evicting is not None and stop * size > tracked.num_noted:
+                noted, tracked.num_noted = tracked.num_noted // size, stop * size
+                if may_store:
+                    table = tables.get_block_ids(request.request_id)[group.table]
+                    self._evicting.note(self.naming.keys(group, request, noted, stop), table[noted:stop])
+            if not num_here and (stop <= first or not may_store):  # then there is nothing to compute
+                continue
+            here = self._use(request, group, num_here) if num_here else range(0)
+            if not may_store or group.is_handed_over or self._evicting is not None:
+                continue
+            table = tables.get_block_ids(request.request_id)[group.table]
+            self._storing.gather(tracked, group, here.start, table[here.start : here.stop])
+            self._storing.gather(tracked, group, first, table[first:stop])
 
     def _gather_states(
         self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], tables: Any, hash_size: int
@@ -518,3 +529,10 @@ class SchedulingSide:
         if self._planner is None:
             raise ConfigurationError("no cache is open")
         return self._planner
+
+
+def _num_taken(scheduled: Any) -> int:
+    """Count the blocks that vLLM has given to requests for a step, from its pool's free queue or other requests'."""
+    new = [each.block_ids for each in scheduled.scheduled_new_reqs]
+    more = [ids for ids in scheduled.scheduled_cached_reqs.new_block_ids if ids]
+    return sum(len(ids[0]) for ids in (*new, *more))
