@@ -44,6 +44,31 @@ async def test_owned_tiers_answer_at_once_also_behind_a_hole(tmp_path: Path) -> 
         kv.membership(KEYS)
 
 
+async def test_who_wants_a_prefix_is_answered_by_a_first_block_that_is_nowhere(tmp_path: Path) -> None:
+    """What is behind it is not looked for in tiers of this cache's own; else all is as without."""
+    engine = Engine()
+    nvme = {"medium": "nvme", "path": tmp_path, "capacity": "4MiB"}
+    async with open_cache(CPU, nvme, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:3])
+        await keep(kv, engine, KEYS[5:6])
+        assert kv.membership(KEYS, prefix_only=True).tolist() == [HIT] * 3 + [MISS] * 2 + [HIT] + [MISS] * 2
+        await kv.evict(KEYS[:1], tier="cpu")
+        assert kv.membership(KEYS, prefix_only=True)[:3].tolist() == [HIT] * 3
+        assert kv.membership(KEYS, tier="cpu", prefix_only=True).tolist() == [MISS] * 8
+        assert kv.membership(KEYS[4:], prefix_only=True).tolist() == [MISS] * 4
+        assert kv.membership(KEYS[:0], prefix_only=True).tolist() == []
+
+
+async def test_who_wants_a_prefix_has_shared_tiers_asked_for_all() -> None:
+    """What this cache has nothing of may be there, to the end."""
+    backend, engine = ScriptedBackend(), Engine()
+    async with open_cache(CPU, backend, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        await until(lambda: ASKING not in kv.membership(KEYS, prefix_only=True))
+        assert kv.membership(KEYS, prefix_only=True).tolist() == [HIT] * 8
+
+
 async def test_what_is_being_stored_is_pending() -> None:
     """It is no hit before its last byte is in place."""
     device, engine = ScriptedDevice(), Engine()

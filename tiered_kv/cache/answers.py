@@ -294,28 +294,33 @@ def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
     return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
 
 
-def states_of(parts: Sequence[tuple[Chain, Batch]], tier: str | None = None) -> NDArray[np.int8]:
+def states_of(
+    parts: Sequence[tuple[Chain, Batch]], tier: str | None = None, *, prefix_only: bool = False
+) -> NDArray[np.int8]:
     """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least.
+
+    See `BlockCache.membership`.
 
     Raises:
         ConfigurationError: No tier is called ``tier``, or it has no books here.
     """
     look = _states_of_rank if tier is None else partial(_states_in, tier)
-    states: NDArray[np.int8] = np.minimum.reduce([look(chain, batch) for chain, batch in parts])
-    return states
+    first, *others = [look(chain, batch, prefix_only=prefix_only) for chain, batch in parts]
+    return np.minimum.reduce([first, *others]) if others else first
 
 
-def _states_in(name: str, chain: Chain, batch: Batch) -> NDArray[np.int8]:
+def _states_in(name: str, chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
     tier = next((each for each in chain.booked if each.name == name), None)
     if tier is None:
         owned = ", ".join(each.name for each in chain.booked)
         raise ConfigurationError(f"no tier {name!r} here that this cache owns; there are {owned}")
-    return _STATES[states_from_any_thread([tier.index] if tier.is_in_use else [], batch.names)]
+    indexes = [tier.index] if tier.is_in_use else []
+    return _STATES[states_from_any_thread(indexes, batch.names, prefix_only=prefix_only)]
 
 
-def _states_of_rank(chain: Chain, batch: Batch) -> NDArray[np.int8]:
+def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
     """Ask shared tiers, one after another, for what is nowhere above them; their answers come later."""
-    states = _STATES[states_from_any_thread(chain.indexes(), batch.names)]
+    states = _STATES[states_from_any_thread(chain.indexes(), batch.names, prefix_only=prefix_only)]
     for tier in chain.shared:
         left = np.flatnonzero(states == _MISS)
         if not len(left):

@@ -447,7 +447,7 @@ class BlockCache(TransferCalls):
         """`lookup` over the tiers that this cache owns alone (memory and NVMe), at once and from any thread."""
 
     @abstractmethod
-    def membership(self, keys: BlockKeys, *, tier: str | None = None) -> NDArray[np.int8]:
+    def membership(self, keys: BlockKeys, *, tier: str | None = None, prefix_only: bool = False) -> NDArray[np.int8]:
         """Say of each block whether it is there, at once and from any thread: a `BlockState` each, ``(len(keys),)``.
 
         For engines that ask key by key, and take "later" for an answer. Blocks behind a hole count too. Tiers that this
@@ -459,6 +459,8 @@ class BlockCache(TransferCalls):
         Args:
             keys: The blocks.
             tier: Only what this one has, by its name, one of those that this cache owns; or in all tiers.
+            prefix_only: Behind the first block that is in no tier of this cache's own, others' may be ``MISS`` though
+                they are there: a prompt that nobody has stored is answered for by its first block.
 
         Raises:
             ConfigurationError: There is no such tier, or it is shared with others.

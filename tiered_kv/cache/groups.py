@@ -156,9 +156,6 @@ def find_longest(needs: Sequence[GroupNeed]) -> Generator[list[GroupNeed], list[
         The length, as the generator's value.
     """
     step = check_needs(needs)
-    if len(needs) == 1 and needs[0].is_whole:  # as most models: asked for each request, and again and again
-        (is_there,) = yield [needs[0]]
-        return int(np.argmin(np.append(is_there, [False]))) * step
     length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
     if wholes := [need.until(length) for need in needs if need.is_whole]:  # they cut the most
         length = longest_of(wholes, (yield wholes), range(0, length + 1, step))

@@ -185,8 +185,8 @@ class TierCalls(BlockCache):
         return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
 
     @override
-    def membership(self, keys: BlockKeys, *, tier: str | None = None) -> NDArray[np.int8]:
-        return states_of(self._open(anywhere=True).batches(keys), tier)
+    def membership(self, keys: BlockKeys, *, tier: str | None = None, prefix_only: bool = False) -> NDArray[np.int8]:
+        return states_of(self._open(anywhere=True).batches(keys), tier, prefix_only=prefix_only)
 
     @override
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:

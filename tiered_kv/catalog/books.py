@@ -82,6 +82,10 @@ class Books:
         slots = self._table.find(names)
         return slots, self._states.take(slots)
 
+    def first_state(self, names: Names) -> int:
+        """Return the `SlotState` of a non-empty batch's first name, which alone is looked for."""
+        return int(self._states[self._table.find_one(names)])
+
     def ready(self, names: Names) -> NDArray[np.bool_]:
         """Say of each name whether its block can be read."""
         _, states = self.find(names)

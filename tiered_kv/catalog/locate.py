@@ -78,10 +78,11 @@ def locate_from_any_thread(indexes: Sequence[Books], names: Names) -> Located:
     return Located(start, tuple(runs))
 
 
-def states_from_any_thread(indexes: Sequence[Books], names: Names) -> NDArray[np.uint8]:
+def states_from_any_thread(indexes: Sequence[Books], names: Names, *, prefix_only: bool = False) -> NDArray[np.uint8]:
     """Return each name's `SlotState`: READY if some tier has it, else PENDING if one will, else FREE.
 
-    As `locate_from_any_thread` looks: each 1,024 names at one moment in all tiers.
+    As `locate_from_any_thread` looks: each 1,024 names at one moment in all tiers. If only a prefix matters, nothing is
+    looked for behind a first name that is nowhere.
     """
     states = np.zeros(len(names), np.uint8)
     for start in range(0, len(names), _CHUNK):
@@ -89,6 +90,8 @@ def states_from_any_thread(indexes: Sequence[Books], names: Names) -> NDArray[np
         with ExitStack() as held:
             for index in indexes:
                 held.enter_context(index.lock)
+            if prefix_only and not any(index.first_state(names[start:]) for index in indexes):
+                break
             for index in indexes:
                 np.maximum(part, index.find(names[start : start + _CHUNK])[1], out=part)
     return states

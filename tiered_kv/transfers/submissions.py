@@ -62,6 +62,8 @@ class Polled(Generic[K, V]):
         Raises:
             ClosedError: There is none, and as the event loop is closed there will be none.
         """
+        if timeout_s <= 0 and not self._news and not self._loop_calls.is_closed:
+            return []  # most steps of an engine's: nothing is waited for, nor a lock taken
         with self.lock:
             if timeout_s > 0:
                 self.check_may_block()

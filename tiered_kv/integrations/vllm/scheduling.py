@@ -12,7 +12,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,6 +42,9 @@ from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, SlabHandle
 from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import GPULoadStoreSpec
+
+_HIT: Final = bytes([BlockState.HIT])
+_ASKING: Final = bytes([BlockState.ASKING])
 
 
 class SchedulingSide:
@@ -216,6 +219,10 @@ class SchedulingSide:
 
     def _longest(self, needs: list[GroupNeed]) -> tuple[int, bool]:
         """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
+        if self._configuration.loads_parts:  # as most models: asked for each request, and again and again
+            states = self.kv.membership(needs[0].keys, prefix_only=True).tobytes()
+            num_blocks = len(states) - len(states.lstrip(_HIT))
+            return num_blocks * self._configuration.main.block_size, states[num_blocks : num_blocks + 1] == _ASKING
         is_asking = False
 
         def has(need: GroupNeed, *, hopes: bool) -> NDArray[np.bool_]:

@@ -27,7 +27,7 @@ class Asking(Transferring):
         owned = self.kv.lookup_nowait(keys)
         asked = known.ask(names_of(keys, self.weights))
         known.check(asked, np.arange(len(keys)) < owned.num_blocks, "a lookup of owned tiers")
-        states = self.kv.membership(keys)
+        states = self.kv.membership(keys, prefix_only=numbers[3] % 2 == 0)
         known.check(asked, np.asarray(states == BlockState.HIT), "membership")
 
     async def _prefetch(self, numbers: Numbers) -> None:
