@@ -122,6 +122,25 @@ async def test_a_planned_transfer_is_a_use(direction: str, num_blocks: int) -> N
         assert slots.num_records == num_blocks
 
 
+async def test_what_a_store_passes_through_full_memory_is_written_at_the_use_that_admits_it() -> None:
+    """It is on its way to another tier, in a slot that memory does not keep: the second use finds it there only."""
+    engine, first, second = Engine(), ScriptedSlotBackend(name="first"), picky(2)
+    async with open_cache(CPU, first, second, engine=engine) as kv:
+        held = prompt(16, seed=1)
+        await keep(kv, engine, held)
+        async with kv.lease(held):
+            first.on_write.hold()
+            passing = kv.start_store(KEYS[:2], engine.compute(KEYS[:2]))
+            await until(lambda: first.on_write.num_held > 0)
+            await kv.store(KEYS[:2], engine.compute(KEYS[:2]))
+            first.on_write.release()
+            await passing
+            await kv.flush()
+            assert kv.stats()["cpu"].dropped >= 2, "memory was full"
+            assert second.num_records == 2
+        await until_idle(kv)
+
+
 async def test_a_planned_load_keeps_its_blocks_below() -> None:
     """It is served from memory, and hot heads do not rot below."""
     engine, disk = Engine(), ScriptedSlotBackend(16, policy="lru")
