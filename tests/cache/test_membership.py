@@ -45,7 +45,7 @@ async def test_owned_tiers_answer_at_once_also_behind_a_hole(tmp_path: Path) -> 
 
 
 async def test_who_wants_a_prefix_is_answered_by_a_first_block_that_is_nowhere(tmp_path: Path) -> None:
-    """What is behind it is not looked for in tiers of this cache's own; else all is as without."""
+    """What is behind it is not looked for; else all is as without."""
     engine = Engine()
     nvme = {"medium": "nvme", "path": tmp_path, "capacity": "4MiB"}
     async with open_cache(CPU, nvme, engine=engine) as kv:
@@ -59,14 +59,34 @@ async def test_who_wants_a_prefix_is_answered_by_a_first_block_that_is_nowhere(t
         assert kv.membership(KEYS[:0], prefix_only=True).tolist() == []
 
 
-async def test_who_wants_a_prefix_has_shared_tiers_asked_for_all() -> None:
-    """What this cache has nothing of may be there, to the end."""
+async def test_who_wants_a_prefix_has_a_shared_tier_asked_no_further() -> None:
+    """Its end is known by one call; nobody asks for what is behind it, as long as that is believed."""
     backend, engine = ScriptedBackend(), Engine()
     async with open_cache(CPU, backend, engine=engine) as kv:
+        await keep(kv, engine, KEYS[:3])
+        await keep(kv, engine, KEYS[5:7])
+        await kv.evict(KEYS[1:6], tier="cpu")
+        backend.on_lookup.num_calls = 0
+        await until(lambda: ASKING not in kv.membership(KEYS, prefix_only=True))
+        assert kv.membership(KEYS, prefix_only=True).tolist() == [HIT] * 3 + [MISS] * 3 + [HIT, MISS]
+        assert backend.on_lookup.num_calls == 1
+        assert await answered(kv) == [HIT] * 3 + [MISS] * 2 + [HIT] * 2 + [MISS]
+        await until_idle(kv)
+
+
+async def test_of_two_shared_tiers_each_may_have_what_the_other_lacks() -> None:
+    """What is behind the end of one's prefix goes on in the other."""
+    first, second, engine = ScriptedBackend(), ScriptedBackend(), Engine()
+    first.settings = first.settings.model_copy(update={"name": "first"})
+    second.settings = second.settings.model_copy(update={"name": "second"})
+    async with open_cache(CPU, first, second, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         await kv.evict(KEYS, tier="cpu")
+        await kv.evict(KEYS[:2], tier="second")
+        await kv.evict(KEYS[2:], tier="first")
         await until(lambda: ASKING not in kv.membership(KEYS, prefix_only=True))
         assert kv.membership(KEYS, prefix_only=True).tolist() == [HIT] * 8
+        await until_idle(kv)
 
 
 async def test_what_is_being_stored_is_pending() -> None:

@@ -26,7 +26,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, sweep
+from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, files, sweep
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 
@@ -545,6 +545,36 @@ async def test_a_prefix_costs_few_questions(tmp_path: Path) -> None:
         assert await backend.lookup_prefix(keys) == 10
         assert sum(asked) <= 45
         assert len(asked) == 3
+
+
+async def test_files_that_are_found_at_once_are_looked_for_in_one_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To wake a thread for each takes longer; where a server answers slowly, each is asked for by its own, again."""
+    now_s, takes_s, shares, look = [0.0], [1e-6], list[int](), files.which_exist
+
+    def looked(root: str, keys: Sequence[BlockKey]) -> list[Outcome]:
+        shares.append(len(keys))
+        now_s[0] += takes_s[0] * len(keys)
+        return look(root, keys)
+
+    monkeypatch.setattr(files, "which_exist", looked)
+    async with opened(tmp_path) as backend:
+        monkeypatch.setattr(backend, "_clock", lambda: now_s[0])
+        keys = keys_of(*range(8))
+        await store(backend, keys[:4])
+
+        async def asked() -> list[int]:
+            shares.clear()
+            assert await backend.lookup(keys) == [Outcome.HIT] * 4 + [Outcome.MISS] * 4
+            return shares
+
+        assert await asked() == [1] * 8, "not known yet"
+        assert await asked() == [8]
+        takes_s[0] = 1e-3
+        for _ in range(100):
+            await asked()
+        assert shares == [1] * 8
 
 
 async def test_what_is_moved_in_parts_is_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

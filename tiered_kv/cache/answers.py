@@ -319,17 +319,21 @@ def _states_in(name: str, chain: Chain, batch: Batch, *, prefix_only: bool) -> N
 
 
 def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
-    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later."""
-    states = _STATES[states_from_any_thread(chain.indexes(), batch.names, prefix_only=prefix_only)]
+    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later.
+
+    Only where there is one of them at most is known what is behind the end of a prefix: each may have what others lack.
+    """
+    prefix_only = prefix_only and len(chain.shared) <= 1
+    states = _STATES[states_from_any_thread(chain.indexes(), batch.names, prefix_only=prefix_only and not chain.shared)]
     for tier in chain.shared:
         left = np.flatnonzero(states == _MISS)
         if not len(left):
             break
         if tier.health.is_bypassed:
             continue
-        states[left], to_ask = tier.answers.look(batch.names[left])
+        states[left], to_ask = tier.answers.look(batch.names[left], prefix_only=prefix_only)
         if to_ask.any():
-            chain.loop_calls.call(tier.ask_later, batch[left[to_ask]])
+            chain.loop_calls.call(partial(tier.ask_later, batch[left[to_ask]], prefix_only=prefix_only))
     return states
 
 

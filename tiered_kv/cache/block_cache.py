@@ -459,8 +459,8 @@ class BlockCache(TransferCalls):
         Args:
             keys: The blocks.
             tier: Only what this one has, by its name, one of those that this cache owns; or in all tiers.
-            prefix_only: Behind the first block that is in no tier of this cache's own, others' may be ``MISS`` though
-                they are there: a prompt that nobody has stored is answered for by its first block.
+            prefix_only: Behind the first block that is in no tier, others may be ``MISS`` though they are there: nobody
+                looks for them, nor are shared tiers asked, and a prompt that nobody has stored costs little.
 
         Raises:
             ConfigurationError: There is no such tier, or it is shared with others.

@@ -53,8 +53,11 @@ class Answers:
         self._said: OrderedDict[bytes, tuple[int, float, object]] = OrderedDict()  # the state, until when, the question
         self._lock = system().rlock()  # re-entrant: a signal's handler may look while its thread does
 
-    def look(self, names: Names) -> tuple[NDArray[np.int8], Mask]:
-        """Say what is known, a `BlockState` each (MISS, ASKING or HIT), and which blocks the caller is to ask for."""
+    def look(self, names: Names, *, prefix_only: bool = False) -> tuple[NDArray[np.int8], Mask]:
+        """Say what is known, a `BlockState` each (MISS, ASKING or HIT), and which blocks the caller is to ask for.
+
+        If only a prefix matters, nobody asks for what is behind a block that is known to be absent: it is a MISS.
+        """
         states, to_ask = np.full(len(names), _ASKING, np.int8), np.zeros(len(names), np.bool_)
         now = self._clock()
         with self._lock:
@@ -62,6 +65,9 @@ class Answers:
                 state, until, _ = self._said.get(name, (_ASKING, now, None))
                 if until > now:
                     states[i] = state
+                    if prefix_only and state == _MISS:
+                        states[i:] = _MISS
+                        break
                 else:
                     to_ask[i] = True
                     self._say(name, _ASKING, now + self._asking_s, None)
@@ -373,11 +379,12 @@ class SharedTier(StorageTier):
             problem_of=problem_of,
         )
 
-    def ask_later(self, batch: Batch) -> None:
-        """Ask for blocks in a task of the cache: `answers` has what comes of it."""
+    def ask_later(self, batch: Batch, *, prefix_only: bool = False) -> None:
+        """Ask for blocks, or how long a prefix of them is, in a task of the cache: `answers` has what comes of it."""
+        answer = self._answer_prefix if prefix_only else self._answer
         for start in range(0, len(batch), _ASKED_AT_ONCE):
             part = batch[start : start + _ASKED_AT_ONCE]
-            self._tasks.spawn(self._answer(part), f"ask {self.name} for {len(part)} blocks")
+            self._tasks.spawn(answer(part), f"ask {self.name} for {len(part)} blocks")
 
     async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Ask for the longest prefix, and block by block for what is behind its end."""
@@ -404,6 +411,13 @@ class SharedTier(StorageTier):
     async def _answer(self, batch: Batch) -> None:
         question = self.answers.ask(batch.names)
         self.answers.take(batch.names, await self._find_each(batch, None), question)
+
+    async def _answer_prefix(self, batch: Batch) -> None:
+        question, names = self.answers.ask(batch.names), batch.names
+        found = await self.find(batch)
+        num_said = int(np.argmin(np.append(found, [False]))) + 1  # with the first that is absent
+        self.answers.take(names[:num_said], found[:num_said], question)
+        self.answers.forget(names[num_said:])
 
     async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:
         n = len(batch)

@@ -45,9 +45,13 @@ _NEVER |= {errno.ELOOP, errno.ENOTSUP, errno.ENOSYS}
 _HEAD_START_NS = 10**6
 """How much longer ago each further block of a prompt counts as used: of a prompt used at once, the tail goes first."""
 _CLOSE_S = 1.0
+_WORTH_S = 3e-4
+"""Of looking for files: to wake a thread for less, and to hear of it, takes longer than that."""
+_FORGOTTEN = 1.1
+"""How much longer to look for a file may take than it did, from one lookup to the next."""
+_LEAST_LOOK_S = 1e-6
 
 _write_records = aiofiles.os.wrap(files.write_records)
-_which_exist = aiofiles.os.wrap(files.which_exist)
 _unlink_records = aiofiles.os.wrap(files.unlink_records)
 
 
@@ -88,6 +92,7 @@ class SharedFSBackend(Backend):
         self._wall_clock_ns = wall_clock_ns
         self._root = str(settings.path.absolute())
         self._sweeper: Sweeper | None = None
+        self._look_s = _WORTH_S  # how long it takes to look for one file, at best: threads wait for the interpreter too
 
     async def open(self, context: BackendContext) -> None:
         """Make the directory if need be, and try whether it can be written to; or whether there is one to read.
@@ -135,15 +140,23 @@ class SharedFSBackend(Backend):
         self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """Say HIT or MISS for each key, by one stat(2) each.
+        """Say HIT or MISS for each key, by one stat(2) each: in as many threads as there are, if that takes a while.
 
         Raises:
             BackendUnavailableError: The filesystem fails.
         """
         self._check_open()
-        calls = [_which_exist(self._root, share, executor=self._readers) for share in self._shares(keys)]
+        shares = self._shares(keys, least=int(_WORTH_S / self._look_s))
+        calls = [self._readers.run(self._which_exist, share) for share in shares]
         found = self._unless_failed(await each_of(calls))
         return list(chain.from_iterable(found))
+
+    def _which_exist(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        began_s = self._clock()
+        outcomes = files.which_exist(self._root, keys)
+        look_s = (self._clock() - began_s) / len(keys)
+        self._look_s = max(_LEAST_LOOK_S, min(look_s, self._look_s * _FORGOTTEN))
+        return outcomes
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Count the leading keys that are there, asking for few at a time: of 1,000 keys 45, in 3 rounds.
@@ -249,9 +262,9 @@ class SharedFSBackend(Backend):
         now_ns = self._wall_clock_ns()
         return [Work(key, block, now_ns - key.position * _HEAD_START_NS) for key, block in pairs]
 
-    def _shares(self, items: Sequence[T]) -> list[Sequence[T]]:
-        """Cut a batch into as many shares as there are threads, at most."""
-        size = -(-len(items) // self.settings.num_threads) or 1
+    def _shares(self, items: Sequence[T], least: int = 1) -> list[Sequence[T]]:
+        """Cut a batch into as many shares as there are threads, at most, of so many or more."""
+        size = max(-(-len(items) // self.settings.num_threads), least, 1)
         return [items[start : start + size] for start in range(0, len(items), size)]
 
     def _unless_failed(self, results: Sequence[T | Exception]) -> list[T]:

@@ -111,12 +111,14 @@ class Counts:
 
     def take(self) -> TieredKVStats | None:
         """Return what was counted since the last time."""
+        if self._stats.is_empty() and not any(self._favoured):
+            return None
         stats, self._stats = self._stats, TieredKVStats()
         with self._lock:
             (num_blocks, num_refused), self._favoured = self._favoured, [0, 0]
         if num_blocks or num_refused:
             stats.add({"hint_blocks": num_blocks, "hint_blocks_refused": num_refused})
-        return None if stats.is_empty() else stats
+        return stats
 
 
 class TieredKVPromMetrics(KVConnectorPromMetrics):

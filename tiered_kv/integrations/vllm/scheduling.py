@@ -193,6 +193,8 @@ class SchedulingSide:
             main = needs[wanted.main.number].keys
             self.kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
             self._want(tracked, first + num_found)
+        if not num_found:
+            return 0
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
             needs = [self.naming.need(group, request, first, first + num_found) for group in wanted.groups]
             decided = tracked.is_worth = first, num_found, self._paying.num_worth(needs, num_found)
