@@ -113,7 +113,8 @@ class Planner(ABC):
         Waits for the first of them, at most ``timeout_s``, and only while any job is under way. Each is given to one
         caller only; what a coroutine awaits is not polled. Of jobs that nobody asks for, the newest 65,536 are kept.
         """
-        check_seconds("timeout_s", timeout_s)
+        if timeout_s != 0.0:
+            check_seconds("timeout_s", timeout_s)
         return self._jobs.poll(timeout_s)
 
 

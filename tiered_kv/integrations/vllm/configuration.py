@@ -9,6 +9,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
@@ -226,17 +227,17 @@ class Configuration:
             writes_first=bool(vllm_config.use_v2_model_runner),
         )
 
-    @property
+    @cached_property
     def step(self) -> int:
         """Tokens: a prefix of so many, or a multiple, is whole blocks of every group."""
         return math.lcm(*(group.block_size for group in self.groups))
 
-    @property
+    @cached_property
     def finest(self) -> int:
         """Tokens: no block of any group ends where there are not so many, or a multiple."""
         return math.gcd(*(group.block_size for group in self.groups))
 
-    @property
+    @cached_property
     def tail_tokens(self) -> int:
         """Tokens: a prefix of so many, or a multiple, may end inside of a block; 0 where none may.
 
@@ -250,12 +251,12 @@ class Configuration:
         is_able = num_hashes > 1 and all(group.is_whole or group.is_handed_over for group in self.groups)
         return block_size // num_hashes if is_able else 0
 
-    @property
+    @cached_property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
         return len(self.groups) == 1 and self.main.is_whole
 
-    @property
+    @cached_property
     def main(self) -> EngineGroup:
         """The group whose blocks are counted: one that needs them all, if there is one."""
         return next((group for group in self.groups if group.is_whole), self.groups[0])

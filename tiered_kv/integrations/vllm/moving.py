@@ -92,6 +92,8 @@ class MovingSide:
     def before_computing(self, step: Step) -> None:
         """Wait until nothing reads the blocks of requests that were preempted: they are others' from now on."""
         self._attach(step.slabs)
+        if not step.preempted:
+            return
         after = self._event() if step.flushes else None  # a device may be computing the step before yet
         for order in step.flushes:
             self._store(order, after)
@@ -115,6 +117,8 @@ class MovingSide:
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks vLLM may take back, and those whose loads have ended."""
+        if not (self._stores or self._leaving or self._loads):
+            return set(), set()
         self._take([future for future in self._stores if future.done()])
         left = self._leaving.difference(*self._stores.values()) if self._leaving else set()
         self._leaving -= left
