@@ -1,5 +1,7 @@
 """What the connector for vLLM loads and stores because it pays: imitated, without a clock."""
 
+import asyncio
+from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +10,26 @@ from typing import Any
 import pytest
 
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
-from tiered_kv import BlockKeys
+from tiered_kv import BlockKey, BlockKeys
 from tiered_kv.values.results import LoadCost, LookupResult, TierRun
+from tiered_kv_backends.memory import MemoryBackend
 
 SMALL = {"medium": "cpu", "capacity": 32 * STRIDE, "policy": "lru"}
 opened = contextmanager(small_vllm)
+
+
+class FarAway(MemoryBackend):
+    """A shared tier that says nothing to those that ask what it has."""
+
+    class Settings(MemoryBackend.Settings):
+        """As the medium that it is otherwise."""
+
+        medium: str = "tests.integrations.test_vllm_paying:FarAway"
+
+    async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
+        """Count the first that are there."""
+        await asyncio.Event().wait()
+        return await super().lookup_prefix(keys)
 
 
 class Paying:
@@ -103,6 +120,22 @@ def test_an_answer_is_waited_for_no_longer_than_computing_takes() -> None:
         each.compute("first", 1000, 1.0)
     assert [of.paying.lookup_patience_s(num_tokens) for num_tokens in (1, 500, 10**6)] == [0.01, 0.5, 1.0]
     assert always.paying.lookup_patience_s(1) == 1.0
+
+
+def test_nobody_waits_for_answers_that_come_too_late_but_one_now_and_then() -> None:
+    """Whoever would compute for longer than they take still waits; and all do again, once they come in time."""
+    of = Paying()
+    of.compute("first", 1000, 1.0)
+    assert of.paying.lookup_patience_s(20) == 0.02
+    of.paying.answered(0.02, is_late=True)
+    waits = [of.paying.lookup_patience_s(20) for _ in range(24)]
+    assert waits == [0.0] * 23 + [0.02]
+    of.paying.answered(0.02, is_late=True)
+    assert of.paying.lookup_patience_s(500) == 0.5
+    of.paying.answered(0.2, is_late=False)
+    assert [of.paying.lookup_patience_s(num_tokens) for num_tokens in (20, 100, 200)] == [0.0, 0.0, 0.2]
+    of.paying.answered(0.01, is_late=False)
+    assert of.paying.lookup_patience_s(20) == 0.02
 
 
 def test_all_is_loaded_while_nothing_is_known() -> None:
@@ -224,6 +257,21 @@ def test_what_does_not_pay_is_computed(tmp_path: Path) -> None:
         serve(engine, "again")
         said = engine.scheduling.counts.take().data
         assert (said["load_blocks_declined"], said.get("load_requests", 0)) == (7, 0)
+
+
+def test_who_comes_after_one_that_waited_in_vain_does_not_wait() -> None:
+    """A request is in the queue while a shared tier is asked; one later goes on with its step."""
+    far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
+    with opened(SMALL, far, lookup_timeout_s=0.2) as engine:
+        engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 10.0, 1.0  # noqa: SLF001 - ours
+        engine.ask("first", 8 * BLOCK_SIZE, 1)
+        engine.step()
+        assert engine.waiting
+        engine.settle()
+        engine.ask("second", 8 * BLOCK_SIZE, 1)
+        engine.step()
+        assert not engine.waiting
+        engine.settle()
 
 
 def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:

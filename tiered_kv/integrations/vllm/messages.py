@@ -97,6 +97,7 @@ class Tracked:
     Attributes:
         request: vLLM's.
         first_asked_s: When it first looked for blocks; None before, and once it was preempted.
+        patience_s: How long it waits for tiers that others use too; 0 once it does not, None before it was to.
         is_counted: Whether its look-up is in the metrics.
         num_here: Tokens that vLLM's own cache had of it. The tiers have not heard yet that they are used.
         num_found: Tokens found behind those that are in place.
@@ -115,6 +116,7 @@ class Tracked:
 
     request: Any
     first_asked_s: float | None = None
+    patience_s: float | None = None
     is_counted: bool = False
     num_here: int = 0
     num_found: int = 0

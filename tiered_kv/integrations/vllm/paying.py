@@ -27,6 +27,10 @@ _LEAST_PATIENCE_S: Final = 0.25
 """For what is computed sooner than that: to wait longer would cost more than to compute it after all."""
 _LEAST_LOOKUP_S: Final = 0.01
 """Likewise, for what is asked of tiers that others use too: an answer takes some milliseconds."""
+_LATER: Final = 2
+"""What has not come by then takes so many times as long, as far as is known."""
+_BELIEVED: Final = 0.97
+"""Of that, for each request that does not wait: the 24th waits again."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -60,6 +64,7 @@ class Paying:
         self._num_tokens = self._seconds = 0.0
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
+        self._answer_s = 0.0  # how long tiers that others use too take to say what they have
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
 
@@ -126,12 +131,24 @@ class Paying:
     def lookup_patience_s(self, num_tokens: int) -> float:
         """Return how long a request waits to hear of tiers that are asked for so many tokens: what comes later is late.
 
-        By then it could have computed them.
+        By then it could have computed them. Where their answers take longer than that it does not wait at all, but for
+        one request now and then, which sees whether they still do.
         """
-        most_s = self._wanted.connector.lookup_timeout_s
+        most_s = float(self._wanted.connector.lookup_timeout_s)
         if not self.tokens_per_s or self._wanted.connector.load_when == "always":
-            return float(most_s)
-        return min(float(most_s), max(_LEAST_LOOKUP_S, num_tokens / self.tokens_per_s))
+            return most_s
+        patience_s = min(most_s, max(_LEAST_LOOKUP_S, num_tokens / self.tokens_per_s))
+        if patience_s >= self._answer_s:
+            return patience_s
+        self._answer_s *= _BELIEVED
+        return 0.0
+
+    def answered(self, waited_s: float, *, is_late: bool) -> None:
+        """Take note of how long a request has waited for an answer, and whether it came too late.
+
+        Where it did not the engine looks again a step later, whatever that takes: so at most as long as it would wait.
+        """
+        self._answer_s = max(self._answer_s, _LATER * waited_s) if is_late else waited_s
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.

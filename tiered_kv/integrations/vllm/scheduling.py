@@ -178,15 +178,12 @@ class SchedulingSide:
         if most <= first and not wanted.tail_tokens:
             self._want(tracked, first)
             return 0
-        now = time.monotonic()
-        if tracked.first_asked_s is None:
-            tracked.first_asked_s = now
         needs = [self.naming.need(group, request, first, most) for group in wanted.groups]
         num_found, may_be_more = self._longest(needs)
         if wanted.tail_tokens and not may_be_more:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
-        if may_be_more and now - tracked.first_asked_s < self._paying.lookup_patience_s(most - first - num_found):
+        if self._waits(tracked, most - first - num_found if may_be_more else 0):
             return None
         if not tracked.is_counted:
             tracked.is_counted = True
@@ -202,6 +199,22 @@ class SchedulingSide:
             return None
         tracked.num_found = num_found
         return num_found
+
+    def _waits(self, tracked: Tracked, num_more: int) -> bool:
+        """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
+        now = time.monotonic()
+        if tracked.first_asked_s is None:
+            tracked.first_asked_s = now
+        if num_more and tracked.patience_s is None:
+            tracked.patience_s = self._paying.lookup_patience_s(num_more)
+        if not tracked.patience_s:
+            return False
+        waited_s = now - tracked.first_asked_s
+        if num_more and waited_s < tracked.patience_s:
+            return True
+        self._paying.answered(min(waited_s, tracked.patience_s), is_late=bool(num_more))
+        tracked.patience_s = 0.0
+        return False
 
     def _want(self, tracked: Tracked, num_known: int) -> None:
         if tracked.is_wanted is None:
@@ -433,7 +446,7 @@ class SchedulingSide:
         self._storing.deliver(step, scheduled)
         for name in step.preempted:
             if (tracked := self._tracked.get(name)) is not None:
-                tracked.first_asked_s = None
+                tracked.first_asked_s = tracked.patience_s = None
                 self._paying.give_up(name)
                 self._storing.give_up(tracked)
 
