@@ -96,8 +96,8 @@ class Tracked:
 
     Attributes:
         request: vLLM's.
-        first_asked_s: When it first looked for blocks; None before, and once it was preempted.
-        patience_s: How long it waits for tiers that others use too; 0 once it does not, None before it was to.
+        waits_since_s: When it began to wait for tiers that others use too.
+        patience_s: How long it waits for them; 0 once it does not, None before it was to, and once it was preempted.
         is_counted: Whether its look-up is in the metrics.
         num_here: Tokens that vLLM's own cache had of it. The tiers have not heard yet that they are used.
         num_found: Tokens found behind those that are in place.
@@ -115,7 +115,7 @@ class Tracked:
     """
 
     request: Any
-    first_asked_s: float | None = None
+    waits_since_s: float = 0.0
     patience_s: float | None = None
     is_counted: bool = False
     num_here: int = 0

@@ -203,13 +203,11 @@ class SchedulingSide:
     def _waits(self, tracked: Tracked, num_more: int) -> bool:
         """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
         now = time.monotonic()
-        if tracked.first_asked_s is None:
-            tracked.first_asked_s = now
-        if num_more and tracked.patience_s is None:
-            tracked.patience_s = self._paying.lookup_patience_s(num_more)
+        if num_more and tracked.patience_s is None:  # it may have been in the queue for long, and is asked for anew
+            tracked.waits_since_s, tracked.patience_s = now, self._paying.lookup_patience_s(num_more)
         if not tracked.patience_s:
             return False
-        waited_s = now - tracked.first_asked_s
+        waited_s = now - tracked.waits_since_s
         if num_more and waited_s < tracked.patience_s:
             return True
         self._paying.answered(min(waited_s, tracked.patience_s), is_late=bool(num_more))
@@ -446,7 +444,7 @@ class SchedulingSide:
         self._storing.deliver(step, scheduled)
         for name in step.preempted:
             if (tracked := self._tracked.get(name)) is not None:
-                tracked.first_asked_s = tracked.patience_s = None
+                tracked.patience_s = None
                 self._paying.give_up(name)
                 self._storing.give_up(tracked)
 
