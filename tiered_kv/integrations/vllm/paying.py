@@ -31,6 +31,8 @@ _LATER: Final = 2
 """What has not come by then takes so many times as long, as far as is known."""
 _BELIEVED: Final = 0.97
 """Of that, for each request that does not wait: the 24th waits again."""
+_SILENT: Final = 24
+"""So many requests do not wait in a step once one has done so in vain."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -64,6 +66,7 @@ class Paying:
         self._num_tokens = self._seconds = 0.0
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
+        self._num_silent = 0  # requests that are not to wait in a step
         self._answer_s = 0.0  # how long tiers that others use too take to say what they have
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
@@ -149,6 +152,16 @@ class Paying:
         Where it did not the engine looks again a step later, whatever that takes: so at most as long as it would wait.
         """
         self._answer_s = max(self._answer_s, _LATER * waited_s) if is_late else waited_s
+
+    def hears_soon(self) -> bool:
+        """Say whether to wait in a step for what shared tiers say: where that was in vain, now and then only."""
+        is_silent = self._num_silent > 0
+        self._num_silent -= is_silent
+        return not is_silent
+
+    def heard(self, *, is_soon: bool) -> None:
+        """Take note of whether such a wait was of use."""
+        self._num_silent = 0 if is_soon else _SILENT
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.

@@ -47,7 +47,8 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 _HIT: Final = bytes([BlockState.HIT])
 _ASKING: Final = bytes([BlockState.ASKING])
 _PLANNED_S: Final = 0.002
-"""A step waits so long at most for the plans of loads that begin in it: those from memory take less."""
+"""A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
+_LOOK_AGAIN_S: Final = 0.0003
 _FIRST_BYTES: Final = 64 << 20
 """A step loads so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
 
@@ -199,6 +200,8 @@ class SchedulingSide:
             return 0
         needs = [self.naming.need(group, request, first, most) for group in wanted.groups]
         num_found, may_be_more = self._longest(needs)
+        if may_be_more and tracked.patience_s is None and self._patience_s > 0 and self._paying.hears_soon():
+            num_found, may_be_more = self._listen(needs)
         if wanted.tail_tokens and not may_be_more:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
@@ -218,6 +221,19 @@ class SchedulingSide:
             return None
         tracked.num_found = num_found
         return num_found
+
+    def _listen(self, needs: list[GroupNeed]) -> tuple[int, bool]:
+        """Look again until shared tiers have answered, for what is left of this step's patience.
+
+        Most answers take less than a step, and who waits for the next one waits for all of it.
+        """
+        began_s, (num_found, may_be_more) = time.monotonic(), (0, True)
+        while may_be_more and (left_s := self._patience_s - (time.monotonic() - began_s)) > 0:
+            time.sleep(min(left_s, _LOOK_AGAIN_S))
+            num_found, may_be_more = self._longest(needs)
+        self._patience_s -= time.monotonic() - began_s
+        self._paying.heard(is_soon=not may_be_more)
+        return num_found, may_be_more
 
     def _waits(self, tracked: Tracked, num_more: int) -> bool:
         """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
