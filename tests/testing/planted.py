@@ -31,8 +31,8 @@ import pytest
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 TABLE: Final = pathlib.Path(__file__).with_suffix(".toml")
-PAGE: Final = ROOT / "docs/explanation/planted-bugs.md"
-HEAD: Final = "| Bug | Seeds | Found as |\n|---|---|---|\n"
+PAGE: Final = pathlib.Path(__file__).with_suffix(".md")
+HEAD: Final = "| Bug | Class | File | Seeds | Found as |\n|---|---|---|---|---|\n"
 STEPS: Final = 120
 MOST_SEEDS: Final = 200
 NUM_RANGES: Final = 3
@@ -84,6 +84,7 @@ class Planted:
 
     Attributes:
         name: What is wrong with it, in a few words.
+        kind: Its class.
         changes: What makes it.
         scene: The scene that aims at it; empty where anything finds it.
         unfound: Why the simulation does not find it; empty where it does.
@@ -91,6 +92,7 @@ class Planted:
     """
 
     name: str
+    kind: str
     changes: tuple[Change, ...]
     scene: str
     unfound: str
@@ -98,8 +100,8 @@ class Planted:
 
     @property
     def why_not(self) -> str:
-        """Say that the simulation does not find it, and what does; empty where it finds it."""
-        return f"not found: `{self.test}`" if self.unfound else ""
+        """Say why the simulation does not find it, and what does; empty where it finds it."""
+        return f"{self.unfound}: `{self.test}`" if self.unfound else ""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,7 @@ def all_planted() -> list[Planted]:
     return [
         Planted(
             row["name"],
+            row["class"],
             tuple(Change(each["module"], each["before"], each["after"]) for each in (row, *row.get("also", ()))),
             row.get("scene", ""),
             row.get("unfound", ""),
@@ -303,14 +306,16 @@ def median(found: Sequence[Found]) -> int:
 
 
 def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0, *, aimed: bool = False) -> str:
-    """Return a row of the page's table."""
+    """Return a row of the table."""
     middle = median(found) if found else 0
+    ranges = ", ".join(str(each.seeds or "-") for each in found)
     most = "at most " if aimed and planted.scene else ""
-    seeds = f"{most}{middle}" if middle else f"over {most_seeds}" if found else "not tried"
+    seeds = f"{most}{middle} ({ranges})" if middle else f"over {most_seeds} ({ranges})" if found else "not tried"
     kinds = ", ".join(kind for kind, _ in Counter(each.kind for each in found if each.seeds).most_common(2))
-    why_not = planted.why_not or ("not found" if found else "")
+    why_not = f"not found: {planted.why_not}" if planted.unfound else "not found" if found else ""
     how = kinds if middle else f"{kinds}, in one range only" if kinds else why_not
-    return f"| {planted.name} | {seeds} | {how} |\n"
+    files = ", ".join(dict.fromkeys(f"`{pathlib.Path(each.module).name}`" for each in planted.changes))
+    return f"| {planted.name} | {planted.kind} | {files} | {seeds} | {how} |\n"
 
 
 def written(page: str, rows: dict[str, str]) -> str:
