@@ -8,8 +8,8 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, POISON, SMALL_LIMITS, Engine, contents, prompt
-from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec
+from tests.support.engine import PAYLOAD_BYTES, POISON, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, Worker
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 KEYS = prompt(9)
@@ -227,6 +227,28 @@ async def test_streams_wait_for_plain_loads_too() -> None:
 
 
 # Stores.
+
+
+async def test_a_stream_of_the_engine_waits_for_a_plan() -> None:
+    """What it is given next finds the blocks there, though nobody has waited for the copies."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(CPU, engine=engine, device=device) as kv:
+        storing = asyncio.create_task(keep(kv, engine, KEYS))
+        await until(storing.done, on_wait=device.run_all)
+        planner = kv.planner()
+        planner.register_worker()
+        with Worker(planner.slabs(), layout=small_layout(), device=device) as worker:
+            worker.register_kv_caches(engine.caches)
+            job, compute, ran = planner.plan_load(KEYS, INTO), device.stream("compute"), list[bool]()
+            plan = await job.planned()
+            with pytest.raises(ConfigurationError, match="is no stream that can wait"):
+                worker.start(plan, ahead_of=object())
+            loading = worker.start(plan, ahead_of=compute)
+            compute.submit(lambda: ran.append(engine.read(INTO) == contents(KEYS)), lambda _: None)
+            device.run_all()
+            assert ran == [True]
+            planner.complete(loading.result(0))
+            assert (await job.ended()).num_blocks == len(KEYS)
 
 
 async def test_layers_are_stored_as_they_are_computed() -> None:

@@ -363,6 +363,22 @@ async def test_what_cannot_be_waited_for_uses_up_no_job() -> None:
         await until_idle(kv)
 
 
+async def test_a_thread_may_wait_for_plans_for_a_while() -> None:
+    """For those that it names; they are polled as if it had not. The event loop's own thread may not."""
+    async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        with pytest.raises(ConfigurationError, match="must not block"):
+            planner.wait_planned([job], 1)
+        assert await asyncio.to_thread(planner.wait_planned, [job], 30)
+        assert planner.wait_planned([job], 0)
+        assert planner.poll() == [job]
+        job.cancel(undelivered=True)
+        await job.ended()
+        ranks.close()
+
+
 async def test_an_execution_cannot_be_cancelled() -> None:
     """Its future is done when its copy is: who stops waiting for it must not think that the blocks are free."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

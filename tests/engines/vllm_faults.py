@@ -21,18 +21,23 @@ class WipingConnector(TieredKVConnector):
         super().register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Keep what is loaded where."""
+        """Keep what is loaded where, and wipe what is computed with at once."""
+        super().start_load_kv(forward_context, **kwargs)
         for order in self._get_connector_metadata().loads:
             self._loading[order.request_id] = [block for blocks, _ in order.parts for block in blocks]
-        super().start_load_kv(forward_context, **kwargs)
+            if order.comes_first:
+                self._wipe(order.request_id)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """Wipe it."""
+        """Wipe what has come."""
         results = super().get_transfer_results(finished_req_ids)
         for name in results.finished_recving:
-            for tensor in self._tensors.values():
-                tensor[self._loading[name]] = 0
+            self._wipe(name)
         return results
+
+    def _wipe(self, name: str) -> None:
+        for tensor in self._tensors.values():
+            tensor[self._loading[name]] = 0
 
 
 class EvictingConnector(TieredKVConnector):

@@ -105,9 +105,9 @@ def preempted(engine: Stepped, wanted: Wanted) -> Any:
     flushed: list[int] = []
     start, before_computing = moving._start, moving.before_computing  # noqa: SLF001 - as above
 
-    def start_noted(plan: Any, after: object) -> Any:
+    def start_noted(plan: Any, after: object, ahead_of: object = None) -> Any:
         started.append(plan is None or after is not None)
-        return start(plan, None)
+        return start(plan, None, ahead_of)
 
     def before_computing_noted(step: Any) -> None:
         flushed.append(len(step.flushes))

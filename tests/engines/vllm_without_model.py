@@ -265,8 +265,8 @@ class Engine:
             for name in names:
                 self._begin_states(name, scheduled.num_scheduled_tokens[name])
             self.worker.before_computing(meta)
+        self.worker.load_first(meta)
         sampled = [self._compute(name, scheduled.num_scheduled_tokens[name]) for name in names]
-        self.worker.start_loads(meta)
         self.worker.start_stores(meta)
         sent, loaded = self.worker.ended()
         output = KVConnectorOutput(

@@ -30,10 +30,10 @@ def _find_more(engine: "Engine", by: int) -> None:
     find, step = engine.scheduling.find, engine.scheduling._configuration.step  # noqa: SLF001 - ours
 
     def more(request: Any, num_computed: int) -> Any:
-        found = find(request, num_computed)
+        found, is_beside = find(request, num_computed)
         if found and num_computed + found + by * step < request.num_tokens:
             found += by * step
-        return found
+        return found, is_beside
 
     engine.scheduling.find = more
 
@@ -56,11 +56,11 @@ def _never_fail(engine: "Engine") -> None:
     """Tell nobody of loads that have failed, of which each third does."""
     start, count = engine.worker._start, [0]  # noqa: SLF001 - ours
 
-    def start_some(plan: Any, after: object) -> Any:
+    def start_some(plan: Any, after: object, ahead_of: object = None) -> Any:
         if plan is not None and plan.direction == "load":
             count[0] += 1
-            return start(None if count[0] % 3 == 0 else plan, after)
-        return start(plan, after)
+            return start(None if count[0] % 3 == 0 else plan, after, ahead_of)
+        return start(plan, after, ahead_of)
 
     engine.worker._start = start_some  # type: ignore[method-assign]  # noqa: SLF001
     engine.worker.take_failed = set  # type: ignore[method-assign]
@@ -188,9 +188,9 @@ def _claim_loads(engine: "Engine", jobs: Container[int] = range(1 << 62)) -> Non
 
     start = engine.worker._start  # noqa: SLF001 - ours
 
-    def claim(plan: Any, after: object) -> Any:
+    def claim(plan: Any, after: object, ahead_of: object = None) -> Any:
         if plan is None or plan.direction != "load" or plan.job not in jobs:
-            return start(plan, after)
+            return start(plan, after, ahead_of)
         claimed: Future[Outcomes] = Future()
         claimed.set_result(Outcomes(plan.job, 0, plan.num_blocks))
         return claimed

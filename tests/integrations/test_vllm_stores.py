@@ -100,8 +100,8 @@ class Copies:
         worker = engine.workers[0]
         start = worker._start  # noqa: SLF001 - ours
 
-        def started(plan: Any, after: object) -> "Future[Outcomes]":  # noqa: ANN401 - likewise
-            copying: Future[Outcomes] = start(plan, after)
+        def started(plan: Any, after: object, ahead_of: object = None) -> "Future[Outcomes]":  # noqa: ANN401 - likewise
+            copying: Future[Outcomes] = start(plan, after, ahead_of)
             if not self._is_held or plan is None or plan.direction != "store":
                 return copying
             told: Future[Outcomes] = Future()
@@ -417,8 +417,8 @@ def test_tokens_that_are_in_place_are_counted_beside_those_that_were_found() -> 
         worker = engine.workers[0]
         start = worker._start  # noqa: SLF001 - ours
 
-        def start_short(plan: Any, after: object) -> Any:  # noqa: ANN401 - likewise
-            ended = start(plan, after)
+        def start_short(plan: Any, after: object, ahead_of: object = None) -> Any:  # noqa: ANN401 - likewise
+            ended = start(plan, after, ahead_of)
             if plan.direction == "store":
                 return ended
             short: Future[Outcomes] = Future()

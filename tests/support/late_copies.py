@@ -24,12 +24,12 @@ class LateCopies:
         start, before_computing = worker._start, worker.before_computing  # noqa: SLF001 - ours
         is_waited_for = False
 
-        def start_late(plan: Any, after: object) -> "Future[Any]":  # noqa: ANN401 - likewise
+        def start_late(plan: Any, after: object, ahead_of: object = None) -> "Future[Any]":  # noqa: ANN401 - likewise
             may_be_late = plan is not None and plan.direction == "store" and not is_waited_for
             if num_steps := chance.randrange(MOST_STEPS) if may_be_late else 0:
                 self._late.append(_Late(plan, after, num_steps))
                 return self._late[-1].told
-            started: Future[Any] = start(plan, after)
+            started: Future[Any] = start(plan, after, ahead_of)
             return started
 
         def begin(step: Any) -> None:  # noqa: ANN401 - likewise

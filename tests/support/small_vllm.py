@@ -408,20 +408,21 @@ class SmallVLLM:
             request = self.waiting[0]
             here = self._cached(request)
             num_here = len(here) * BLOCK_SIZE
-            if (found := self.scheduling.find(request, num_here)) is None:
+            found, is_beside = self.scheduling.find(request, num_here)
+            if found is None:
                 break
             if here:
                 self._pool.touch([self._pool.blocks[number] for number in here])
                 request.tables = [list(here)]
-            num_new = self._until_a_state(request, request.num_tokens - num_here)
-            if not self._allocate(request, num_here + (found or num_new), num_found=found, may_preempt=False):
+            num_new = 0 if is_beside else self._until_a_state(request, request.num_tokens - num_here - found)
+            if not self._allocate(request, num_here + found + num_new, num_found=found, may_preempt=False):
                 self._give_back(request)
                 break
             self.num_here += len(here)
             self.running.append(self.waiting.popleft())
             self.scheduling.begin(request, request.tables, found)
             request.num_computed_tokens = num_here + found
-            if found:
+            if is_beside:
                 request.is_loading = True
             else:
                 of.append((request, num_new))
@@ -505,22 +506,23 @@ class SmallVLLM:
 
     def _execute(self, step: Any, told: list[tuple[Request, int]]) -> Any:  # noqa: ANN401 - as vLLM has it
         reports, ended = [], []
-        for request, first in told:
-            self._check(request, first)
         for rank, worker in enumerate(self.workers):
             if self._writes_first:
                 for layer in self.memory[rank].values():
                     layer[[block for new in self._new for block in new]] = 0
             worker.before_computing(step)
+            worker.load_first(step)
             for request, first in told:
                 self._compute(request, first, rank)
-            worker.start_loads(step)
             worker.start_stores(step)
             ended.append(worker.ended())
             reports.append(worker.report() or VLLM.messages.Report())
         for request, _ in told:
             self._cache(request, request.num_computed_tokens)
         lost = set().union(*(worker.take_lost() for worker in self.workers))
+        for request, first in told:
+            if lost.isdisjoint(request.tables[0]):  # else what it has computed counts for nothing
+                self._check(request, first)
         self._failed |= set().union(*(worker.take_failed() for worker in self.workers))
         report = reports[0]
         for other in reports[1:]:
@@ -559,6 +561,9 @@ class SmallVLLM:
         lost: set[int],
         failed: set[str],
     ) -> None:
+        for request in (*self.running, *self._kept.values()) if lost else ():
+            if holes := [at for at, block in enumerate(request.tables[0]) if block in lost]:
+                request.num_computed_tokens = min(request.num_computed_tokens, holes[0] * BLOCK_SIZE)
         for request, _ in computed:
             if request not in self.running or request.is_loading or request.num_computed_tokens < request.num_tokens:
                 continue
@@ -567,10 +572,6 @@ class SmallVLLM:
                 self.running.remove(request)
                 self._end(request)
         for request in [each for each in (*self.running, *self._kept.values()) if each.request_id in loaded]:
-            if lost:
-                holes = [at for at, block in enumerate(request.tables[0]) if block in lost]
-                if holes:
-                    request.num_computed_tokens = min(request.num_computed_tokens, holes[0] * BLOCK_SIZE)
             request.is_loading = False
             if request not in self.running:  # it was aborted meanwhile
                 self._give_back(self._kept.pop(request.request_id))

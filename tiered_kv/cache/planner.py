@@ -10,7 +10,7 @@ scheduler without an event loop asks `Planner.poll` in each of its steps; a coro
 import math
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 
 from typing_extensions import override
@@ -116,6 +116,14 @@ class Planner(ABC):
         if timeout_s != 0.0:
             check_seconds("timeout_s", timeout_s)
         return self._jobs.poll(timeout_s)
+
+    def wait_planned(self, jobs: Collection[Job], timeout_s: float) -> bool:
+        """Wait until each of these jobs has a plan or has ended, at most ``timeout_s``; return whether they have.
+
+        They are polled as before. Not in the event loop's thread.
+        """
+        check_seconds("timeout_s", timeout_s)
+        return self._jobs.wait_planned(jobs, timeout_s)
 
 
 class OwnPlanner(Planner):

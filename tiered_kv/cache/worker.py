@@ -12,16 +12,17 @@ from functools import partial
 from types import TracebackType
 from typing import Final, Self
 
+import torch
 from torch import Tensor
 
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.copies import Ids, gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
-from tiered_kv.memory.device import Device
+from tiered_kv.memory.device import Device, Stream
 from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.memory.lanes import Lanes
+from tiered_kv.memory.lanes import Lanes, wait_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.integers import as_int
@@ -142,7 +143,7 @@ class Worker:
         """Move this rank's part of a plan, and wait until nothing touches the engine's blocks any more."""
         return self.start(plan, after=after).result()
 
-    def start(self, plan: Plan, *, after: object = None) -> "Future[Outcomes]":
+    def start(self, plan: Plan, *, after: object = None, ahead_of: object = None) -> "Future[Outcomes]":
         """Start to move this rank's part of a plan; the future never raises for the copy.
 
         Args:
@@ -150,12 +151,16 @@ class Worker:
                 cannot be cancelled.
             after: An event after the blocks' last use, or their computation; the wait is enqueued before this returns.
                 None on a GPU is all that the calling thread's current stream was given by now.
+            ahead_of: A stream of the engine's that waits for the copies from now on, as what it is given next needs the
+                blocks. None on a CPU, which has none: wait for the future.
 
         Raises:
             ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
-                before, or one for another process, in whose place this was started. Nothing has moved.
+                before, or one for another process, in whose place this was started; or ``ahead_of`` is no stream that
+                can wait for this device. Nothing has moved.
         """
         ended: Future[Outcomes] = Future()
+        self._check_stream(ahead_of)
         ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
         move = next((move for move in plan.moves if move.rank == self.rank), None)
         if move is None or not len(move.host):
@@ -178,11 +183,13 @@ class Worker:
             raise ConfigurationError(f"{move.host.pool!r} is none of the slabs attached: {', '.join(self._slabs)}")
 
         try:
-            self._move(plan, move, engine.ids, caches, slab, after, ended)
+            copied = self._move(plan, move, engine.ids, caches, slab, after, ended)
         except Exception:
             slab.copy_ended()
             self._executed.pop(plan.job, None)  # nothing moves: it may be started again
             raise
+        if ahead_of is not None:
+            wait_in(ahead_of, copied)
         return ended
 
     def _move(
@@ -194,8 +201,11 @@ class Worker:
         slab: "_Slab",
         after: object,
         ended: "Future[Outcomes]",
-    ) -> None:
-        """Submit the copies, a window each: as one they could be more than a stream's queue holds."""
+    ) -> object:
+        """Submit the copies, a window each: as one they could be more than a stream's queue holds.
+
+        Returns the event of the last one.
+        """
         rows, slots, pages = slab.rows, move.host.ids, caches.pages_per_block
         each = max(1, _WINDOW_BYTES // (rows.shape[1] * 8))
         starts = range(0, len(slots), each)
@@ -215,12 +225,15 @@ class Worker:
             ended.set_result(Outcomes(plan.job, self.rank, num_moved, said, system().monotonic() - started))
 
         windows, num_submitted = _Windows(len(starts), done), 0
+        copied: object = None
         try:
             with self._lock:
                 lane = self._lanes[plan.direction].take(self._device.to_wait_for(after))
                 try:
                     for start in starts:
-                        lane.submit(partial(copy, start), partial(windows.ended, len(slots[start : start + each])))
+                        copied = lane.submit(
+                            partial(copy, start), partial(windows.ended, len(slots[start : start + each]))
+                        )
                         num_submitted += 1
                 finally:
                     lane.release()
@@ -228,6 +241,14 @@ class Worker:
             if not num_submitted:
                 raise
             windows.left_out(len(starts) - num_submitted, error)
+        return copied
+
+    def _check_stream(self, stream: object) -> None:
+        kinds = (Stream,) if self._device.torch_device.type == "cpu" else (Stream, torch.Stream, torch.cuda.Stream)
+        if stream is not None and not isinstance(stream, kinds):
+            raise ConfigurationError(
+                f"ahead_of={stream!r:.100} is no stream that can wait for a copy on {self._device.torch_device}"
+            )
 
     def _check_new(self, job: int) -> None:
         with self._lock:

@@ -12,7 +12,7 @@ Any thread may use a job and ask for news of all. Of each piece of news one is t
 import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, TypeVarTuple
@@ -225,6 +225,23 @@ class JobBook(ABC):
             ClosedError: There is none, and as the event loop is closed there will be none.
         """
         return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._not_over))]
+
+    def wait_planned(self, jobs: Collection[Job], timeout_s: float) -> bool:
+        """Wait until each of these has a plan or has ended, at most so long; return whether they have.
+
+        Raises:
+            ClosedError: The event loop is closed.
+            ConfigurationError: This is its thread.
+        """
+
+        def are_planned() -> bool:
+            return all(job.decided is not None or job.result is not None for job in jobs)
+
+        if not are_planned():
+            with self._polled.lock:
+                self._polled.check_may_block()
+                self._polled.wait_until(are_planned, timeout_s)
+        return are_planned()
 
     async def wait(self, job: Job, answer: Callable[[], T | None], *, is_for_end: bool) -> T:
         """Wait until a job has an answer, on the event loop. Nobody is polled for it any more.

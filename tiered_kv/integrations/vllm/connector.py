@@ -85,8 +85,8 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self._in_worker().before_computing(kv_connector_metadata)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """See the base class."""
-        self._in_worker().start_loads(self._get_connector_metadata())
+        """See the base class. Comes before the step's computing where a load comes first, else behind it."""
+        self._in_worker().load_first(self._get_connector_metadata())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are over before their requests are computed."""
@@ -124,8 +124,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """See the base class."""
-        num_tokens = self._in_scheduler().find(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)
+        return self._in_scheduler().find(request, num_computed_tokens)
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
         """See the base class."""

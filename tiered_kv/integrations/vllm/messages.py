@@ -44,10 +44,12 @@ class LoadOrder:
     Attributes:
         request_id: Who waits for it.
         parts: vLLM's blocks, in prompt order, and how to fill the first of them; None where nothing is to be had.
+        comes_first: Whether the step itself computes what needs them, and nobody waits to hear of their end.
     """
 
     request_id: str
     parts: tuple[tuple[tuple[int, ...], Plan | None], ...]
+    comes_first: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Step(KVConnectorMetadata):
 
     Attributes:
         slabs: The scheduler's host memory, in the first step, and when it is another or gone.
-        loads: To start now.
+        loads: To start before this step's computing.
         stores: To start after this step's computing.
         flushes: To do before this step's computing: their requests were preempted, and their blocks are others' now.
         preempted: Requests whose stores under way must end before this step's computing.
@@ -104,6 +106,7 @@ class Tracked:
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
         num_stored: Of its first tokens, how many have blocks in place that are stored, being stored, due, or not to be.
         num_noted: Of its first tokens, of how many the blocks are known to be in vLLM's cache.
+        may_hurry: Whether to try to load what was found in the very step that computes the rest: tried once.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         may_store: False once other weights are served than those that have computed what it has.
         is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
@@ -123,6 +126,7 @@ class Tracked:
     by_tier: dict[str, int] = field(default_factory=dict)
     num_stored: int = 0
     num_noted: int = 0
+    may_hurry: bool = True
     may_load: bool = True
     may_store: bool = True
     is_wanted: bool | None = None
@@ -140,6 +144,7 @@ class Load:
     Attributes:
         parts: For each KV group of which blocks are needed, a job, and vLLM's blocks for its keys.
         num_tokens: That are in place once all of it is.
+        comes_first: See `LoadOrder`.
         not_ended: Jobs whose end is not told yet.
     """
 
@@ -148,6 +153,7 @@ class Load:
     first: int
     num_tokens: int
     begun_s: float
+    comes_first: bool = False
     is_given_up: bool = False
     not_ended: set[int] = field(default_factory=set)
     is_short: bool = False

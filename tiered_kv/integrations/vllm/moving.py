@@ -38,6 +38,7 @@ class MovingSide:
         self._worker: Worker | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
         self._loads: dict[str, list[tuple[tuple[int, ...], Plan | None, Future[Outcomes]]]] = {}
+        self._first: list[tuple[str, tuple[int, ...], Plan | None, Future[Outcomes]]] = []
         self._stores: dict[Future[Outcomes], frozenset[str]] = {}  # whose blocks each reads
         self._leaving: set[str] = set()
         self._lost: set[int] = set()
@@ -70,7 +71,7 @@ class MovingSide:
     def unregister_kv_caches(self) -> None:
         """Let go of vLLM's tensors, once nothing reads or writes them any more. Idempotent."""
         loads = [future for parts in self._loads.values() for _, _, future in parts]
-        wait([*self._stores, *loads])
+        wait([*self._stores, *loads, *(future for _, _, _, future in self._first)])
         if self._worker is not None:
             for number in range(len(self._pages)):
                 self._worker.unregister_kv_caches(group=number)
@@ -90,23 +91,42 @@ class MovingSide:
         return Hello(self._rank, os.getpid(), self._layout, groups) if self._layout is not None else None
 
     def before_computing(self, step: Step) -> None:
-        """Wait until nothing reads the blocks of requests that were preempted: they are others' from now on."""
-        self._attach(step.slabs)
-        if not step.preempted:
-            return
-        after = self._event() if step.flushes else None  # a device may be computing the step before yet
-        for order in step.flushes:
-            self._store(order, after)
-        ending = [future for future, names in self._stores.items() if not names.isdisjoint(step.preempted)]
-        wait(ending)
-        self._take(ending)
+        """Wait until nothing reads the blocks of requests that were preempted, then start loads.
 
-    def start_loads(self, step: Step) -> None:
-        """Start this step's loads."""
+        Those blocks are others' from now on. The loads go on beside what the step computes: vLLM itself would have them
+        begin behind it, and their requests wait for a step more.
+        """
         self._attach(step.slabs)
-        after = self._event() if step.loads else None
-        for order in step.loads:
-            self._loads[order.request_id] = [(ids, plan, self._start(plan, after)) for ids, plan in order.parts]
+        loads = [order for order in step.loads if not order.comes_first]
+        # A device may be computing the step before yet: what that reads or writes is waited for.
+        after = self._event() if step.flushes or loads else None
+        if step.preempted:
+            for flush in step.flushes:
+                self._store(flush, after)
+            ending = [future for future, names in self._stores.items() if not names.isdisjoint(step.preempted)]
+            wait(ending)
+            self._take(ending)
+        for load in loads:
+            self._loads[load.request_id] = [(ids, plan, self._start(plan, after)) for ids, plan in load.parts]
+
+    def load_first(self, step: Step) -> None:
+        """Load what this step computes with: a device's stream waits for it, else this does.
+
+        By now vLLM has emptied new blocks, where a model needs that.
+        """
+        orders = [order for order in step.loads if order.comes_first]
+        if not orders:
+            return
+        after, is_on_cpu = self._event(), self._device.type == "cpu"
+        stream = None if is_on_cpu else torch.accelerator.current_stream(self._device)
+        begun = [
+            (order.request_id, ids, plan, self._start(plan, after, stream))
+            for order in orders
+            for ids, plan in order.parts
+        ]
+        if is_on_cpu:
+            wait([future for _, _, _, future in begun])
+        self._first += begun
 
     def start_stores(self, step: Step) -> None:
         """Start this step's stores: what computes their blocks is under way, or over."""
@@ -117,7 +137,7 @@ class MovingSide:
 
     def ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose blocks vLLM may take back, and those whose loads have ended."""
-        if not (self._stores or self._leaving or self._loads):
+        if not (self._stores or self._leaving or self._loads or self._first):
             return set(), set()
         self._take([future for future in self._stores if future.done()])
         left = self._leaving.difference(*self._stores.values()) if self._leaving else set()
@@ -125,11 +145,19 @@ class MovingSide:
         loaded = {name for name, parts in self._loads.items() if all(future.done() for _, _, future in parts)}
         for name in loaded:
             for ids, plan, future in self._loads.pop(name):
-                outcomes = future.result()
-                self._lose(name, ids[max(0, outcomes.num_moved) :])
-                if plan is not None:
-                    self._outcomes.append(outcomes)
+                self._take_load(name, ids, plan, future.result())
+        begun, self._first = self._first, []
+        for name, ids, plan, future in begun:
+            if future.done():
+                self._take_load(name, ids, plan, future.result())
+            else:
+                self._first.append((name, ids, plan, future))
         return left, loaded
+
+    def _take_load(self, name: str, ids: tuple[int, ...], plan: Plan | None, outcomes: Outcomes) -> None:
+        self._lose(name, ids[max(0, outcomes.num_moved) :])
+        if plan is not None:
+            self._outcomes.append(outcomes)
 
     def take_lost(self) -> set[int]:
         """Return the blocks that were to be loaded and were not, where the others are of use, since the last time."""
@@ -184,10 +212,10 @@ class MovingSide:
             del self._stores[future]
             self._outcomes.append(future.result())
 
-    def _start(self, plan: Plan | None, after: object) -> "Future[Outcomes]":
+    def _start(self, plan: Plan | None, after: object, ahead_of: object = None) -> "Future[Outcomes]":
         if plan is not None and self._worker is not None:
             try:
-                return self._worker.start(plan, after=after)
+                return self._worker.start(plan, after=after, ahead_of=ahead_of)
             except TieredKVError as error:  # the engine goes on, and computes what was to be loaded
                 return _ended(Outcomes(plan.job, self._rank, 0, str(error)))
         return _ended(Outcomes(plan.job if plan else 0, self._rank, 0, "" if plan is None else "no host memory"))

@@ -1,6 +1,7 @@
 """The scheduler's side of the connector: it finds prefixes, plans loads and stores, and says which blocks are held.
 
-All methods are called by the scheduler's thread, and none waits: not for storage, nor for the cache's event loop.
+All methods are called by the scheduler's thread, and none waits for storage, nor for the cache's event loop, but for a
+moment for plans of loads from memory.
 """
 
 import asyncio
@@ -45,6 +46,10 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 _HIT: Final = bytes([BlockState.HIT])
 _ASKING: Final = bytes([BlockState.ASKING])
+_PLANNED_S: Final = 0.002
+"""A step waits so long at most for the plans of loads that begin in it: those from memory take less."""
+_FIRST_BYTES: Final = 64 << 20
+"""A step loads so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
 
 
 class SchedulingSide:
@@ -71,6 +76,10 @@ class SchedulingSide:
         self._hinting: Hinting | None = None
         self._paying: Paying  # likewise
         self._most_bringing = 0  # blocks that memory holds at once for requests that wait
+        self._memory: list[str] = []  # tiers whose blocks are planned at once
+        self._beginning: list[Job] = []  # in this step, of what these have
+        self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
+        self._patience_s, self._num_first_bytes = _PLANNED_S, _FIRST_BYTES  # what is left of them in this step
 
     @property
     def kv(self) -> BlockingTieredKV:
@@ -122,6 +131,7 @@ class SchedulingSide:
         tiers = {each.tier: each.num_slots for each in self.kv.stats().tiers}
         memory = [name for name, medium in cache.media.items() if medium in OWN_MEDIA]
         num_slots = sum(tiers.get(name, 0) for name in memory)
+        self._memory = memory if wanted.below.settings is not None else []  # a server's answers come later
         self._most_bringing = num_slots // 2
         self._paying = Paying(self._kv, wanted, self.counts, num_memory_slots=num_slots)
 
@@ -165,8 +175,17 @@ class SchedulingSide:
         if self._hinting is not None:
             self._hinting.come(request)
 
-    def find(self, request: Any, num_computed_tokens: int) -> int | None:
-        """Return how many tokens can be loaded behind those that are computed; None to be asked again later."""
+    def find(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded behind those that are computed; None to be asked again later.
+
+        And whether the request is to wait for that, while others compute: else the step that it is in loads them first.
+        """
+        num_found = self._find(request, num_computed_tokens)
+        if not num_found:
+            return num_found, False
+        return num_found, not self._plan_first(self._tracked[request.request_id], num_found)
+
+    def _find(self, request: Any, num_computed_tokens: int) -> int | None:
         wanted = self._configuration
         tracked = self._tracked.setdefault(request.request_id, Tracked(request))
         first = tracked.num_here = tracked.num_stored = num_computed_tokens
@@ -217,6 +236,42 @@ class SchedulingSide:
     def _want(self, tracked: Tracked, num_known: int) -> None:
         if tracked.is_wanted is None:
             tracked.is_wanted = self._paying.wants(tracked.request, num_known)
+
+    def _plan_first(self, tracked: Tracked, num_found: int) -> bool:
+        """Plan a load that the step itself begins with, if it is small and in memory; return whether that is done.
+
+        Its plan is there before vLLM has chosen blocks. Where there are none vLLM asks again in the next step, and
+        so on: then the request waits for its load as any other does.
+        """
+        wanted, request, first = self._configuration, tracked.request, tracked.num_stored
+        if not (self._memory and wanted.loads_parts and tracked.may_hurry and self._patience_s > 0):
+            return False
+        keys = self.naming.need(wanted.main, request, first, first + num_found).needed
+        num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
+        if num_bytes > self._num_first_bytes or not self._is_in_memory(tracked, keys, num_found):
+            return False
+        tracked.may_hurry = False
+        job = self._open_planner().plan_load(keys)
+        self._wait_planned([job])
+        if job.result is not None or (plan := job.plan) is None or plan.num_blocks < len(keys):
+            job.cancel(undelivered=True)
+            return False
+        self._hurrying[request.request_id] = job
+        self._num_first_bytes -= num_bytes
+        return True
+
+    def _is_in_memory(self, tracked: Tracked, keys: BlockKeys, num_tokens: int) -> bool:
+        """Take note of which tiers have the blocks, and say whether it is those whose blocks are planned at once."""
+        by_tier, size = self.kv.lookup_nowait(keys).by_tier, self._configuration.main.block_size
+        tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in by_tier.items()}
+        return sum(tracked.by_tier.get(tier, 0) for tier in self._memory) >= num_tokens
+
+    def _wait_planned(self, jobs: list[Job]) -> None:
+        """Wait for plans for what is left of this step's patience: what is late comes in the next one."""
+        if jobs and self._patience_s > 0:
+            began_s = time.monotonic()
+            self._open_planner().wait_planned(jobs, self._patience_s)
+            self._patience_s -= time.monotonic() - began_s
 
     def _brings_enough(self, num_found: int) -> bool:
         """Say whether so much is in memory for loads that a request more would take its room from the others."""
@@ -278,20 +333,26 @@ class SchedulingSide:
             return
         tracked, wanted = self._tracked[request.request_id], self._configuration
         first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
-        parts = []
+        parts, is_in_memory = [], False
+        planned = self._hurrying.pop(request.request_id, None)
         for group in wanted.groups:
             keys = self.naming.need(group, request, first, first + num_tokens).needed
             if not len(keys):
                 continue
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
             self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
-            if group is wanted.main:
-                by_tier = self.kv.lookup_nowait(keys).by_tier
-                tracked.by_tier = {tier: n * group.block_size for tier, n in by_tier.items()}
-            parts.append((self._open_planner().plan_load(keys, GPULoadStoreSpec(ids, group.number)), ids))
+            blocks = GPULoadStoreSpec(ids, group.number)
+            if planned is not None:
+                planned.bind(blocks)
+            elif group is wanted.main:
+                is_in_memory = self._is_in_memory(tracked, keys, num_tokens)
+            parts.append((planned or self._open_planner().plan_load(keys, blocks), ids))
+        jobs = [job for job, _ in parts]
         self._loads[request.request_id] = Load(
-            tuple(parts), tracked, first, num_tokens, time.monotonic(), not_ended={job.number for job, _ in parts}
-        )
+            tuple(parts), tracked, first, num_tokens, time.monotonic(), comes_first=planned is not None,
+            not_ended={job.number for job in jobs},
+        )  # fmt: skip
+        self._beginning += jobs if is_in_memory else []
         tracked.num_stored = first + num_tokens
 
     def hit_sources(self, request: Any, num_external_tokens: int) -> dict[CacheHitSource, int]:
@@ -317,7 +378,9 @@ class SchedulingSide:
         if self._planner is not None:
             if (slabs := self._planner.slabs()) is not self._slabs:  # a server's are others once it has restarted
                 step.slabs = self._slabs = slabs
+            self._wait_planned(self._beginning)
             self._hear_of_jobs()
+            self._begin_step()
             self._deliver_loads(step)
             self._deliver_stores(step, scheduled)
             self._paying.step((new.req_id for new in scheduled.scheduled_new_reqs), self._tracked)
@@ -400,6 +463,13 @@ class SchedulingSide:
             self._storing.ended(job)
         return bool(jobs)
 
+    def _begin_step(self) -> None:
+        """Let go of what was planned for this step and has no blocks of vLLM's, and forget what the step has taken."""
+        for job in self._hurrying.values():
+            job.cancel(undelivered=True)
+        self._hurrying, self._beginning = {}, []
+        self._patience_s, self._num_first_bytes = _PLANNED_S, _FIRST_BYTES
+
     def _count_loaded(self, load: Load, job: Job, result: JobResult) -> None:
         """Count a part of a load that has ended: tokens with the last one, as they need all parts."""
         load.not_ended.discard(job.number)
@@ -435,7 +505,7 @@ class SchedulingSide:
                     self._moving[job.number] = load
                 else:
                     job.cancel(undelivered=True)  # a server may hold slots for its plan yet
-            step.loads.append(LoadOrder(name, tuple(parts)))
+            step.loads.append(LoadOrder(name, tuple(parts), load.comes_first))
             if held != wanted:
                 load.fall_short()
             self.counts.load(sum(wanted), sum(held), waited_s)

@@ -1,0 +1,142 @@
+"""When the connector for vLLM loads: what is in memory in the step that computes the rest, all else beside steps."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.integrations.test_vllm_stores import ROOMY, opened
+from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
+
+LENGTH = 6 * BLOCK_SIZE + 1
+
+
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for plans however long they take: here it is no matter of the machine's speed."""
+    monkeypatch.setattr(VLLM.scheduling, "_PLANNED_S", 60.0)
+
+
+@contextmanager
+def stored_once(*tiers: object, **wanted: object) -> Iterator[SmallVLLM]:
+    """Open a vLLM without a prefix cache of its own, whose tiers have a prompt of six blocks."""
+    with opened(*tiers, **wanted) as engine:
+        engine.ask("one", LENGTH, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.settle_copies()
+        yield engine
+
+
+def loads_of(engine: SmallVLLM) -> list[bool]:
+    """Have the loads of the steps to come noted: whether each comes first."""
+    noted, next_step = list[bool](), engine.scheduling.next_step
+
+    def note(scheduled: object) -> object:
+        step = next_step(scheduled)
+        noted.extend(order.comes_first for order in step.loads)
+        return step
+
+    engine.scheduling.next_step = note
+    return noted
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_what_is_in_memory_is_loaded_by_the_step_that_computes_the_rest(*, is_async: bool) -> None:
+    """A request has its first token after one step, as if it had come to an engine that had its prompt."""
+    with stored_once(ROOMY, is_async=is_async) as engine:
+        loads = loads_of(engine)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()  # which looks at what attention reads
+        assert (loads, two.num_computed_tokens, two.is_loading) == ([True], LENGTH, False)
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert engine.scheduling.num_bringing == 0
+
+
+def test_every_rank_loads_first() -> None:
+    """Each its own part."""
+    with stored_once(ROOMY, num_ranks=2) as engine:
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert all(engine.is_right(two, number, rank) for number in range(6) for rank in range(2))
+        engine.settle()
+
+
+@pytest.mark.parametrize("why", ["not planned in time", "more than a step loads", "on storage"])
+def test_what_takes_longer_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+    """Its request waits, and nobody else does."""
+    tiers: list[object] = [ROOMY]
+    if why == "on storage":
+        tiers = [{"medium": "cpu", "capacity": 16 * STRIDE}, {"medium": "nvme", "path": tmp_path, "capacity": "1MiB"}]
+    with stored_once(*tiers) as engine:
+        if why == "not planned in time":
+            monkeypatch.setattr(engine.scheduling, "_patience_s", 0.0)
+        elif why == "more than a step loads":
+            monkeypatch.setattr(engine.scheduling, "_num_first_bytes", 6)
+        else:
+            engine.scheduling.kv.flush()
+            engine.ask("other", 16 * BLOCK_SIZE, 1)
+            engine.settle()
+            engine.settle_loop()
+        loads = loads_of(engine)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert two.is_loading
+        engine.settle()
+        assert loads == [False]
+
+
+def test_a_load_beside_begins_before_the_step_computes() -> None:
+    """By the end of that step it can be over: vLLM itself would have it begin then."""
+    with stored_once(ROOMY) as engine:
+        engine.scheduling._patience_s = 0.0  # noqa: SLF001 - its plan comes with the next step
+        worker, begun = engine.workers[0], list[int]()
+        load_first = worker.load_first
+
+        def look(step: object) -> None:
+            begun.append(len(worker._loads))  # noqa: SLF001 - ours
+            load_first(step)
+
+        worker.load_first = look
+        engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        engine.settle_loop()
+        engine.step()
+        assert begun == [0, 1]
+        engine.settle()
+
+
+def test_what_was_planned_for_a_request_without_blocks_is_let_go() -> None:
+    """VLLM asks again in each step until it has blocks: its slots are not held, nor is it planned each time."""
+    with stored_once(ROOMY, num_blocks=8) as engine:
+        engine.ask("long", 5 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        engine.step()
+        planned, loads = list[object](), loads_of(engine)
+        plan_load = engine.scheduling._planner.plan_load  # noqa: SLF001 - ours
+
+        def noted(*keys: object) -> object:
+            planned.append(plan_load(*keys))
+            return planned[-1]
+
+        engine.scheduling._planner.plan_load = noted  # noqa: SLF001 - ours
+        engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step(4)
+        assert (len(planned), engine.scheduling._hurrying) == (1, {})  # noqa: SLF001 - ours
+        assert planned[0].plan.moves == ()  # type: ignore[attr-defined]
+        engine.settle()
+        assert loads == [False]
+
+
+def test_what_a_first_load_lacks_is_computed() -> None:
+    """The step has computed with it: that counts for nothing, and is done again."""
+    with stored_once(ROOMY) as engine:
+        worker = engine.workers[0]
+        worker._worker.unregister_kv_caches()  # noqa: SLF001 - so that no copy begins
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert two.num_computed_tokens == 0
+        worker.restore_kv_caches()
+        engine.settle()
