@@ -1,4 +1,4 @@
-"""Change the library one line at a time, and see whether a test notices: `make mutate`, see docs/how-to/mutate.md.
+"""Change the library one line at a time, and see whether a test notices: `make mutate`, see CONTRIBUTING.md.
 
 Everything happens in a copy of the tree. A line is changed by one operator of Cosmic Ray, or left out, and the tests
 that run it, of those that `tests/mutation.toml` names for its package, run until one fails.

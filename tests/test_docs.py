@@ -16,6 +16,7 @@ import re
 import subprocess
 import sys
 import types
+from collections import defaultdict
 from dataclasses import fields
 from fnmatch import fnmatch
 from pathlib import Path
@@ -136,8 +137,21 @@ def test_operators_find_every_event_and_number() -> None:
 
 
 def test_the_table_of_settings_is_the_codes() -> None:
-    """All keys of every medium, with their defaults and variables: what `config --keys` says."""
-    rows = [f"| `{each.key}` | `{each.value}` | `{each.source}` |" for each in all_keys()]
+    """All keys of every medium, with their defaults: what `config --keys` says, those that tiers share said once."""
+    of_tiers: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+    rows = []
+    for each in all_keys():
+        medium, _, name = each.key.rpartition(": ")
+        if medium:
+            of_tiers[name, each.value].append(medium)
+        else:
+            rows.append(f"| `{each.key}` | `{each.value}` | |")
+    everyone = max(of_tiers.values(), key=len)
+    storage = [medium for medium in everyone if medium not in {"gpu", "cpu"}]
+    for (name, value), media in of_tiers.items():
+        whole = {len(everyone): "every tier", len(storage): "every storage tier"}
+        of = whole.get(len(media), ", ".join(f"`{medium}`" for medium in media))
+        rows.append(f"| `{name}` | `{value}` | {of} |")
     page = (DOCS / "reference" / "settings-table.md").read_text()
     wanted = page.partition("|---|---|---|\n")[0] + "|---|---|---|\n" + "\n".join(rows) + "\n"
     assert page == wanted, f"docs/reference/settings-table.md is to end with:\n{wanted}"

@@ -32,7 +32,6 @@ NOT_OURS = {
     "record.values",
     "tiered_kv.connect",  # keys of SGLang's extra config
     "tiered_kv.weights",
-    "torch/cuda/__init__.py",
 }
 
 

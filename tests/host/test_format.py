@@ -1,4 +1,4 @@
-"""The page about formats says what is said: every message of a server and its clients, field by field."""
+"""What a server and its clients say to each other is written down: whoever changes it changes the version."""
 
 import typing
 from pathlib import Path
@@ -9,6 +9,7 @@ from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
+WRITTEN = Path(__file__).parents[1] / "data" / "wire.txt"
 
 
 def declared(union: object) -> str:
@@ -24,15 +25,9 @@ def callable_by_clients() -> str:
     return "".join(f"{name:<15}{' '.join(call.arguments)}".rstrip() + "\n" for name, call in sorted(CALLS.items()))
 
 
-def test_the_page_lists_every_call_that_a_client_may_make() -> None:
-    """With its arguments: one that gets another changes what is said, and so the version."""
-    said = callable_by_clients()
-    assert f"```text\n{said}```" in PAGE.read_text(), f"docs/format.md is to say:\n{said}"
-
-
-def test_the_page_lists_every_message_and_its_fields() -> None:
-    """Whoever changes one changes the page, and the version: sides of two versions must not take one for the other."""
-    page = PAGE.read_text()
-    for union in (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply):
-        assert f"```text\n{declared(union)}```" in page, f"docs/format.md is to say:\n{declared(union)}"
-    assert f"on a Unix socket. Version {wire.VERSION}." in page
+def test_what_is_written_down_is_what_is_said() -> None:
+    """Each message with its fields, each call with its arguments: no side takes another version for its own."""
+    unions = (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply)
+    said = f"Version {wire.VERSION}\n\n" + "\n".join([*map(declared, unions), callable_by_clients()])
+    assert WRITTEN.read_text() == said, f"{WRITTEN.name} is to say, once the version has gone up:\n{said}"
+    assert f"on a Unix socket. Version {wire.VERSION}." in PAGE.read_text()

@@ -31,7 +31,7 @@ import pytest
 
 ROOT: Final = pathlib.Path(__file__).resolve().parents[2]
 TABLE: Final = pathlib.Path(__file__).with_suffix(".toml")
-PAGE: Final = ROOT / "docs/explanation/planted-bugs.md"
+PAGE: Final = pathlib.Path(__file__).with_suffix(".md")
 HEAD: Final = "| Bug | Class | File | Seeds | Found as |\n|---|---|---|---|---|\n"
 STEPS: Final = 120
 MOST_SEEDS: Final = 200
@@ -306,7 +306,7 @@ def median(found: Sequence[Found]) -> int:
 
 
 def row_of(planted: Planted, found: Sequence[Found] = (), most_seeds: int = 0, *, aimed: bool = False) -> str:
-    """Return a row of the page's table."""
+    """Return a row of the table."""
     middle = median(found) if found else 0
     ranges = ", ".join(str(each.seeds or "-") for each in found)
     most = "at most " if aimed and planted.scene else ""

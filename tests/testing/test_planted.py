@@ -53,7 +53,7 @@ with planted.ended_if_it_hangs(lambda: print("hangs", flush=True)):
 
 
 def rows() -> list[list[str]]:
-    """Return the cells of the page's table."""
+    """Return the cells of the table."""
     page = PAGE.read_text()
     table = page[page.index(HEAD) + len(HEAD) :].split("\n\n")[0]
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
@@ -62,6 +62,13 @@ def rows() -> list[list[str]]:
 def test_the_page_has_each_bug() -> None:
     """As `make planted` has written it."""
     assert [name for name, *_ in rows()] == [each.name for each in all_planted()]
+
+
+def test_the_documentation_says_how_many_are_found() -> None:
+    """As the table has it."""
+    num_found = sum(not each.unfound for each in all_planted())
+    said = (ROOT / "docs/explanation/planted-bugs.md").read_text()
+    assert f"{num_found} of {len(all_planted())}" in said
 
 
 def test_each_bug_is_found_or_its_row_says_why_not() -> None:
