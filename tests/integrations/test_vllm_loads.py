@@ -15,7 +15,7 @@ LENGTH = 6 * BLOCK_SIZE + 1
 @pytest.fixture(autouse=True)
 def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step waits for plans however long they take: here it is no matter of the machine's speed."""
-    monkeypatch.setattr(VLLM.scheduling, "_PLANNED_S", 60.0)
+    monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 60.0)
 
 
 @contextmanager
@@ -66,16 +66,16 @@ def test_every_rank_loads_first() -> None:
 
 
 @pytest.mark.parametrize("why", ["not planned in time", "more than a step loads", "on storage"])
-def test_what_takes_longer_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, why: str) -> None:
+def test_what_takes_longer_goes_on_beside_steps(tmp_path: Path, why: str) -> None:
     """Its request waits, and nobody else does."""
     tiers: list[object] = [ROOMY]
     if why == "on storage":
         tiers = [{"medium": "cpu", "capacity": 16 * STRIDE}, {"medium": "nvme", "path": tmp_path, "capacity": "1MiB"}]
     with stored_once(*tiers) as engine:
         if why == "not planned in time":
-            monkeypatch.setattr(engine.scheduling, "_patience_s", 0.0)
+            engine.scheduling._loads._patience_s = 0.0  # noqa: SLF001 - ours
         elif why == "more than a step loads":
-            monkeypatch.setattr(engine.scheduling, "_num_first_bytes", 6)
+            engine.scheduling._loads._num_first_bytes = 6  # noqa: SLF001 - ours
         else:
             engine.scheduling.kv.flush()
             engine.ask("other", 16 * BLOCK_SIZE, 1)
@@ -92,7 +92,7 @@ def test_what_takes_longer_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch,
 def test_a_load_beside_begins_before_the_step_computes() -> None:
     """By the end of that step it can be over: vLLM itself would have it begin then."""
     with stored_once(ROOMY) as engine:
-        engine.scheduling._patience_s = 0.0  # noqa: SLF001 - its plan comes with the next step
+        engine.scheduling._loads._patience_s = 0.0  # noqa: SLF001 - its plan comes with the next step
         worker, begun = engine.workers[0], list[int]()
         load_first = worker.load_first
 
@@ -124,7 +124,7 @@ def test_what_was_planned_for_a_request_without_blocks_is_let_go() -> None:
         engine.scheduling._planner.plan_load = noted  # noqa: SLF001 - ours
         engine.ask("two", LENGTH, 2, prompt="a")
         engine.step(4)
-        assert (len(planned), engine.scheduling._hurrying) == (1, {})  # noqa: SLF001 - ours
+        assert (len(planned), engine.scheduling._loads._hurrying) == (1, {})  # noqa: SLF001 - ours
         assert planned[0].plan.moves == ()  # type: ignore[attr-defined]
         engine.settle()
         assert loads == [False]
@@ -156,9 +156,9 @@ def test_who_has_listened_in_vain_is_followed_by_many_who_do_not(monkeypatch: py
     """A tier that hangs costs a step its patience now and then, not for each request."""
     far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
     with opened(ROOMY, far, lookup_timeout_s=0.001) as engine:
-        monkeypatch.setattr(VLLM.scheduling, "_PLANNED_S", 0.001)
-        engine.scheduling._begin_step()  # noqa: SLF001 - ours
-        listened = Counted(monkeypatch, VLLM.scheduling.SchedulingSide, "_listen")
+        monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.001)
+        engine.scheduling._loads.begin_step()  # noqa: SLF001 - ours
+        listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
         for number in range(24):
             engine.ask(str(number), LENGTH + number, 1)
             engine.settle()

@@ -82,7 +82,17 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
     ours = "tiered_kv.integrations.vllm"
     sys.modules.update(pretended())
     try:
-        names = ("scheduling", "moving", "configuration", "messages", "counts", "naming", "paying", "storing")
+        names = [
+            "scheduling",
+            "moving",
+            "configuration",
+            "messages",
+            "counts",
+            "loading",
+            "naming",
+            "paying",
+            "storing",
+        ]
         return SimpleNamespace(**{name: importlib.import_module(f"{ours}.{name}") for name in names})
     finally:
         for name in [each for each in sys.modules if each.partition(".")[0] == "vllm"]:

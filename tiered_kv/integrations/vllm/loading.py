@@ -1,0 +1,329 @@
+"""Loads: how much of a prompt is to be had, which loads a step begins with, and which go on beside steps.
+
+A load of one KV group that is small, and in memory, is planned while vLLM asks what is there: the step that computes
+the rest of the prompt loads it first. All others are planned once vLLM has chosen blocks, and their requests wait.
+Called by the scheduler's thread only, which waits for none of it, but for a moment.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from itertools import chain
+from typing import Any, Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.cache.blocking import BlockingTieredKV
+from tiered_kv.cache.groups import GroupNeed, find_longest
+from tiered_kv.cache.planner import Planner
+from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
+from tiered_kv.integrations.vllm.counts import Counts
+from tiered_kv.integrations.vllm.messages import Load, LoadOrder, Step, Tracked
+from tiered_kv.integrations.vllm.naming import RequestNaming
+from tiered_kv.integrations.vllm.paying import Paying
+from tiered_kv.transfers.jobs import Job
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.plan import JobResult, Outcomes
+from tiered_kv.values.results import BlockState
+from tiered_kv.values.specs import GPULoadStoreSpec
+
+_HIT: Final = bytes([BlockState.HIT])
+_ASKING: Final = bytes([BlockState.ASKING])
+_PATIENCE_S: Final = 0.002
+"""A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
+_LOOK_AGAIN_S: Final = 0.0003
+_FIRST_BYTES: Final = 64 << 20
+"""A step loads so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
+
+
+class PendingLoads:
+    """What requests are to be loaded, from the first look-up to the end of the copies."""
+
+    def __init__(
+        self,
+        kv: BlockingTieredKV,
+        planner: Planner,
+        configuration: Configuration,
+        counts: Counts,
+        naming: RequestNaming,
+        paying: Paying,
+        *,
+        memory: dict[str, int],
+        describe: Callable[[Any, EngineGroup, BlockKeys], None],
+    ) -> None:
+        """Begin with none.
+
+        Args:
+            kv: The cache.
+            planner: Of it.
+            configuration: What is wanted.
+            counts: What is counted.
+            naming: Of blocks.
+            paying: What pays.
+            memory: The slots of the cache's own memory tiers, by name.
+            describe: Tells routers what blocks are.
+        """
+        self._kv = kv
+        self._planner = planner
+        self._configuration = configuration
+        self._counts = counts
+        self._naming = naming
+        self._paying = paying
+        self._describe = describe
+        self._loads: dict[str, Load] = {}  # not handed to the workers yet
+        self._moving: dict[int, Load] = {}
+        self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
+        # Tiers whose blocks are planned at once: a server's answers come later.
+        self._memory = list(memory) if configuration.below.settings is not None else []
+        self._beginning: list[Job] = []  # in this step, of what these have
+        self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
+        self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
+
+    def find(self, tracked: Tracked, num_computed_tokens: int, *, can_load: bool) -> tuple[int | None, bool]:
+        """Return how many tokens can be loaded behind those that are computed; None to be asked again later.
+
+        And whether the request is to wait for that, while others compute: else the step that it is in loads them first.
+        """
+        first = tracked.num_here = tracked.num_stored = num_computed_tokens
+        tracked.num_found = tracked.num_noted = 0
+        if not can_load or not self._configuration.loads or not tracked.may_load:
+            return 0, False
+        num_found = self._find(tracked, first)
+        if not num_found:
+            return num_found, False
+        tracked.num_found = num_found
+        return num_found, not self._plan_first(tracked, num_found)
+
+    def _find(self, tracked: Tracked, first: int) -> int | None:
+        wanted, request = self._configuration, tracked.request
+        most = (request.num_tokens - 1) // wanted.step * wanted.step
+        if most <= first and not wanted.tail_tokens:
+            self._want(tracked, first)
+            return 0
+        needs = [self._naming.need(group, request, first, most) for group in wanted.groups]
+        num_found, may_be_more = self._longest(needs)
+        if may_be_more and tracked.patience_s is None and self._patience_s > 0 and self._paying.hears_soon():
+            num_found, may_be_more = self._listen(needs)
+        if wanted.tail_tokens and not may_be_more:
+            num_more, may_be_more = self._tail(request, first + num_found)
+            num_found += num_more
+        if self._waits(tracked, most - first - num_found if may_be_more else 0):
+            return None
+        if not tracked.is_counted:
+            tracked.is_counted = True
+            main = needs[wanted.main.number].keys
+            self._kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
+            self._want(tracked, first + num_found)
+        if not num_found:
+            return 0
+        if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
+            needs = [self._naming.need(group, request, first, first + num_found) for group in wanted.groups]
+            decided = tracked.is_worth = first, num_found, self._paying.num_worth(needs, num_found)
+        if (num_found := decided[2]) and self._brings_enough(num_found):
+            return None
+        return num_found
+
+    def _longest(self, needs: list[GroupNeed]) -> tuple[int, bool]:
+        """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
+        if self._configuration.loads_parts:  # as most models: asked for each request, and again and again
+            states = self._kv.membership(needs[0].keys, prefix_only=True).tobytes()
+            num_blocks = len(states) - len(states.lstrip(_HIT))
+            return num_blocks * self._configuration.main.block_size, states[num_blocks : num_blocks + 1] == _ASKING
+        is_asking = False
+
+        def has(need: GroupNeed, *, hopes: bool) -> NDArray[np.bool_]:
+            nonlocal is_asking
+            states = self._kv.membership(need.keys)
+            asking = states == BlockState.ASKING
+            is_asking = is_asking or bool(asking.any())
+            there: NDArray[np.bool_] = (states == BlockState.HIT) | (asking & hopes)
+            return there
+
+        def longest(*, hopes: bool) -> int:
+            search = find_longest(needs)
+            try:
+                asked = next(search)
+                while True:
+                    asked = search.send([has(need, hopes=hopes) for need in asked])
+            except StopIteration as found:
+                return int(found.value)
+
+        num_found = longest(hopes=False)
+        return num_found, is_asking and longest(hopes=True) > num_found
+
+    def _tail(self, request: Any, num_whole: int) -> tuple[int, bool]:
+        """Return how many tokens of the block behind so many every group has, and whether that may yet be more.
+
+        States are asked for first: they are at few places, and the others are asked for these alone.
+        """
+        wanted, size, is_asking = self._configuration, self._configuration.tail_tokens, False
+        most = min(request.num_tokens - 1, num_whole + wanted.step - 1, len(request.block_hashes) * size)
+        ends: Sequence[int] = range(num_whole + size, most + 1, size)
+        for group in sorted(wanted.groups, key=lambda group: group.is_whole):
+            states = self._kv.membership(self._naming.tails(group, request, ends))
+            is_asking = is_asking or bool((states == BlockState.ASKING).any())
+            ends = [end for end, state in zip(ends, states, strict=True) if state == BlockState.HIT]
+        return max(ends, default=num_whole) - num_whole, is_asking
+
+    def _listen(self, needs: list[GroupNeed]) -> tuple[int, bool]:
+        """Look again until shared tiers have answered, for what is left of this step's patience.
+
+        Most answers take less than a step, and who waits for the next one waits for all of it.
+        """
+        began_s, (num_found, may_be_more) = time.monotonic(), (0, True)
+        while may_be_more and (left_s := self._patience_s - (time.monotonic() - began_s)) > 0:
+            time.sleep(min(left_s, _LOOK_AGAIN_S))
+            num_found, may_be_more = self._longest(needs)
+        self._patience_s -= time.monotonic() - began_s
+        self._paying.heard(is_soon=not may_be_more)
+        return num_found, may_be_more
+
+    def _waits(self, tracked: Tracked, num_more: int) -> bool:
+        """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
+        now = time.monotonic()
+        if num_more and tracked.patience_s is None:  # it may have been in the queue for long, and is asked for anew
+            tracked.waits_since_s, tracked.patience_s = now, self._paying.lookup_patience_s(num_more)
+        if not tracked.patience_s:
+            return False
+        waited_s = now - tracked.waits_since_s
+        if num_more and waited_s < tracked.patience_s:
+            return True
+        self._paying.answered(min(waited_s, tracked.patience_s), is_late=bool(num_more))
+        tracked.patience_s = 0.0
+        return False
+
+    def _want(self, tracked: Tracked, num_known: int) -> None:
+        if tracked.is_wanted is None:
+            tracked.is_wanted = self._paying.wants(tracked.request, num_known)
+
+    def _brings_enough(self, num_found: int) -> bool:
+        """Say whether so much is in memory for loads that a request more would take its room from the others."""
+        num_coming, wanted = self.num_bringing, self._configuration
+        num_more = -(-num_found // wanted.main.block_size) * len(wanted.groups)
+        return bool(num_coming) and num_coming + num_more > self._most_bringing
+
+    @property
+    def num_bringing(self) -> int:
+        """Blocks that memory holds, or is to hold, for requests that wait for them."""
+        loads = {id(load): load for load in chain(self._loads.values(), self._moving.values())}
+        return sum(len(ids) for load in loads.values() for _, ids in load.parts)
+
+    def _plan_first(self, tracked: Tracked, num_found: int) -> bool:
+        """Plan a load that the step itself begins with, if it is small and in memory; return whether that is done.
+
+        Its plan is there before vLLM has chosen blocks. Where there are none vLLM asks again in the next step, and
+        so on: then the request waits for its load as any other does.
+        """
+        wanted, request, first = self._configuration, tracked.request, tracked.num_stored
+        if not (self._memory and wanted.loads_parts and tracked.may_hurry and self._patience_s > 0):
+            return False
+        keys = self._naming.need(wanted.main, request, first, first + num_found).needed
+        num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
+        if num_bytes > self._num_first_bytes or not self._is_in_memory(tracked, keys, num_found):
+            return False
+        tracked.may_hurry = False
+        job = self._planner.plan_load(keys)
+        self._wait_planned([job])
+        if job.result is not None or (plan := job.plan) is None or plan.num_blocks < len(keys):
+            job.cancel(undelivered=True)
+            return False
+        self._hurrying[request.request_id] = job
+        self._num_first_bytes -= num_bytes
+        return True
+
+    def _is_in_memory(self, tracked: Tracked, keys: BlockKeys, num_tokens: int) -> bool:
+        """Take note of which tiers have the blocks, and say whether it is those whose blocks are planned at once."""
+        by_tier, size = self._kv.lookup_nowait(keys).by_tier, self._configuration.main.block_size
+        tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in by_tier.items()}
+        return sum(tracked.by_tier.get(tier, 0) for tier in self._memory) >= num_tokens
+
+    def _wait_planned(self, jobs: list[Job]) -> None:
+        """Wait for plans for what is left of this step's patience: what is late comes in the next one."""
+        if jobs and self._patience_s > 0:
+            began_s = time.monotonic()
+            self._planner.wait_planned(jobs, self._patience_s)
+            self._patience_s -= time.monotonic() - began_s
+
+    def begin(self, tracked: Tracked, tables: Sequence[list[int]], num_external_tokens: int) -> None:
+        """Plan to load what was found, now that its request has its blocks; by block table, these."""
+        wanted, request = self._configuration, tracked.request
+        first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
+        parts, is_in_memory = [], False
+        planned = self._hurrying.pop(request.request_id, None)
+        for group in wanted.groups:
+            keys = self._naming.need(group, request, first, first + num_tokens).needed
+            if not len(keys):
+                continue
+            ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
+            self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
+            blocks = GPULoadStoreSpec(ids, group.number)
+            if planned is not None:
+                planned.bind(blocks)
+            elif group is wanted.main:
+                is_in_memory = self._is_in_memory(tracked, keys, num_tokens)
+            parts.append((planned or self._planner.plan_load(keys, blocks), ids))
+        jobs = [job for job, _ in parts]
+        self._loads[request.request_id] = Load(
+            tuple(parts), tracked, first, num_tokens, time.monotonic(), comes_first=planned is not None,
+            not_ended={job.number for job in jobs},
+        )  # fmt: skip
+        self._beginning += jobs if is_in_memory else []
+        tracked.num_stored = first + num_tokens
+
+    def wait_planned(self) -> None:
+        """Wait a moment for the plans of loads from memory that begin in this step: in the next they would be late."""
+        self._wait_planned(self._beginning)
+
+    def begin_step(self) -> None:
+        """Let go of what was planned for this step and has no blocks of vLLM's, and forget what the step has taken."""
+        for job in self._hurrying.values():
+            job.cancel(undelivered=True)
+        self._hurrying, self._beginning = {}, []
+        self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES
+
+    def deliver(self, step: Step) -> None:
+        """Have the workers do, in a step, what is planned."""
+        now = time.monotonic()
+        for name, load in list(self._loads.items()):
+            jobs, waited_s = [job for job, _ in load.parts], now - load.begun_s
+            is_late = waited_s > self._paying.patience_s(load.num_tokens)
+            if is_late and not load.is_given_up and any(job.plan is None for job in jobs):
+                load.is_given_up = True
+                for job in jobs:
+                    job.cancel(undelivered=True)
+            if any(job.plan is None or (load.is_given_up and job.result is None) for job in jobs):
+                continue  # what was given up comes back with nothing, soon; a plan that came before that is void
+            del self._loads[name]
+            held = [0 if job.result is not None or job.plan is None else job.plan.num_blocks for job in jobs]
+            wanted = [len(ids) for _, ids in load.parts]
+            if held != wanted and not self._configuration.loads_parts:
+                held = [0 for _ in jobs]  # a window without its prefix is of no use, nor the other way round
+            parts = []
+            for (job, ids), num_blocks in zip(load.parts, held, strict=True):
+                parts.append((ids, job.plan if num_blocks else None))
+                if num_blocks:
+                    self._moving[job.number] = load
+                else:
+                    job.cancel(undelivered=True)  # a server may hold slots for its plan yet
+            step.loads.append(LoadOrder(name, tuple(parts), load.comes_first))
+            if held != wanted:
+                load.fall_short()
+            self._counts.load(sum(wanted), sum(held), waited_s)
+
+    def took(self, outcomes: Outcomes) -> None:
+        """Take note of what a worker has moved, if it is of a load."""
+        load = self._moving.get(outcomes.job)
+        if load is not None and outcomes.num_moved < load.num_blocks_of(outcomes.job):
+            load.fall_short()
+
+    def ended(self, job: Job, result: JobResult) -> None:
+        """Count a part of a load that has ended, if the job is one: tokens with the last, as they need all parts."""
+        if (load := self._moving.pop(job.number, None)) is None:
+            return
+        load.not_ended.discard(job.number)
+        num_tokens = 0
+        if self._configuration.loads_parts:
+            num_tokens = result.num_blocks * self._configuration.main.block_size
+        elif not load.not_ended and not load.is_short:
+            num_tokens = load.num_tokens
+        self._counts.load_ended(num_tokens, result.by_tier)
