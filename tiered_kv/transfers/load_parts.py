@@ -266,7 +266,7 @@ class GapLoad(InTask):
         mask.flags.writeable = False
         self._settle(int(np.count_nonzero(mask)))
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
-        faults += [request.revocation()] if self.revoked else []
+        faults = _away_once(faults) + ([request.revocation()] if self.revoked else [])
         return request.result(prefix_of(mask), counts, faults, loop.time() - started, mask)
 
     async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:
@@ -306,3 +306,9 @@ class GapLoad(InTask):
         task = asyncio.current_task()
         self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
         return results
+
+
+def _away_once(faults: Sequence[TierFault]) -> list[TierFault]:
+    """Name each tier that is away once, as it was first: every round passes over it."""
+    first = {fault.tier: fault for fault in reversed(faults) if fault.reason is Reason.TIER_AWAY}
+    return [fault for fault in faults if fault.reason is not Reason.TIER_AWAY or fault is first[fault.tier]]
