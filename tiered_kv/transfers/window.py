@@ -343,10 +343,11 @@ class Bringer:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await chain.tasks.turn(self._priority)
+        faults: list[TierFault] = []
         for fill in window.fills:
             if not fill.is_done:
-                self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
-            self.faults += chain.fills.faults_of(fill)
+                faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
+            faults += chain.fills.faults_of(fill)
         host = window.host
         arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         lease = chain.host.index.lease(batch.names[arrived])
@@ -354,7 +355,11 @@ class Bringer:
         absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
         if num_blocks == n:
-            self.faults += window.not_said  # the load ends here, and not before
+            faults += window.not_said  # the load ends here, and not before
+        else:  # what befell the first block that did not come is said last
+            number = max(int(window.source[num_blocks]), int(window.coming[num_blocks]))
+            faults.sort(key=lambda fault: number >= 0 and chain.names[number] in fault.tier.split(","))
+        self.faults += faults
         if window.own is not None:
             came = window.own_at[window.own.arrived]
             window.source[came[host[came] < 0]] = -1  # the tier has shrunk since, or had them evicted
