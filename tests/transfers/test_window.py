@@ -236,7 +236,7 @@ async def test_a_transfer_that_begins_no_more_plans_no_more() -> None:
 async def test_a_load_is_short_for_what_befell_its_first_missing_block(is_first: bool) -> None:  # noqa: FBT001 - a case
     """Of two tiers that fail one window, the one that had that block is to blame, wherever it is in the chain."""
     engine, keys = Engine(), prompt(4)
-    hung, broken = ScriptedBackend(name="hung", timeout_s=0.02), ScriptedBackend(name="broken")
+    hung, broken = ScriptedBackend(name="hung", timeout_s=0.2), ScriptedBackend(name="broken")
     tiers = (hung, broken) if is_first else (broken, hung)
     async with open_cache(*tiers, engine=engine) as kv:
         await keep(kv, engine, keys)

@@ -247,8 +247,9 @@ class LoadResult:
         by_tier: Where each block that is in place was found.
         num_bytes: Payload bytes of what is in place, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
-        faults: What kept blocks from being in place, if something but a plain miss did. Why it was a plain miss say
-            `BlocksLoaded.missed_because`, `TieredKV.explain` and `CacheStatistics.missed_because`.
+        faults: What kept blocks from being in place, if something but a plain miss did: a bypassed tier that may have
+            them is named too, once. Why it was a plain miss say `BlocksLoaded.missed_because`,
+            `TieredKV.explain` and `CacheStatistics.missed_because`.
     """
 
     num_blocks: int
