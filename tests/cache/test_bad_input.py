@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tiered_kv import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
     GPULoadStoreSpec,
+    KVLayout,
     LayoutMismatchError,
     ModelIdentity,
     TieredKV,
@@ -381,7 +383,7 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
             "a list of tiers, .* got str",
         ),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
-        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "did you mean 'window'"),
+        (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "^limits.windw: .*'window'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
         (lambda: prompt(1, group=-1), "a KV group's number must be an int, 0 or more, got -1"),
         (lambda: hash_blocks(range(4), block_size=4, extra=["x"]), r"extra\[0\] must be bytes or None, got 'x'"),  # type: ignore[list-item]
@@ -405,6 +407,19 @@ async def test_limits_of_a_dict() -> None:
     """They are taken as `TieredKVSettings` takes them."""
     async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"load_timeout_s": "2"}) as kv:
         assert kv.stats().transfers == 0
+
+
+@pytest.mark.parametrize("name", ["window", "store_queue"])
+async def test_a_limit_below_one_block_is_refused(name: str) -> None:
+    """As a capacity is, with numbers, if somebody has set it: the default may be less than a model's blocks take."""
+    said = f"limits.{name} of {STRIDE - 1} bytes is below one block of {STRIDE} bytes"
+    with pytest.raises(ConfigurationError, match=said):
+        async with TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={name: STRIDE - 1}):
+            pass
+    long = KVLayout((replace(SMALL.groups[0], block_size=BLOCK_SIZE << 14),))
+    assert long.groups[0].payload_bytes > CacheLimits().window
+    async with TieredKV([cpu(1, long.groups[0].payload_bytes)], model=MODEL, layout=long) as kv:
+        assert kv.stats()["cpu"].num_slots == 1
 
 
 async def test_a_device_there_is_not() -> None:

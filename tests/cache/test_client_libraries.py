@@ -3,6 +3,7 @@
 import asyncio
 import mmap
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -276,6 +277,21 @@ async def test_an_opening_that_hangs_has_a_limit() -> None:
             await keep(kv, engine, KEYS)
     assert late.num_opened == 1
     assert late.num_records == len(KEYS)
+
+
+@pytest.mark.parametrize("error", [BackendUnavailableError("no route"), OSError(5, "EIO")])
+async def test_an_opening_that_fails_is_told_once(error: Exception) -> None:
+    """By the exception where it raises; by an event where the cache opens without the tier."""
+    for is_required in (True, False):
+        medium, said = ScriptedBackend(required=is_required), Recorder()
+        medium.on_open.fail_next(error)
+        with fail_after(30), pytest.raises(BackendUnavailableError) if is_required else nullcontext() as raised:
+            async with open_cache("cpu://?capacity=1MiB", medium, emit=said):
+                pass
+        told = [str(raised.value)] if raised is not None else []
+        told += [each.error for each in said.of(TierFailed)]
+        assert len(told) == 1
+        assert str(error) in told[0]
 
 
 class ResizableSlots(ScriptedSlotBackend):

@@ -113,7 +113,7 @@ async def test_what_was_not_stored_says_why() -> None:
 
 
 async def test_what_is_on_its_way_is_pending() -> None:
-    """Into memory, or to a disk."""
+    """Into memory, where a load waits for it."""
     engine, disk = Engine(), ScriptedSlotBackend(name="disk")
     async with open_cache(cpu(16), disk, engine=engine) as kv:
         await keep(kv, engine, KEYS)
@@ -126,6 +126,25 @@ async def test_what_is_on_its_way_is_pending() -> None:
         assert await words(kv, KEYS) == ["pending"] * 4
         disk.on_read.release()
         await loading
+
+
+async def test_what_is_only_on_its_way_to_a_disk_is_being_written() -> None:
+    """It was evicted from memory meanwhile: neither a lookup nor a load waits for it, and the statistics say why."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(cpu(16), disk, engine=engine) as kv:
+        disk.on_write.hold()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: disk.on_write.num_held > 0)
+        assert await words(kv, KEYS) == ["ready, in cpu"] * 4
+        await kv.evict(KEYS, tier="cpu")
+        found = await kv.lookup(KEYS)
+        assert (found.num_blocks, found.num_pending) == (0, 0)
+        assert await words(kv, KEYS) == ["being written (disk)"] * 4
+        assert (await kv.load(KEYS, INTO)).num_blocks == 0
+        assert kv.stats().missed_because == {"being written": 4}
+        disk.on_write.release()
+        await stored.settled()
+        assert await words(kv, KEYS) == ["ready, in disk"] * 4
 
 
 async def test_what_is_of_other_weights_says_of_which() -> None:

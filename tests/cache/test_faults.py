@@ -9,7 +9,7 @@ import pytest
 from numpy.typing import NDArray
 
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend, only
-from tests.support.caches import Recorder, keep, open_cache, until, until_idle
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, Engine, contents, prompt, small_layout
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import (
@@ -25,7 +25,7 @@ from tiered_kv import (
 )
 from tiered_kv.media.backend import Recovered, Workers
 from tiered_kv.values.errors import Reason, TierFault
-from tiered_kv.values.events import BlocksCorrupted, CacheClosed, TierFailed, TierResumed, TierStalled
+from tiered_kv.values.events import BlocksCorrupted, BlocksLoaded, CacheClosed, TierFailed, TierResumed, TierStalled
 from tiered_kv.values.keys import Names
 from tiered_kv.values.results import TierStore
 
@@ -72,7 +72,7 @@ async def test_a_read_that_hangs_ends_the_load_in_time(kind: type[Scripted]) -> 
         assert kv.stats()["slow"].is_bypassed
         assert emit.of(TierStalled)
         num_calls = slow.on_read.num_calls
-        assert await _load(kv, engine) == (2, ())
+        assert await _load(kv, engine) == (2, (TierFault("slow", Reason.TIER_AWAY, 7),))
         assert (await kv.lookup(KEYS)).num_blocks == 2
         assert slow.on_read.num_calls == num_calls
         slow.on_read.release()
@@ -80,6 +80,43 @@ async def test_a_read_that_hangs_ends_the_load_in_time(kind: type[Scripted]) -> 
         assert not kv.stats()["slow"].is_bypassed
         assert len(emit.of(TierResumed)) == 1
         assert await _load(kv, engine) == (9, ())
+
+
+@both_kinds
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_tier_that_is_not_asked_is_named_once(kind: type[Scripted], gaps: bool) -> None:  # noqa: FBT001 - a case
+    """By the result, the event, the metric and the statistics of each load that lacks what the tier may have."""
+    engine, emit, away = Engine(), Recorder(), kind(name="away", timeout_s=SOON_S, required=False)
+    away.on_open.hold()
+    async with open_cache(CPU, away, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS[:2])
+        loaded = await kv.load(KEYS, INTO, gaps=gaps)
+        assert (loaded.num_blocks, loaded.faults) == (2, (TierFault("away", Reason.TIER_AWAY, 7),))
+        assert emit.of(BlocksLoaded)[-1].faults == ("away: tier away",)
+        assert inside(kv).fates.load_faults == {"away: tier away": 1}
+        assert kv.stats().missed_because == {Reason.TIER_AWAY: 7}
+        last = await kv.load(KEYS[8:], INTO[8:], gaps=gaps)
+        assert (last.num_blocks, last.faults) == (0, (TierFault("away", Reason.TIER_AWAY, 1),))
+        away.on_open.release()
+
+
+async def test_a_tier_that_is_not_missed_is_not_named() -> None:
+    """While it is bypassed: neither where others have all blocks, nor for what its books say that it lacks."""
+    engine, slow = Engine(), ScriptedSlotBackend(name="slow", timeout_s=0.2)
+    other = ScriptedBackend(name="other")
+    async with open_cache(CPU, slow, other, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        slow.on_read.hold()
+        while not slow.on_read.num_held:
+            await _load(kv, engine)
+        await kv.evict(KEYS, tier="cpu")
+        assert kv.stats()["slow"].is_bypassed
+        assert await _load(kv, engine) == (9, ())
+        never_stored = prompt(9, seed=1)
+        assert (await kv.load(never_stored, INTO)).faults == ()
+        slow.on_read.release()
+        await until_idle(kv)
 
 
 @both_kinds
@@ -194,7 +231,7 @@ async def test_a_lookup_that_hangs_answers_without_the_tier() -> None:
         await kv.evict(KEYS[5:], tier="cpu")
         slow.on_lookup.hold()
         assert (await kv.lookup(KEYS)).num_blocks == 5
-        assert await _load(kv, engine) == (5, ())
+        assert await _load(kv, engine) == (5, (TierFault("slow", Reason.TIER_AWAY, 4),))
         slow.on_lookup.release()
         await until_idle(kv)
         assert (await kv.lookup(KEYS)).num_blocks == 9

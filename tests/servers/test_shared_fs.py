@@ -1,5 +1,6 @@
 import asyncio
 import contextlib
+import errno
 import fcntl
 import gc
 import hashlib
@@ -782,6 +783,27 @@ async def test_what_can_never_work_is_refused_at_opening(
     (tmp_path / "file").touch()
     with open_context() as context, pytest.raises(ConfigurationError, match=message):
         await backend_at(tmp_path / folder, None, **settings).open(context)
+
+
+@pytest.mark.parametrize(("read_only", "advice"), [(False, "can write to, or read_only=true"), (True, "read it")])
+async def test_a_directory_that_may_not_be_used_is_named(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    read_only: bool,  # noqa: FBT001 - a case
+    advice: str,
+) -> None:
+    """And not a file of a random name that was only tried in it; and what would help is said."""
+
+    def refuse(root: str) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), f"{root}/.33fd13a9.tmp")
+
+    for name in ("probe", "probe_reading"):
+        monkeypatch.setattr(files, name, refuse)
+    with open_context() as context, pytest.raises(ConfigurationError) as raised:
+        await backend_at(tmp_path, None, read_only=read_only).open(context)
+    assert str(raised.value).startswith(f"{tmp_path}: Permission denied; ")
+    assert str(raised.value).endswith(advice)
+    assert f"user {os.geteuid()}" in str(raised.value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"path": "/kv"}, {"path": "/kv", "capacity": 1, "min_free_fraction": 1}])

@@ -11,7 +11,16 @@ from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, POISON, Engine, contents, prompt
-from tiered_kv import ConfigurationError, CPULoadStoreSpec, GPULoadStoreSpec, KVGroup, KVLayout, Outcome, TieredKV
+from tiered_kv import (
+    BlockKeys,
+    ConfigurationError,
+    CPULoadStoreSpec,
+    GPULoadStoreSpec,
+    KVGroup,
+    KVLayout,
+    Outcome,
+    TieredKV,
+)
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.values.events import BlocksLoaded
 
@@ -261,4 +270,19 @@ async def test_one_that_is_cancelled_while_tiers_are_asked_ends_at_once() -> Non
         assert loaded.num_blocks == 0
         assert not loaded.mask.any()
         shared.on_lookup.release()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize(("stored", "first", "why"), [(KEYS, 8, "unreadable"), (KEYS[6:], 0, "never stored")])
+async def test_it_is_short_for_what_befell_its_first_missing_block(stored: BlockKeys, first: int, why: str) -> None:
+    """Whatever befell others, of which the result names the faults."""
+    engine, below = Engine(), ScriptedBackend()
+    async with open_cache(below, engine=engine) as kv:
+        await keep(kv, engine, stored)
+        below.flip_byte(len(stored) - 4)  # the block 8
+        loaded = await kv.load(KEYS, PAGES, gaps=True)
+        assert {fault.reason for fault in loaded.faults} == {"unreadable"}
+        assert not loaded.mask[8]
+        assert loaded.num_blocks == first
+        assert kv.stats().missed_because == {why: 13 - len(stored)}
         await until_idle(kv)

@@ -230,3 +230,26 @@ async def test_a_transfer_that_begins_no_more_plans_no_more() -> None:
         assert after is not None
         assert (before.others_bytes > 0, after.others_bytes) == (True, 0)
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+async def test_a_load_is_short_for_what_befell_its_first_missing_block(is_first: bool) -> None:  # noqa: FBT001 - a case
+    """Of two tiers that fail one window, the one that had that block is to blame, wherever it is in the chain."""
+    engine, keys = Engine(), prompt(4)
+    hung, broken = ScriptedBackend(name="hung", timeout_s=0.2), ScriptedBackend(name="broken")
+    tiers = (hung, broken) if is_first else (broken, hung)
+    async with open_cache(*tiers, engine=engine) as kv:
+        await keep(kv, engine, keys)
+        for tier, part in zip(tiers, (keys[:2], keys[2:]), strict=True):
+            only(tier, part)
+        broken.flip_byte(1)
+        hung.on_read.hold()
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(4)))
+        assert loaded.num_blocks == (0 if is_first else 1)
+        assert {(fault.tier, fault.reason) for fault in loaded.faults} == {
+            ("hung", "timeout"),
+            ("broken", "unreadable"),
+        }
+        assert kv.stats().missed_because == ({"timeout": 4} if is_first else {"unreadable": 3})
+        hung.on_read.release()
+        await until_idle(kv)

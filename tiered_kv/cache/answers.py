@@ -46,11 +46,13 @@ class Explanation:
     """Why one block is there, or is not.
 
     Attributes:
-        state: ``"ready"``; ``"pending"``: on its way; ``"bypassed"``: only in a tier that does not answer; ``"old
-            epoch"``: there, but of other weights; or what befell it last: ``"evicted"``, ``"removed"`` (by a call),
-            ``"expired"``, ``"corrupt"``, ``"refused"`` (sealed by a key that its tier lacks), ``"failed"`` (to be
-            written), ``"dropped"``, ``"not admitted"`` (not used often enough). ``"never stored"`` if nothing is
-            remembered: since the cache was opened or cleared, and as far back as its memory of 65,536 blocks goes.
+        state: ``"ready"``; ``"pending"``: on its way to memory, and a load waits for it; ``"being written"``: on its
+            way to a storage tier alone, and a load finds it once it is there; ``"bypassed"``: only in a tier that does
+            not answer; ``"old epoch"``: there, but of other weights; or what befell it last: ``"evicted"``,
+            ``"removed"`` (by a call), ``"expired"``, ``"corrupt"``, ``"refused"`` (sealed by a key that its tier
+            lacks), ``"failed"`` (to be written), ``"dropped"``, ``"not admitted"`` (not used often enough). ``"never
+            stored"`` if nothing is remembered: since the cache was opened or cleared, and as far back as its memory of
+            65,536 blocks goes.
         detail: The tier of which the state speaks; of ``"dropped"`` perhaps the reason, as in
             `StoreResult.drop_reasons`; of ``"old epoch"`` how the digest of those weights begins.
         in_tiers: The tiers that have it, fastest first.
@@ -120,10 +122,13 @@ def _of_rank(
 ) -> list[Explanation]:
     n, before = len(batch), _weights_of(chain, keys, epochs)
     is_pending, is_dirty = np.zeros(n, np.bool_), np.zeros(n, np.bool_)
-    serving, silent = dict[str, Mask](), dict[str, Mask]()
+    serving, silent, writing = dict[str, Mask](), dict[str, Mask](), dict[str, Mask]()
     for tier in chain.booked:
         slots, states = tier.index.find(batch.names)
-        is_pending |= states == _PENDING
+        if isinstance(tier, StorageTier):
+            writing[tier.name] = states == _PENDING
+        else:
+            is_pending |= states == _PENDING
         is_dirty |= tier.index.is_dirty(batch.names)
         has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
         (serving if tier.is_in_use else silent)[tier.name] = has
@@ -139,6 +144,8 @@ def _of_rank(
             state, detail = "ready", ""
         elif is_pending[i]:
             state, detail = "pending", ""
+        elif taking := [name for name, is_taking in writing.items() if is_taking[i]]:
+            state, detail = "being written", taking[0]
         elif hidden := [name for name, has in silent.items() if has[i]]:
             state, detail = "bypassed", hidden[0]
         elif said := [(why[i], name) for name, why in spoiled.items() if why[i]]:

@@ -142,6 +142,9 @@ class TransferCalls(ABC):
     ) -> StoreHandle:
         """Start to copy blocks out of the engine. Await the handle for the `StoreResult`.
 
+        When it ends the blocks are in memory, and are being written to the tiers below: ``await result.settled()``, or
+        `flush`, before they are evicted from memory and looked for below.
+
         Args:
             keys: What to store, in prompt order.
             source: ``pages_per_block`` block ids per key. They must not change until the handle has ended.
@@ -577,6 +580,17 @@ class BlockCache(TransferCalls):
 
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
         are asked to delete. A tier that does not answer within its time is not waited for: the result names it.
+
+        What is evicted from memory while a tier below is being given it can be loaded once that has it, and meanwhile
+        is in no tier: ``await flush()``, or ``settled()`` of its store, comes first where it is to be found at once.
+
+        Args:
+            keys: The blocks, in any order; those that are nowhere are no error.
+            tier: The only one to evict them from, by its name in `stats`; all of them if left out. Of one tier, what
+                others have is still found.
+
+        Raises:
+            ConfigurationError: There is no such tier.
         """
 
     @abstractmethod
@@ -686,7 +700,9 @@ class BlockCache(TransferCalls):
     def media(self) -> Mapping[str, str]:
         """The medium of each tier that the cache, or its server, owns: ``{"cpu": "cpu", "disk": "nvme"}``.
 
-        The fastest comes first. Any thread may look, before it is opened too; of a server nothing is known before.
+        Shared tiers are not among them, nor is host memory that blocks only pass through: `CacheStatistics.tiers` has
+        both. The fastest comes first. Any thread may look, before it is opened too; of a server nothing is known
+        before.
         """
 
     @property

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from pydantic import ByteSize, TypeAdapter
 
 from tiered_kv.settings.page_address import page_address
-from tiered_kv.settings.setting_errors import check_size
+from tiered_kv.settings.setting_errors import check_size, located, problems_of
 from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
 from tiered_kv.telemetry.metrics import Metrics
 from tiered_kv.telemetry.page import Page
@@ -220,7 +220,11 @@ def check_limits(limits: CacheLimits | Mapping[str, Any] | None) -> CacheLimits:
         return limits
     if not (limits is None or isinstance(limits, Mapping)):
         raise ConfigurationError(f"limits must be CacheLimits or a dict of its fields, got {type(limits).__name__}")
-    return CacheLimits.model_validate(dict(limits or {}))
+    try:
+        return CacheLimits.model_validate(dict(limits or {}))
+    except ConfigurationError as error:
+        found = problems_of(error)
+    raise located([(("limits", *where), what) for where, what in found])
 
 
 def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:

@@ -19,6 +19,7 @@ from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_loc
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.settings.chain_settings import GPUTier, tier_name
 from tiered_kv.settings.registry import resolve_policy
+from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fates import Fates, IndexPlace
 from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
@@ -113,7 +114,7 @@ def _build_chains(
     """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
 
     Raises:
-        ConfigurationError: A capacity below one block, or more memory than the machine will give.
+        ConfigurationError: A capacity or limit below one block, or more memory than the machine will give.
     """
     clock, emit = asyncio.get_running_loop().time, parts.emit
     tiers, cache_limits = parts.tiers, parts.limits
@@ -125,6 +126,7 @@ def _build_chains(
     stride = sum(kind.slot_stride_bytes for kind in kinds)
     host_slots = _num_slots("cpu", tiers.cpu.capacity, stride) if tiers.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", tiers.gpu.capacity, stride) if tiers.gpu else 0
+    _check_one_fits(cache_limits, max(kind.slot_stride_bytes for kind in kinds))
     bounce_slots = max(4, cache_limits.bounce // stride)
     most_host_slots = max(host_slots, (tiers.cpu.max_capacity or 0) // stride)
     # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
@@ -246,3 +248,12 @@ def _num_slots(tier: str, capacity: int, stride: int) -> int:
             "give it more, or leave it out"
         )
     return int(capacity // stride)
+
+
+def _check_one_fits(limits: CacheLimits, stride: int) -> None:
+    """Refuse what somebody has set to less than a block; a default that is less moves one at a time."""
+    for name in ("window", "store_queue"):
+        if name in limits.model_fields_set and (size := getattr(limits, name)) < stride:
+            raise ConfigurationError(
+                f"limits.{name} of {size} bytes is below one block of {stride} bytes: give it more, or leave it out"
+            )

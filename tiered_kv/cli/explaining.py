@@ -18,6 +18,7 @@ from tiered_kv.values.errors import ConfigurationError
 _WIDTH: Final = 110
 _ADVICE: Final[Mapping[str, str]] = {
     "pending": "It is on its way: ask again.",
+    "being written": "It was evicted from memory, and is on its way to storage: ask again.",
     "bypassed": "Its tier is not asked now, since it failed or was late: `tiered-kv status` and the log say more.",
     "old epoch": "It is there, computed by weights whose digest begins so; the cache serves others: {names}.",
     "evicted": "Others needed its room: a larger tier, or one more. The page says which size would have had it.",

@@ -145,6 +145,7 @@ class Calls:
         timeout_s: float | None = None,
         until_late: bool = False,
         in_this_task: bool = False,
+        is_raised: bool = False,
         on_late: Callable[[], None] | None = None,
         problem_of: Callable[[T], str] = lambda _: "",
         is_failure: Callable[[T], bool] = lambda _: False,
@@ -160,6 +161,7 @@ class Calls:
             until_late: Wait no longer than that.
             in_this_task: Make it in the calling task, for a turn of the loop less: one that only the end of the cache
                 cancels, and that ends with the call.
+            is_raised: Whether the program hears of a failure by an exception, and not by an event.
             on_late: Called at the moment when it is late.
             problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
             is_failure: Says whether the medium has failed according to a value with which nothing is wrong.
@@ -179,6 +181,7 @@ class Calls:
 
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
         underway = _Underway(self, doing, turns, num_blocks, limit_s, is_late)
+        underway.is_raised = is_raised
         if in_this_task:
             answer = await self._make(underway, call, problem_of, is_failure)
             if answer.error == CLOSED:
@@ -279,6 +282,7 @@ class _Underway:
     Attributes:
         doing: Which it is.
         is_let_go: Whether nothing waits for it any more: how it ends says nothing about the medium as it is now.
+        is_raised: Whether whoever made it raises what goes wrong.
     """
 
     def __init__(
@@ -292,7 +296,7 @@ class _Underway:
     ) -> None:
         """Count the call from now on; it is late after ``timeout_s``."""
         self.doing = doing
-        self.is_let_go = False
+        self.is_let_go = self.is_raised = False
         self._calls = calls
         self._turns = turns
         self._num_blocks = num_blocks
@@ -325,7 +329,7 @@ class _Underway:
                 health.ended(self.doing, seconds, is_late=self in calls.late, has_failed=has_failed)
                 calls.late.discard(self)
             self.end_turn()
-        if error and error != CLOSED:
+        if error and error != CLOSED and not self.is_raised:
             health.emit(TierFailed(health.name, self.doing, error, self._num_blocks))
         return Answer(None if error else made, error, seconds=seconds)
 

@@ -12,6 +12,7 @@ from typing import Final
 
 import numpy as np
 
+from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
@@ -163,8 +164,10 @@ class Chain:
     def why_missing(self, block: Batch) -> str:
         """Say in a few fixed words why one block could not be read just now."""
         for tier in self.booked:
-            if tier.index.find(block.names)[0][0] >= 0:
-                return "not in time" if tier.is_in_use else "tier away"  # it is there, or on its way
+            slots, states = tier.index.find(block.names)
+            if slots[0] >= 0:  # it is there, or on its way
+                is_written = isinstance(tier, StorageTier) and states[0] == SlotState.PENDING
+                return "being written" if is_written else "not in time" if tier.is_in_use else "tier away"
         for shared in self.shared:
             if why := shared.suspects.why(block.names)[0]:
                 return why

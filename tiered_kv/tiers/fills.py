@@ -9,6 +9,7 @@ counted by when they came, so that whoever wants all of it written waits for wha
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Final
 
 import numpy as np
@@ -391,10 +392,10 @@ class Fills:
         return _TierRead(self, self._host, tier, fill, batch, at, reservation)
 
     def faults_of(self, fill: Fill) -> list[TierFault]:
-        """Name what kept blocks of a fill from arriving."""
-        faults: list[TierFault] = []
+        """Name what kept blocks of a fill from arriving; what befell the first one of them comes last."""
         if not fill.is_done or fill.arrived.all():
-            return faults
+            return []
+        faults: list[tuple[int, TierFault]] = []  # each with the first block that it befell
         is_lost = (fill.source >= 0) & ~fill.arrived
         for number in np.unique(fill.source[is_lost]):
             tier = self._tiers[number]
@@ -406,13 +407,14 @@ class Fills:
                 is_gone, refused = lost & fill.gone, [i for i in fill.refused if lost[i]]
                 is_gone[refused] = False
                 if refused:
-                    faults.append(TierFault(tier.name, Reason.REFUSED, len(refused), fill.refused[refused[0]]))
+                    fault = TierFault(tier.name, Reason.REFUSED, len(refused), fill.refused[refused[0]])
+                    faults.append((min(refused), fault))
                     lost[refused] = False
                 reasons = {Reason.GONE: is_gone, Reason.UNREADABLE: lost & ~is_gone}
             for reason, blocks in reasons.items():
                 if num_blocks := int(np.count_nonzero(blocks)):
-                    faults.append(TierFault(tier.name, reason, num_blocks))
-        return faults
+                    faults.append((int(np.argmax(blocks)), TierFault(tier.name, reason, num_blocks)))
+        return [fault for _, fault in sorted(faults, key=itemgetter(0), reverse=True)]
 
 
 class _TierRead:

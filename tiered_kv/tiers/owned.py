@@ -98,7 +98,11 @@ class OwnedTier(StorageTier, BookedTier):
 
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Say which blocks can be read; exact, and does not wait."""
-        return np.zeros(len(batch), np.bool_) if self.health.is_bypassed else self.index.ready(batch.names)
+        return self._away(batch, faults) if self.health.is_bypassed else self.index.ready(batch.names)
+
+    @override
+    def may_have(self, batch: Batch) -> Mask:
+        return self.index.ready(batch.names) if self.health.is_open else ~self._evicted.holds(batch)
 
     @override
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:

@@ -328,9 +328,10 @@ class SharedTier(StorageTier):
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
         One for whose answer nobody waits any more is not asked if its turn has not come.
         """
-        found = np.zeros(len(batch), np.bool_)
-        asked = (~(self.suspects.absent(batch.names) | self._evicted.holds(batch))).nonzero()[0]
-        if self.health.is_bypassed or not len(asked):
+        if self.health.is_bypassed:
+            return self._away(batch, faults)
+        found, asked = np.zeros(len(batch), np.bool_), self.may_have(batch).nonzero()[0]
+        if not len(asked):
             return found
         question = batch if len(asked) == len(batch) else batch[asked]
         name = question.names.tobytes()
@@ -354,6 +355,10 @@ class SharedTier(StorageTier):
                 faults.append(answer.fault(self.name, len(asked)))
         self.answers.doubt(batch.names[~found])
         return found
+
+    @override
+    def may_have(self, batch: Batch) -> Mask:
+        return ~(self.suspects.absent(batch.names) | self._evicted.holds(batch))
 
     @override
     async def find_for_store(self, batch: Batch) -> Mask:
@@ -388,6 +393,8 @@ class SharedTier(StorageTier):
 
     async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Ask for the longest prefix, and block by block for what is behind its end."""
+        if self.health.is_bypassed:
+            return self._away(batch, faults)
         found = np.zeros(len(batch), np.bool_)
         for start in range(0, len(batch), _ASKED_AT_ONCE):
             part = batch[start : start + _ASKED_AT_ONCE]

@@ -119,9 +119,19 @@ class StorageTier(Tier):
             faults: Told, by one more, what kept the tier from answering: then none is found.
         """
 
+    @abstractmethod
+    def may_have(self, batch: Batch) -> Mask:
+        """Say which blocks may be here while the tier is bypassed, and cannot say so."""
+
     async def find_each(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Say which blocks can be read, also behind a hole; otherwise as `find`."""
         return await self.find(batch, faults)
+
+    def _away(self, batch: Batch, faults: list[TierFault] | None) -> Mask:
+        """Find nothing, as the tier is bypassed, and name it for those of the blocks that it may have."""
+        if faults is not None and (n := int(np.count_nonzero(self.may_have(batch)))):
+            faults.append(TierFault(self.name, Reason.TIER_AWAY, n))
+        return np.zeros(len(batch), np.bool_)
 
     async def find_for_store(self, batch: Batch) -> Mask:
         """Say which blocks a store need not write; otherwise as `find`."""

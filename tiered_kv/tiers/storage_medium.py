@@ -129,7 +129,7 @@ class StorageMedium:
 
         if self._opening is None:
             limit_s = self._services.open_timeout_s
-            making = self._calls.make("open", call, timeout_s=limit_s)
+            making = self._calls.make("open", call, timeout_s=limit_s, is_raised=self._settings.required)
             self._opening = self._services.calls.spawn(making, f"opening of {self.health.name}")
         opening = self._opening
         await asyncio.wait({opening}, timeout=timeout_s)

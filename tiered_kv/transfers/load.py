@@ -154,7 +154,7 @@ class Load(InTask):
         while begun < n or underway:
             begun = await self._begin_ahead(underway, begun, n)
             if not underway:
-                return  # no slots without waiting, and more are held already
+                return  # only of a load that may not wait, as a layer-wise one that holds slots: there are none now
             window = underway[0]
             size = len(window.batch)
             landed = await self._bringer.land(window, self._request.deadline)

@@ -157,6 +157,8 @@ def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
     return size - size % _PACKED if size > _PACKED else size
 
 
+_OF_NO_TIER: Final = ("", "engine")
+"""What ends a whole load is a fault of none, and the last one."""
 _ROUNDS: Final = 16
 """In which a plan looks for blocks behind one that was lost, or for which there was no room."""
 
@@ -253,8 +255,9 @@ class GapLoad(InTask):
         mask: Mask = np.zeros(len(request.batch), np.bool_)
         by_tier: Counter[str] = Counter()
         faults: list[TierFault] = []
+        befell: dict[int, Reason] = {}
         try:
-            await self._move(mask, by_tier, faults)
+            await self._move(mask, by_tier, faults, befell)
         except TimeoutError:
             faults.append(TierFault("", Reason.DEADLINE, len(request.batch)))
         except asyncio.CancelledError:
@@ -266,17 +269,28 @@ class GapLoad(InTask):
         mask.flags.writeable = False
         self._settle(int(np.count_nonzero(mask)))
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
-        faults += [request.revocation()] if self.revoked else []
-        return request.result(prefix_of(mask), counts, faults, loop.time() - started, mask)
+        faults = _away_once(faults) + ([request.revocation()] if self.revoked else [])
+        first = prefix_of(mask)
+        why = None
+        if first < len(mask) and faults and faults[-1].tier not in _OF_NO_TIER:
+            why = befell.get(first) or request.chain.why_missing(request.batch[first : first + 1])
+        return request.result(first, counts, faults, loop.time() - started, mask, why)
 
-    async def _move(self, mask: Mask, by_tier: Counter[str], faults: list[TierFault]) -> None:
+    async def _move(
+        self, mask: Mask, by_tier: Counter[str], faults: list[TierFault], befell: dict[int, Reason]
+    ) -> None:
+        """Load in rounds; take note of what befell the first block that was lost in each."""
         request, loop = self._request, asyncio.get_running_loop()
         chain = request.chain
         memories = chain.memory if request.binding.gpu is not None else [chain.host]
         at = np.arange(len(request.batch))
         while not self.revoked and request.is_current() and loop.time() < request.deadline:
             async with asyncio.timeout_at(request.deadline):
-                found, said = await anywhere(chain, request.batch[at], memories, faults)
+                silent: list[TierFault] = []
+                found, said = await anywhere(chain, request.batch[at], memories, silent)
+                if silent:
+                    faults += silent
+                    befell[int(np.delete(at, found)[0])] = silent[-1].reason
                 at = at[found]
             if not len(at):
                 return
@@ -289,6 +303,8 @@ class GapLoad(InTask):
                 mask[part[: result.num_blocks]] = True
                 by_tier.update(result.by_tier)
                 faults += result.faults
+                if result.faults and result.num_blocks < len(part):
+                    befell[int(part[result.num_blocks])] = result.faults[-1].reason
             if any(fault.tier == "engine" for result in results for fault in result.faults):
                 return
             behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
@@ -306,3 +322,9 @@ class GapLoad(InTask):
         task = asyncio.current_task()
         self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
         return results
+
+
+def _away_once(faults: Sequence[TierFault]) -> list[TierFault]:
+    """Name each tier that is away once, as it was first: every round passes over it."""
+    first = {fault.tier: fault for fault in reversed(faults) if fault.reason is Reason.TIER_AWAY}
+    return [fault for fault in faults if fault.reason is not Reason.TIER_AWAY or fault is first[fault.tier]]

@@ -92,6 +92,7 @@ class LoadRequest:
         faults: Sequence[TierFault],
         seconds: float,
         mask: Mask | None = None,
+        why: str | None = None,
     ) -> LoadResult:
         """Count the load, which has ended, tell of it, and say what it brought.
 
@@ -100,9 +101,10 @@ class LoadRequest:
         Args:
             num_blocks: The prefix that is in place.
             counts: By tier, the blocks in place that it had.
-            faults: What went wrong.
+            faults: What went wrong; the last one is what befell the first block that did not come, unless ``why`` is.
             seconds: How long it took.
             mask: Which blocks are in place, of a load with gaps.
+            why: What befell the first block that did not come, where another fault may be the last one.
         """
         chain, num_requested, num_in_place = self.chain, len(self.batch.names), sum(counts)
         by_tier: dict[str, int] = {}
@@ -111,7 +113,10 @@ class LoadRequest:
                 by_tier[tier.name] = count
                 tier.counters.hits += 0 if self.is_part else count
         if not self.is_part:
-            why = self._why_not_more(num_blocks, faults) if num_in_place < num_requested else ""
+            if num_in_place == num_requested:
+                why = ""
+            elif why is None:
+                why = self._why_not_more(num_blocks, faults)
             said = tuple([f"{fault.tier}: {fault.reason}" for fault in faults]) if faults else ()
             chain.fates.load_ended(self.batch, num_in_place, why, seconds)
             if said:

@@ -68,6 +68,7 @@ class Presence:
         self._batch = batch
         self._above = [tier for tier in chain.booked if tier is not chain.gpu or tier is gpu]
         self._known = {tier: known.copy() for tier, known in (said or {}).items()}
+        self._away = set[StorageTier]()  # passed over when blocks were looked for last
         self.silent: list[TierFault] = []
 
     async def sources(self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask]) -> NDArray[np.int8]:
@@ -97,10 +98,12 @@ class Presence:
             left = (numbers < 0).nonzero()[0]
             if not len(left):
                 break
+            if tier.health.is_bypassed:
+                self._away.add(tier)
+                continue
+            self._away.discard(tier)
             if not tier.is_shared:
                 has = await tier.find(self._batch[at[left]])
-            elif tier.health.is_bypassed:
-                continue
             else:
                 known = self._known.setdefault(tier, np.full(len(self._batch), _UNASKED, np.int8))
                 unasked = (known[at[left]] == _UNASKED).nonzero()[0]
@@ -109,6 +112,15 @@ class Presence:
                 has = known[at[left]] == _THERE
             numbers[left[has]] = number
         return numbers
+
+    def not_said(self, hole: int) -> list[TierFault]:
+        """Name, once each, the tiers that may have the block ``hole``, found nowhere: they did not say, or are away."""
+        faults = {(fault.tier, fault.reason): fault for fault in self.silent}
+        for tier in self._chain.storage:
+            if tier in self._away and (may_have := tier.may_have(self._batch[hole:]))[0]:
+                fault = TierFault(tier.name, Reason.TIER_AWAY, int(np.count_nonzero(may_have)))
+                faults[tier.name, fault.reason] = fault
+        return list(faults.values())
 
     async def _ask(self, tier: StorageTier, known: NDArray[np.int8], first: int) -> None:
         """Ask a tier for a block and all behind it of which nothing is known, here or in the tiers above."""
@@ -145,6 +157,7 @@ class Window:
         own_at: Positions of what that fills.
         fills: All fills it waits for, its own among them.
         is_last: Whether the block behind it is nowhere.
+        not_said: The tiers that may have that block all the same.
     """
 
     start: int
@@ -158,6 +171,7 @@ class Window:
     own_at: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     fills: list[Fill] = field(default_factory=list)
     is_last: bool = False
+    not_said: list[TierFault] = field(default_factory=list)
 
 
 @dataclass
@@ -253,7 +267,7 @@ class Bringer:
         if len(nowhere) and len(nowhere := nowhere[self._are_holes(window.start + nowhere)]):
             self._cut(window, int(nowhere[0]))
             window.is_last = True
-            self.faults += self.presence.silent
+            window.not_said = self.presence.not_said(window.start + int(nowhere[0]))
             keep = missing < nowhere[0]
             missing, numbers = missing[keep], numbers[keep]
         if not len(missing):
@@ -329,16 +343,23 @@ class Bringer:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await chain.tasks.turn(self._priority)
+        faults: list[TierFault] = []
         for fill in window.fills:
             if not fill.is_done:
-                self.faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
-            self.faults += chain.fills.faults_of(fill)
+                faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
+            faults += chain.fills.faults_of(fill)
         host = window.host
         arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         lease = chain.host.index.lease(batch.names[arrived])
         host[arrived] = lease.slots
         absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
+        if num_blocks == n:
+            faults += window.not_said  # the load ends here, and not before
+        else:  # what befell the first block that did not come is said last
+            number = max(int(window.source[num_blocks]), int(window.coming[num_blocks]))
+            faults.sort(key=lambda fault: number >= 0 and chain.names[number] in fault.tier.split(","))
+        self.faults += faults
         if window.own is not None:
             came = window.own_at[window.own.arrived]
             window.source[came[host[came] < 0]] = -1  # the tier has shrunk since, or had them evicted

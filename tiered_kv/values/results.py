@@ -247,8 +247,9 @@ class LoadResult:
         by_tier: Where each block that is in place was found.
         num_bytes: Payload bytes of what is in place, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
-        faults: What kept blocks from being in place, if something but a plain miss did. Why it was a plain miss say
-            `BlocksLoaded.missed_because`, `TieredKV.explain` and `CacheStatistics.missed_because`.
+        faults: What kept blocks from being in place, if something but a plain miss did: a bypassed tier that may have
+            them is named too, once. Why it was a plain miss say `BlocksLoaded.missed_because`,
+            `TieredKV.explain` and `CacheStatistics.missed_because`.
     """
 
     num_blocks: int
@@ -286,13 +287,17 @@ class TierStore:
 
 @dataclass(frozen=True)
 class StoreResult:
-    """What a store kept; the source may be reused once this is here.
+    """What a store took from its source, which may be reused once this is here.
+
+    What becomes of it then is not known yet: where memory has no room for a block that was copied, and the tiers below
+    do not take it, as their queue is full or their medium fails, it is in no tier in the end. `settled` says so, and
+    `TierStatistics.dropped_because` and ``failed`` of each tier count it.
 
     Attributes:
         num_requested: How many keys were given.
         num_stored: Blocks copied from the source.
         num_present: Blocks that were there already (or are being stored by another call).
-        num_dropped: Blocks not kept at all.
+        num_dropped: Blocks not copied from the source, so that no tier gets them.
         drop_reasons: Why.
         num_bytes: Payload bytes of what was copied, as the engine has them.
         seconds: From the call until the source could be reused, on the cache's clock.
@@ -474,17 +479,20 @@ class CacheStatistics:
     """A whole cache at one moment.
 
     Attributes:
-        tiers: Fastest first.
+        tiers: Fastest first. The host memory that blocks pass through is one of them, ``"cpu"``, also where no CPU tier
+            keeps any: then it has no slots. Shared tiers are among them, which `BlockCache.media` leaves out.
         transfers: Tasks under way: loads, stores, prefetches, fills, writes.
         store_queue_bytes: Bytes of stores accepted and not yet in every tier.
         bounce_free: Free transient host slots; all of them when nothing moves.
         bounce_slots: How many there are.
         requested: Blocks that loads which have ended were asked for; the hits of all tiers and ``missed`` add up to it.
         missed: Those that were not in place at the end.
-        missed_because: The same by `Reason`, or by what had befallen the block, a state of `Explanation`; behind the
-            first block missed, all are missed for its reason.
+        missed_because: The same by `Reason`, or by what had befallen the block, a state of `Explanation`, or ``"not in
+            time"``: it came when the load had looked for it. Behind the first block missed, all are missed for its
+            reason.
         store_requested: Blocks given to stores that have let go of their source; the next three add up to it.
-        stored, present, dropped: What became of them, see `StoreResult`.
+        stored, present, dropped: What became of them, see `StoreResult`: of what was stored, tiers that did not take it
+            count that, see `TierStatistics`.
         dropped_because: The dropped ones by reason, as in `StoreResult.drop_reasons`.
         num_preemptions: Sequences swapped out by name, `TieredKV.swap_out`.
         pinned_bytes: Of slots that `TieredKV.pin` holds.

@@ -50,6 +50,8 @@ def open_root(path: Path) -> int:
     """
     missing = list(takewhile(lambda each: not files().exists(each), (path, *path.parents)))
     files().make_folders(path, 0o700)
+    if len(missing) > 1:  # where a mount point is misspelt, it is on another disk than was meant
+        log("warning", "nvme.parents_made", path=str(path), first=str(missing[-1]))
     for each in missing:
         with contextlib.suppress(PermissionError):  # who may not list a folder may make others in it
             parent = files().open(each.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
@@ -417,6 +419,8 @@ def explained(
         yield
     except OSError as error:
         name = f"{path}" if error.filename in {None, str(path)} else f"{path}/{error.filename}"
+        if error.errno in {errno.EACCES, errno.EROFS} and name != str(path):
+            name = f"{path}: no {error.filename!r} can be opened or made in it"
         why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
         raise ConfigurationError(f"{name}: {why}; {advice}") from error
 

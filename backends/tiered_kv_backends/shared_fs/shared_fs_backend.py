@@ -13,6 +13,7 @@ in one go (`files.py`). Beside the caches `delete_tenant` and `sweep` are jobs f
 import asyncio
 import contextlib
 import errno
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,8 +125,7 @@ class SharedFSBackend(Backend):
             raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
         except OSError as error:
             kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
-            advice = "; mount it, or make the directory above it" if error.errno == errno.ENOENT else ""
-            raise kind(f"{error.filename or self._root}: {error.strerror}{advice}") from error
+            raise kind(self._what_to_do(error)) from error
         self._sweeper = Sweeper(
             self._root,
             self._ledger,
@@ -138,6 +138,20 @@ class SharedFSBackend(Backend):
         )
         self._sweeping: asyncio.Future[None] | None = None
         self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
+
+    def _what_to_do(self, error: OSError) -> str:
+        """Say why the directory cannot be used, and what would help. A file that was only tried in it has no name."""
+        match error.errno:
+            case errno.ENOENT:
+                return f"{error.filename or self._root}: {error.strerror}; mount it, or make the directory above it"
+            case errno.EACCES | errno.EROFS if self.settings.read_only:
+                return f"{self._root}: {error.strerror}; let user {os.geteuid()} read it"
+            case errno.EACCES | errno.EROFS:
+                return (
+                    f"{self._root}: {error.strerror}; give the tier a directory that user {os.geteuid()} can write to, "
+                    "or read_only=true"
+                )
+        return f"{error.filename or self._root}: {error.strerror}"
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key, by one stat(2) each: in as many threads as there are, if that takes a while.

@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from structlog.testing import capture_logs
 
 from tests.support.nvme_tier import (
     MIB,
@@ -207,6 +208,35 @@ async def test_a_directory_that_others_may_write_is_refused(tmp_path: Path, mode
         place.chmod(was)
     async with open_tier(tmp_path) as tier:
         assert tier.recovered(1) == {0: 0}
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EROFS])
+async def test_a_directory_that_cannot_be_written_to_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """And not the file that was only tried in it."""
+    opened = os.open
+
+    def refuse(path: str | Path, flags: int, *how: int, dir_fd: int | None = None) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(number, os.strerror(number), path)
+        return opened(path, flags, *how, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(ConfigurationError, match=f"^{tmp_path}: .*{os.strerror(number)}; .* can write to"):
+        async with open_tier(tmp_path):
+            pass
+
+
+@pytest.mark.parametrize("path", ["kv", "mnt/nvme/kv"])
+async def test_parents_that_are_made_are_told(tmp_path: Path, path: str) -> None:
+    """Once, and from which on: a mount point that is misspelt fills another disk."""
+    with capture_logs() as logs:
+        for _ in range(2):
+            async with open_tier(tmp_path / path):
+                pass
+    told = [(each["log_level"], each["first"], each["path"]) for each in logs if each["event"] == "nvme.parents_made"]
+    assert told == ([] if path == "kv" else [("warning", str(tmp_path / "mnt"), str(tmp_path / path))])
 
 
 async def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
