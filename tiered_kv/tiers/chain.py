@@ -20,13 +20,14 @@ from tiered_kv.catalog.uses import AdmissionFilter, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.tiers.fates import Fates
-from tiered_kv.tiers.fills import Fills, Unwritten
+from tiered_kv.tiers.fills import Fills
 from tiered_kv.tiers.gate import Limits, Priority, Room, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
+from tiered_kv.tiers.unwritten import Unwritten
 from tiered_kv.values.errors import CapacityError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint

@@ -26,10 +26,11 @@ from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
-from tiered_kv.tiers.fills import Fill, Waiting
+from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
+from tiered_kv.tiers.unwritten import Waiting
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.results import TierStore
 

@@ -6,8 +6,8 @@ import torch
 
 from tests.support.engine import prompt
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.tiers.fills import Unwritten
 from tiered_kv.tiers.tier import Batch, MemoryTier, Naming
+from tiered_kv.tiers.unwritten import Unwritten
 from tiered_kv.values.keys import Shard, epoch_digest
 
 BLOCKS = Naming(bytes(32), Shard()).batch(prompt(8), epoch_digest("w0"))

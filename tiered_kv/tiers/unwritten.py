@@ -1,0 +1,190 @@
+"""What of a chain is not written to the tiers below yet: the one answer, for flush, drain, resize and close.
+
+Blocks wait in a line of the memory tier that they are in; what writes them, or brings more, is under way. Both are
+counted by when they came, so that whoever wants all of it written waits for what was there, and for nothing later.
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.catalog.books import Change
+from tiered_kv.catalog.leases import Lease
+from tiered_kv.catalog.table import Slots
+from tiered_kv.tiers.tier import Batch, MemoryTier
+
+
+class Unwritten:
+    """What of one chain is not written yet. For the event loop's thread.
+
+    Everything *came* at some time: time goes on at each `mark`. What is made of something, as the blocks that a store
+    lets wait, came when that did. What a tier was to take and failed to take came anew then.
+
+    Attributes:
+        now: When what comes now comes.
+        num_failed: How often a block that had waited was to be written, and was not: it waits again, or is lost.
+        has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
+            or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
+            expired meanwhile does not count: nobody wants it below.
+        waiting: The lines, by the memory tier in which blocks wait.
+    """
+
+    def __init__(self, tiers: Sequence[MemoryTier], clock: Callable[[], float]) -> None:
+        """Begin with nothing, and a line for each of ``tiers``."""
+        self.now = 0
+        self.num_failed = 0
+        self.has_lost = False
+        self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
+        self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
+        self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
+
+    @property
+    def num_under_way(self) -> int:
+        """How many stores and writes have not ended."""
+        return sum(self._under_way.values())
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks wait, or were taken from a line and are being written."""
+        return sum(len(line) + line.num_taken for line in self.waiting.values())
+
+    def mark(self) -> int:
+        """Return a mark: what is there now came before it, and what comes from now on did not."""
+        self.now += 1
+        return self.now
+
+    def begin(self, came: int | None = None) -> int:
+        """Count one more store or write under way, until `end`; return when it came: now if not said."""
+        came = self.now if came is None else came
+        self._under_way[came] = self._under_way.get(came, 0) + 1
+        return came
+
+    def end(self, came: int) -> None:
+        """Count it no longer. What it leaves to be written waits already."""
+        left = self._under_way[came] = self._under_way[came] - 1
+        if not left:
+            del self._under_way[came]
+        if self._has_ended is not None:
+            self._has_ended.set()
+            self._has_ended = None
+
+    async def one_ended(self) -> None:
+        """Wait until something that is under way has ended."""
+        self._has_ended = self._has_ended or asyncio.Event()
+        await self._has_ended.wait()
+
+    def is_under_way(self, mark: int) -> bool:
+        """Whether anything is that came before a mark."""
+        return any(came < mark for came in self._under_way)
+
+    def is_written(self, mark: int) -> bool:
+        """Whether nothing that came before a mark is under way or waits."""
+        return not self.is_under_way(mark) and not any(line.num_before(mark) for line in self.waiting.values())
+
+
+class Waiting:
+    """The dirty blocks of one memory tier, the one that waits longest first. Takes 29 bytes a slot of the tier.
+
+    The books of the tier say which blocks are dirty; a block's name alone is not enough to write its record, so its
+    namespace and position are kept here, by slot.
+
+    Attributes:
+        num_taken: Blocks that were taken and are being written.
+    """
+
+    def __init__(self, tier: MemoryTier, clock: Callable[[], float], unwritten: Unwritten) -> None:
+        """Make an empty line; the tier's index must be made for dirty blocks."""
+        self.num_taken = 0
+        self._index = tier.index
+        self._index.on_undirtied = self._forgotten
+        self._clock = clock
+        self._unwritten = unwritten
+        self._namespaces = np.full(tier.index.max_slots, None, dtype=object)  # no array is walked by the collector
+        self._positions = np.full(tier.index.max_slots, 0, dtype=np.int64)
+        self._since_s = np.full(tier.index.max_slots, 0.0)
+        self._came = np.full(tier.index.max_slots, 0, dtype=np.int32)
+        self._num_tries = np.full(tier.index.max_slots, 0, dtype=np.uint8)
+        self._num_by_came = Counter[int]()
+        self.on_add: Callable[[], object] = lambda: None
+        """Called when blocks have come, once there is someone who writes them."""
+
+    def __len__(self) -> int:
+        return self._index.num_dirty
+
+    def num_before(self, mark: int) -> int:
+        """Count the blocks that came before a mark, see `Unwritten`."""
+        return sum(n for came, n in self._num_by_came.items() if came < mark)
+
+    def add(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int | None = None) -> None:
+        """Let blocks wait: ``batch`` lies in ``slots``, own ones of the tier, which ``lease`` holds."""
+        self._line_up(batch, slots, lease, self._unwritten.now if came is None else came)
+        self._num_tries[slots] = 0
+        self.on_add()
+
+    def again(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, *, most_tries: int) -> NDArray[np.bool_]:
+        """Let blocks that could not be written wait for another try, behind all others; say which are to have one."""
+        self._num_tries[slots] += 1
+        self._unwritten.num_failed += len(slots)
+        again: NDArray[np.bool_] = self._num_tries[slots] < most_tries
+        self._line_up(batch[again], slots[again], lease, self._unwritten.now)
+        return again
+
+    def put_back(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
+        """Let blocks that nobody tried to write wait again."""
+        self._line_up(batch, slots, lease, came)
+
+    def take(self, most: int) -> tuple[Batch, Lease, int]:
+        """Take up to ``most`` of the blocks that wait longest, whoever's they are, of one time, to write them.
+
+        They are under way until `ended`.
+
+        Returns:
+            The blocks, the lease, and when they came.
+        """
+        slots = self._index.oldest_dirty(most)
+        came = int(self._came[slots[0]])
+        others = (self._came[slots] != came).nonzero()[0]
+        n = int(others[0]) if len(others) else len(slots)
+        names, lease = self._index.take_dirty(n)
+        _take(self._num_by_came, came, n)
+        self.num_taken += n
+        self._unwritten.begin(came)
+        spaces = self._namespaces[lease.slots]
+        is_mixed = bool(np.any(spaces != spaces[0]))
+        batch = Batch(spaces[0], names, self._positions[lease.slots], spaces if is_mixed else None)
+        return batch, lease, came
+
+    def ended(self, n: int, came: int) -> None:
+        """Take note that ``n`` blocks of one `take` are written, given up, or wait again."""
+        self.num_taken -= n
+        self._unwritten.end(came)
+
+    def oldest_s(self) -> float:
+        """Return for how long the first in the line waits; 0 if there is none."""
+        slots = self._index.oldest_dirty(1)
+        return self._clock() - float(self._since_s[slots[0]]) if len(slots) else 0.0
+
+    def _line_up(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
+        self._namespaces[slots] = batch.namespace if batch.spaces is None else batch.spaces
+        self._positions[slots] = batch.positions
+        self._since_s[slots] = self._clock()
+        fresh = self._index.mark_dirty(lease, slots)
+        self._came[fresh] = came
+        self._num_by_came[came] += len(fresh)
+
+    def _forgotten(self, slots: Slots, why: Change) -> None:
+        """Take note that blocks left the line and were not taken."""
+        for came, n in Counter(self._came[slots].tolist()).items():
+            _take(self._num_by_came, came, n)
+        if why is Change.EVICTED:  # by resizing: need evicts no dirty block
+            self._unwritten.has_lost = True
+
+
+def _take(counts: Counter[int], came: int, n: int) -> None:
+    """Count ``n`` fewer; what is none at all takes no place."""
+    counts[came] -= n
+    if not counts[came]:
+        del counts[came]
