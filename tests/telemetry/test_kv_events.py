@@ -4,6 +4,7 @@ vLLM itself is not installed where these run: `tests.support.router` decodes wha
 """
 
 import asyncio
+import faulthandler
 import subprocess
 import sys
 import threading
@@ -381,7 +382,11 @@ async def test_closing_tells_routers_that_all_is_gone(first: str, tmp_path: Path
             with pytest.raises(ClosedError):
                 publisher.describe(keys, tokens_of(3))
         await publisher.aclose()
-        await until(lambda: "tiered-kv-events" not in {thread.name for thread in threading.enumerate()})
+        try:
+            await until(lambda: "tiered-kv-events" not in {thread.name for thread in threading.enumerate()})
+        except TimeoutError:  # seen once, and never again: where does it stand?
+            faulthandler.dump_traceback(all_threads=True)
+            raise
         if first == "publisher":
             async with KVEventPublisher(kv, f"ipc://{tmp_path}/pub"):
                 pass
