@@ -152,18 +152,16 @@ def test_a_shared_tier_that_answers_soon_is_heard_by_the_step_that_asks() -> Non
         engine.settle()
 
 
-def test_who_has_listened_in_vain_is_followed_by_many_who_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_has_listened_in_vain_is_followed_by_more_and_more_who_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tier that hangs costs a step its patience now and then, not for each request."""
     far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
     with opened(ROOMY, far, lookup_timeout_s=0.001) as engine:
         monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.001)
         engine.scheduling._loads.begin_step()  # noqa: SLF001 - ours
         listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
-        for number in range(24):
+        counts = list[int]()
+        for number in range(64):
             engine.ask(str(number), LENGTH + number, 1)
             engine.settle()
-        assert listened.count == 1
-        for number in range(24, 48):
-            engine.ask(str(number), LENGTH + number, 1)
-            engine.settle()
-        assert listened.count == 2
+            counts.append(listened.count)
+        assert [counts.index(n) for n in range(1, 7)] == [0, 2, 5, 10, 19, 36]

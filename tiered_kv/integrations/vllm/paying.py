@@ -32,7 +32,7 @@ _LATER: Final = 2
 _BELIEVED: Final = 0.97
 """Of that, for each request that does not wait: the 24th waits again."""
 _SILENT: Final = 24
-"""So many requests do not wait in a step once one has done so in vain."""
+"""So many requests at most do not wait in a step after one that has done so in vain."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -66,7 +66,7 @@ class Paying:
         self._num_tokens = self._seconds = 0.0
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
-        self._num_silent = 0  # requests that are not to wait in a step
+        self._num_silent = self._passed = 0  # requests that are not to wait in a step, and how many were to be
         self._answer_s = 0.0  # how long tiers that others use too take to say what they have
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
@@ -160,8 +160,9 @@ class Paying:
         return not is_silent
 
     def heard(self, *, is_soon: bool) -> None:
-        """Take note of whether such a wait was of use."""
-        self._num_silent = 0 if is_soon else _SILENT
+        """Take note of whether such a wait was of use: one in vain lets one request pass, the next two, and so on."""
+        self._passed = 0 if is_soon else min(2 * self._passed or 1, _SILENT)
+        self._num_silent = self._passed
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.
