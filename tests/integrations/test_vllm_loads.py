@@ -1,6 +1,7 @@
 """When the connector for vLLM loads: what is in memory in the step that computes the rest, all else beside steps."""
 
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
+from tiered_kv import Outcomes
 
 LENGTH = 6 * BLOCK_SIZE + 1
 
@@ -140,6 +142,24 @@ def test_what_a_first_load_lacks_is_computed() -> None:
         assert two.num_computed_tokens == 0
         worker.restore_kv_caches()
         engine.settle()
+
+
+def test_a_first_load_is_waited_for_before_its_step_ends() -> None:
+    """A device's copy may end, or fail, behind the call that began it: a step later the tokens would have been told."""
+
+    class Late(Future[Outcomes]):
+        def done(self) -> bool:
+            return False
+
+        def result(self, timeout: float | None = None) -> Outcomes:
+            del timeout
+            return Outcomes(0, 0, 1, "it failed late")
+
+    with opened(ROOMY) as engine:
+        worker = engine.workers[0]
+        worker._first.append(("one", (3, 4), None, Late()))  # noqa: SLF001 - ours
+        worker.ended()
+        assert worker.take_lost() == {4}
 
 
 def test_a_shared_tier_that_answers_soon_is_heard_by_the_step_that_asks() -> None:

@@ -95,6 +95,7 @@ class PendingLoads:
         return num_found, not self._plan_first(tracked, num_found)
 
     def _find(self, tracked: Tracked, first: int) -> int | None:
+        """Look behind so many tokens, decide what of it pays, and count the look-up once its answer is final."""
         wanted, request = self._configuration, tracked.request
         most = (request.num_tokens - 1) // wanted.step * wanted.step
         if most <= first and not wanted.tail_tokens:

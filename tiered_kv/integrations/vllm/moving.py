@@ -147,11 +147,8 @@ class MovingSide:
             for ids, plan, future in self._loads.pop(name):
                 self._take_load(name, ids, plan, future.result())
         begun, self._first = self._first, []
-        for name, ids, plan, future in begun:
-            if future.done():
-                self._take_load(name, ids, plan, future.result())
-            else:
-                self._first.append((name, ids, plan, future))
+        for name, ids, plan, future in begun:  # waited for: what is lost counts with the step that has computed with it
+            self._take_load(name, ids, plan, future.result())
         return left, loaded
 
     def _take_load(self, name: str, ids: tuple[int, ...], plan: Plan | None, outcomes: Outcomes) -> None:
