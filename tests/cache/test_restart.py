@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
-from tests.support.caches import until, until_idle
+from tests.support.caches import until_nothing_left
 from tests.support.programs import started
 from tiered_kv import BlockKeys, KVGroup, KVLayout
 from tiered_kv.tiers.owned import OwnedTier
@@ -171,8 +171,7 @@ async def check(path: Path, kind: str, life: int, acknowledged: bytes) -> int:
                 if n == PROMPT_BLOCKS:
                     whole.add(keys.words[0, :1].tobytes())
                 break
-        await until(lambda: not any(tier.leased for tier in kv.stats().tiers))  # by a scrub: it is no transfer
-        await until_idle(kv)
+        await until_nothing_left(kv)
     last = acknowledged[-8:]
     assert last in whole, f"life {life}: what was acknowledged last is gone"
     return num_served

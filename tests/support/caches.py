@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any, TypeVar
 
 from anyio import fail_after, sleep
@@ -107,6 +107,21 @@ async def until_idle(kv: TieredKV, *, on_wait: Callable[[], object] | None = Non
     """Wait until no transfer is under way, then assert that none has left anything behind."""
     await until(lambda: kv.stats().transfers == 0, on_wait=on_wait)
     await checkpoint()  # callbacks of the last task
+    assert_nothing_left(kv)
+
+
+async def until_nothing_left(kv: TieredKV) -> None:
+    """Wait for a moment when nothing is held, with a scrub that reads and leases beside; fail after a minute."""
+
+    def is_held() -> bool:
+        try:
+            assert_nothing_left(kv)
+        except AssertionError:
+            return True
+        return False
+
+    with suppress(TimeoutError):  # what is held says more
+        await until(lambda: not is_held())
     assert_nothing_left(kv)
 
 
