@@ -84,7 +84,7 @@ def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
         raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class LoadCall:
     """A load as it is asked for; see `BlockCache.start_load`. What can be checked of it without a cache is right.
 
@@ -118,7 +118,7 @@ def check_kind(order: Order, *, layerwise: bool, gaps: bool) -> None:
         raise ConfigurationError("a load from the back has neither layers to wait for nor gaps")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class StoreCall:
     """A store as it is asked for; see `BlockCache.start_store`.
 

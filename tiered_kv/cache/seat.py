@@ -92,15 +92,15 @@ class EngineSide(ABC):
             ClosedError: That event loop is closed: nothing can move or end any more.
             ConfigurationError: This is another thread, or another event loop is running.
         """
-        if self.loop.is_closed():
-            raise ClosedError("the event loop that opened this TieredKV is closed")
-        if anywhere:
-            return
         try:
-            is_here = asyncio.get_running_loop() is self.loop
+            if asyncio.get_running_loop() is self.loop:
+                return
+            is_here = False
         except RuntimeError:  # none is running: between two runs of the loop its thread may ask
             is_here = system().get_ident() == self._thread
-        if not is_here:
+        if self.loop.is_closed():
+            raise ClosedError("the event loop that opened this TieredKV is closed")
+        if not (is_here or anywhere):
             raise ConfigurationError(
                 "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
                 "poll, lookup_nowait and membership"

@@ -125,16 +125,19 @@ class TierCalls(BlockCache):
             seat.cache.note("lookup", keys)
         if where:
             check_one_rank(parts)
-        found = [(chain, batch, chain.locate(batch)) for chain, batch in parts]
-        if parts[0][0].shared and any(chain.may_be_longer(batch, runs) for chain, batch, runs in found):
+        runs = [chain.locate(batch) for chain, batch in parts]
+        if parts[0][0].shared and any(
+            chain.may_be_longer(part, run) for (chain, part), run in zip(parts, runs, strict=True)
+        ):
             started = asyncio.get_running_loop().time()
             with seat.cache.callers.waiting():
-                runs = await asyncio.gather(*(chain.locate_on(batch, runs) for chain, batch, runs in found))
+                found = zip(parts, runs, strict=True)
+                runs = await asyncio.gather(*(chain.locate_on(part, run) for (chain, part), run in found))
             result = _looked_up(seat, parts, runs)
             took_ms = (asyncio.get_running_loop().time() - started) * 1e3
             seat.emit(BlocksLookedUp(result.num_blocks, len(keys), result.by_tier, took_ms))
         else:  # nobody waited: to tell of it would take as long again
-            result = _looked_up(seat, parts, [runs for _, _, runs in found])
+            result = _looked_up(seat, parts, runs)
         if where:
             with seat.cache.callers.waiting():
                 return await with_specs(*parts[0], result)

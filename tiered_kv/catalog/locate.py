@@ -16,7 +16,7 @@ _CHUNK: Final = 1024  # names looked up at once, after the first: large enough t
 _LONG_RUN: Final = 64  # names of one tier that make it worth to look for another such run
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Run:
     """Blocks ``start <= i < stop`` of the batch are read from tier ``tier``."""
 
@@ -25,7 +25,7 @@ class Run:
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Located:
     """A readable prefix of ``num_blocks`` blocks, as runs that follow one another."""
 

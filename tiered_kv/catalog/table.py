@@ -45,6 +45,13 @@ def hash_names(names: Names) -> NDArray[np.uint64]:
     return mixed
 
 
+def _hash_first(names: Names) -> int:
+    """Return `hash_names` of the first one as an int."""
+    words: list[int] = names[0].tolist()
+    mixed: int = sum(map(mul, words, _INT_MULTIPLIERS)) & _WORD
+    return mixed
+
+
 def first_occurrences(names: Names) -> Slots:
     """Positions in the batch, ascending, at which a name appears for the first time."""
     if len(names) <= _FEW and len(set(_rows(names).tolist())) == len(names):
@@ -109,8 +116,7 @@ class NameTable:
 
     def find_one(self, names: Names) -> int:
         """Return the slot of a non-empty batch's first name, or -1: `find` without the fixed cost of arrays."""
-        words: list[int] = names[0].tolist()
-        mixed: int = sum(map(mul, words, _INT_MULTIPLIERS)) & _WORD
+        mixed = _hash_first(names)
         tag = (mixed & _TAG) << 32
         for entry in self._buckets[mixed >> self._shift_int].tolist():
             slot: int = (entry ^ tag) - 1
@@ -137,6 +143,13 @@ class NameTable:
     def insert(self, names: Names, slots: Slots) -> None:
         """Add names, none of them in the table or twice in the batch, at slots that hold none."""
         self._names.put(slots, _rows(names))
+        if len(names) == 1:  # without the fixed cost of arrays: most stores of a decoding engine are
+            mixed = _hash_first(names)
+            entries_of_bucket = self._buckets[mixed >> self._shift_int]
+            lanes = entries_of_bucket.tolist()
+            if 0 in lanes:
+                entries_of_bucket[lanes.index(0)] = (mixed & _TAG) << 32 | int(slots[0]) + 1
+                return
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)

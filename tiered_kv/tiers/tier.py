@@ -30,9 +30,9 @@ _MOST_NAMESPACES: Final = 4096
 """Tenants come and go; the digest of one costs a microsecond."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Batch:
-    """Blocks by name.
+    """Blocks by name. Nobody changes one; like all that each call makes it is not frozen, which takes 60 ns a field.
 
     Attributes:
         namespace: Theirs; what a store holds of several prompts may be of others too.

@@ -66,7 +66,7 @@ class StoreHandle(Handle[StoreResult]):
         self._store.store_layer(layer, after)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Placed:
     """The new blocks of one window, with the slots they go to.
 

@@ -30,7 +30,7 @@ _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 """Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class LoadRequest:
     """One load of one KV group.
 
@@ -132,7 +132,7 @@ class LoadRequest:
         return self.chain.why_missing(self.batch[num_blocks : num_blocks + 1])
 
 
-@dataclass(frozen=True)
+@dataclass
 class StoreRequest:
     """One store of one KV group.
 

@@ -36,17 +36,23 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
         **values: What there is to say.
     """
     try:
+        if not _is_wanted(level):
+            return
         if structlog.is_configured():
-            if _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level]):
-                return
             told = values if exc_info is None else {**values, "exc_info": exc_info}
             getattr(_structlog, level)(event, **told)
-        elif _logging.isEnabledFor(_NUMBERS[level]):
+        else:
             text = " ".join([event, *(f"{name}={_told(value)}" for name, value in values.items())])
             extra = {"event": event, "values": values}
             _logging.log(_NUMBERS[level], "%s", text, exc_info=exc_info, extra=extra)
     except Exception:  # noqa: BLE001, S110 - a sink of the program's; whom could we tell?
         pass
+
+
+def _is_wanted(level: Level) -> bool:
+    if structlog.is_configured():
+        return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level])
+    return _logging.isEnabledFor(_NUMBERS[level])
 
 
 def _told(value: object) -> str:
@@ -65,7 +71,8 @@ def _drops(wrapper: type[Any], number: int) -> bool:
 
 def log_event(event: Event) -> None:
     """Log an event under its name, its fields as values."""
-    log(event.level, event.name, **vars(event))
+    if _is_wanted(event.level):  # to gather what there is to say takes longer
+        log(event.level, event.name, **vars(event))
 
 
 def guarded(receivers: Sequence[Emit]) -> Emit:
