@@ -78,8 +78,8 @@ async def measure(rounds: int) -> dict[str, float]:
         specs = [GPULoadStoreSpec(half + rng.permutation(half)[:4]) for _ in range(NUM_TASKS)]
         load_s, ratio = await _of_many(partial(_load_all, kv, keys, specs, rounds // 16), NUM_TASKS * (rounds // 16))
         figures["loads_per_s"], figures["loads_64_over_task"] = round(1 / load_s), round(ratio, 2)
-        async with _open_cache("lru") as (by_lru, _):
-            figures |= await _over_lru(kv, by_lru, keys, specs, rounds)
+    async with _open_cache("lhd") as (kv, keys), _open_cache("lru") as (by_lru, _):
+        figures |= await _over_lru(kv, by_lru, keys, specs, rounds)
     return figures
 
 
