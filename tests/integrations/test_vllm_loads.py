@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.integrations.test_vllm_paying import SMALL
 from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 from tiered_kv import Outcomes
@@ -172,16 +173,45 @@ def test_a_shared_tier_that_answers_soon_is_heard_by_the_step_that_asks() -> Non
         engine.settle()
 
 
-def test_who_has_listened_in_vain_is_followed_by_more_and_more_who_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A tier that hangs costs a step its patience now and then, not for each request."""
+def test_a_step_listens_to_no_tier_that_answers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that hangs costs the first request's step its patience, and no other's."""
     far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
     with opened(ROOMY, far, lookup_timeout_s=0.001) as engine:
         monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.001)
         engine.scheduling._loads.begin_step()  # noqa: SLF001 - ours
         listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
-        counts = list[int]()
-        for number in range(64):
+        for number in range(16):
             engine.ask(str(number), LENGTH + number, 1)
             engine.settle()
-            counts.append(listened.count)
-        assert [counts.index(n) for n in range(1, 7)] == [0, 2, 5, 10, 19, 36]
+        assert listened.count == 1
+
+
+def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where for long nothing was found no request waits; all ask the same, and once it is found others wait again."""
+    shared = {"medium": "memory", "capacity": "8MiB"}
+    with opened(SMALL, shared) as engine:
+        paying = engine.scheduling._paying  # noqa: SLF001 - ours
+        paying._num_tokens, paying._seconds = 1000.0, 1.0  # noqa: SLF001 - it computes so fast
+        waits, for_answers = list[bool](), paying.for_answers
+
+        def note(needs: object, num_found: int, num_more: int) -> tuple[float, float]:
+            waits_s, answer_s = for_answers(needs, num_found, num_more)
+            waits.append(waits_s > 0)
+            return waits_s, answer_s
+
+        monkeypatch.setattr(paying, "for_answers", note)
+
+        def serve(prompt: str) -> None:
+            engine.ask(f"{prompt} {len(waits)}", LENGTH, 1, prompt=prompt)
+            engine.settle()
+            engine.settle_loop()
+            engine.scheduling.kv.flush()
+
+        for number in range(40):
+            serve(str(number))
+        assert waits[0]
+        assert not any(waits[-4:])
+        for number in range(24):
+            serve(str(number))
+        assert all(waits[-4:])
+        assert engine.scheduling.counts.take().data["load_requests"] >= 4

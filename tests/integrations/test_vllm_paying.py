@@ -80,6 +80,19 @@ class Paying:
         num_worth: int = self.paying.num_worth(needs, num_tokens)
         return num_worth // BLOCK_SIZE
 
+    def patience(
+        self, num_tokens: int, *, block_s: float = 0.0, answer_s: float = 0.0, found_part: float = 1.0
+    ) -> float:
+        """Return how long a request waits for a tier that others use, which is asked for so many tokens."""
+        cost = LoadCost(0.0, block_s, answer_s=answer_s, found_part=found_part)
+        self.found = LookupResult(0, (), 0, BLOCK_SIZE, {"shared": cost})
+        request = Request("r", num_tokens, 1)
+        request.know(num_tokens)
+        needs = [VLLM.naming.RequestNaming().need(each, request, 0, num_tokens) for each in self.groups]
+        waits_s, told_s = self.paying.for_answers(needs, 0, num_tokens)
+        assert told_s == answer_s
+        return float(waits_s)
+
 
 FAST, SLOW = LoadCost(0.001, 0.0001), LoadCost(0.001, 0.1)  # a block of 4 tokens is computed in 0.004 s
 
@@ -114,28 +127,29 @@ def test_a_load_is_waited_for_as_long_as_it_can_pay() -> None:
 
 def test_an_answer_is_waited_for_no_longer_than_computing_takes() -> None:
     """A tier that is far, or hangs in look-ups, costs a request as much again as it would compute in, or a moment."""
-    of, always = Paying(), Paying(load_when="always")
-    assert of.paying.lookup_patience_s(1000) == 1.0
+    of, always = Paying(media={"cpu": "cpu"}), Paying(media={"cpu": "cpu"}, load_when="always")
+    assert of.patience(1000) == 1.0
     for each in (of, always):
         each.compute("first", 1000, 1.0)
-    assert [of.paying.lookup_patience_s(num_tokens) for num_tokens in (1, 500, 10**6)] == [0.01, 0.5, 1.0]
-    assert always.paying.lookup_patience_s(1) == 1.0
+    assert [of.patience(num_tokens) for num_tokens in (4, 500, 10**6)] == [0.01, 0.5, 1.0]
+    assert always.patience(4) == 1.0
 
 
-def test_nobody_waits_for_answers_that_come_too_late_but_one_now_and_then() -> None:
-    """Whoever would compute for longer than they take still waits; and all do again, once they come in time."""
-    of = Paying()
+def test_nobody_waits_for_answers_that_are_later_than_what_they_save() -> None:
+    """Whoever would compute for longer than they take waits, where what is asked for is there; else few do, or none."""
+    of = Paying(media={"cpu": "cpu"})
     of.compute("first", 1000, 1.0)
-    assert of.paying.lookup_patience_s(20) == 0.02
-    of.paying.answered(0.02, is_late=True)
-    waits = [of.paying.lookup_patience_s(20) for _ in range(24)]
-    assert waits == [0.0] * 23 + [0.02]
-    of.paying.answered(0.02, is_late=True)
-    assert of.paying.lookup_patience_s(500) == 0.5
-    of.paying.answered(0.2, is_late=False)
-    assert [of.paying.lookup_patience_s(num_tokens) for num_tokens in (20, 100, 200)] == [0.0, 0.0, 0.2]
-    of.paying.answered(0.01, is_late=False)
-    assert of.paying.lookup_patience_s(20) == 0.02
+    assert [of.patience(num_tokens, answer_s=0.2) for num_tokens in (20, 100, 200)] == [0.0, 0.0, 0.2]
+    assert [of.patience(num_tokens, answer_s=0.2, found_part=0.5) for num_tokens in (200, 400)] == [0.0, 0.4]
+    assert of.patience(400, answer_s=0.001, found_part=0.0) == 0.0
+
+
+def test_nobody_waits_to_hear_of_what_would_be_computed_all_the_same() -> None:
+    """A tier that is slow to read may answer soon."""
+    of = Paying(media={"cpu": "cpu"})
+    of.compute("first", 1000, 1.0)
+    assert of.patience(400, block_s=0.1) == 0.0
+    assert of.patience(400, block_s=0.0001) == 0.4
 
 
 def test_all_is_loaded_while_nothing_is_known() -> None:
@@ -260,17 +274,18 @@ def test_what_does_not_pay_is_computed(tmp_path: Path) -> None:
 
 
 def test_who_comes_after_one_that_waited_in_vain_does_not_wait() -> None:
-    """A request is in the queue while a shared tier is asked; one later goes on with its step."""
+    """A request is in the queue while a shared tier is asked; others go on with their step while it is."""
     far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
     with opened(SMALL, far, lookup_timeout_s=0.2) as engine:
-        engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 10.0, 1.0  # noqa: SLF001 - ours
+        engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 1000.0, 1.0  # noqa: SLF001 - ours
         engine.ask("first", 8 * BLOCK_SIZE, 1)
         engine.step()
         assert engine.waiting
         engine.settle()
-        engine.ask("second", 8 * BLOCK_SIZE, 1)
-        engine.step()
-        assert not engine.waiting
+        for name in ("second", "third"):
+            engine.ask(name, 8 * BLOCK_SIZE, 1)
+            engine.step()
+            assert not engine.waiting
         engine.settle()
 
 

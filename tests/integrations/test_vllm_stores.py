@@ -75,6 +75,9 @@ def test_stores_of_many_requests_are_one_job_in_eight_steps() -> None:
         engine.step(64)
         assert sum(engine.orders) <= 64 // VLLM.storing.MOST_STEPS
         engine.settle()
+        engine.settle_copies()
+        engine.settle_loop()
+        engine.step()  # which tells of the last copies
         engine.settle_loop()
         assert stored(engine) == sum((1 + number + 63) // BLOCK_SIZE for number in range(12))
 

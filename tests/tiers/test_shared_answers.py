@@ -1,6 +1,7 @@
 """What a shared tier has said lately: short-lived, bounded, and asked for by one."""
 
 import numpy as np
+import pytest
 
 from tiered_kv.tiers.shared import Answers
 from tiered_kv.values.keys import Names
@@ -26,7 +27,8 @@ def names(*numbers: int) -> Names:
 
 def tell(answers: Answers, about: Names, *states: BlockState) -> None:
     """Have a question asked, and answered by HIT or MISS."""
-    answers.take(about, np.array(states) == HIT, answers.ask(about))
+    with answers.asking(about) as question:
+        answers.take(about, np.array(states) == HIT, question)
 
 
 def test_one_asks_and_all_are_told() -> None:
@@ -49,11 +51,32 @@ def test_a_question_under_way_is_waited_for() -> None:
     """However long its turn takes to come: whoever looks then asks nothing, and gets its answer."""
     clock = Clock()
     answers = Answers(clock, 5.0)
-    question = answers.ask(names(1))
-    clock.now += 1000.0
-    assert not answers.look(names(1))[1].any()
-    answers.take(names(1), np.array([True]), question)
+    with answers.asking(names(1)) as question:
+        clock.now += 1000.0
+        assert not answers.look(names(1))[1].any()
+        answers.take(names(1), np.array([True]), question)
     assert answers.look(names(1))[0].tolist() == [HIT]
+
+
+def test_what_asking_takes_is_known_and_what_part_was_there() -> None:
+    """By the last questions, and by one that has had no answer for longer; one that is given up says nothing."""
+    clock = Clock()
+    answers = Answers(clock, 5.0)
+    assert answers.cost() == (0.0, 1.0)
+    with answers.asking(names(1, 2)) as question:
+        clock.now += 0.5
+        assert answers.cost() == (0.5, 1.0)
+        answers.take(names(1), np.array([False]), question)  # it ends there
+    assert answers.cost() == (0.5, 0.8)
+    for _ in range(30):
+        tell(answers, names(1), MISS)
+    assert max(answers.cost()) < 0.01
+    with answers.asking(names(3)):
+        clock.now += 60.0
+        assert answers.cost()[0] == 60.0
+    for _ in range(30):
+        tell(answers, names(4), HIT)
+    assert answers.cost() == pytest.approx((0.0, 1.0), abs=0.01)
 
 
 def test_what_nobody_began_to_ask_is_asked_by_another() -> None:
@@ -98,10 +121,10 @@ def test_the_oldest_answers_go_first() -> None:
 def test_what_has_happened_since_the_question_is_not_known_to_its_answer() -> None:
     """Of a block that was stored or evicted meanwhile it says nothing; another question does."""
     answers = Answers(Clock(), 5.0)
-    before = answers.ask(names(1, 2))
-    answers.forget(names(1))
-    after = answers.ask(names(1))
-    answers.take(names(1, 2), np.array([False, False]), before)
-    assert answers.look(names(1, 2))[0].tolist() == [ASKING, MISS]
-    answers.take(names(1), np.array([True]), after)
+    with answers.asking(names(1, 2)) as before:
+        answers.forget(names(1))
+        with answers.asking(names(1)) as after:
+            answers.take(names(1, 2), np.array([False, False]), before)
+            assert answers.look(names(1, 2))[0].tolist() == [ASKING, MISS]
+            answers.take(names(1), np.array([True]), after)
     assert answers.look(names(1))[0].tolist() == [HIT]

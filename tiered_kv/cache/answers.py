@@ -26,6 +26,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
+from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.values.errors import ConfigurationError
@@ -228,10 +229,12 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
 
 def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
     """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
+    asking = tier.answers.cost() if isinstance(tier, SharedTier) else (0.0, 1.0)
     if (now := tier.speed.estimate()) is None:
-        return LoadCost(0.0, 0.0)
+        return LoadCost(0.0, 0.0, 0, 0, *asking)
     stride = tier.shape.stride_bytes
-    return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride)
+    num_others = now.others_bytes // stride
+    return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, num_others, *asking)
 
 
 def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:

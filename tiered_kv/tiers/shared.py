@@ -16,7 +16,8 @@ What it says is taken with three kinds of doubt, all of them plain data for the 
 import asyncio
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice, repeat
@@ -42,8 +43,12 @@ _MOST_NAMES: Final = 1 << 16
 _MISS, _ASKING, _HIT = int(BlockState.MISS), int(BlockState.ASKING), int(BlockState.HIT)
 
 
+_QUESTIONS: Final = 0.8
+"""Of what questions before took and found, for each one more."""
+
+
 class Answers:
-    """What one tier has said, of at most ``most_names`` blocks: the oldest answers go first."""
+    """What one tier has said, of at most ``most_names`` blocks: the oldest answers go first. And what asking takes."""
 
     def __init__(self, clock: Callable[[], float], asking_s: float, *, most_names: int = _MOST_NAMES) -> None:
         """Know nothing; what whoever looked has not begun to ask after ``asking_s``, the next one is to ask."""
@@ -52,6 +57,8 @@ class Answers:
         self._most_names = most_names
         self._said: OrderedDict[bytes, tuple[int, float, object]] = OrderedDict()  # the state, until when, the question
         self._lock = system().rlock()  # re-entrant: a signal's handler may look while its thread does
+        self._asked: dict[object, tuple[float, int]] = {}  # questions without an answer: since when, of how many
+        self._answer_s, self._found_part = 0.0, 1.0
 
     def look(self, names: Names, *, prefix_only: bool = False) -> tuple[NDArray[np.int8], Mask]:
         """Say what is known, a `BlockState` each (MISS, ASKING or HIT), and which blocks the caller is to ask for.
@@ -73,18 +80,37 @@ class Answers:
                     self._say(name, _ASKING, now + self._asking_s, None)
         return states, to_ask
 
-    def ask(self, names: Names) -> object:
-        """Note that these are being asked for, however long it takes; return the question, for `take`."""
+    def cost(self) -> tuple[float, float]:
+        """Say how many seconds an answer takes now, and which part of what was asked for was there."""
+        with self._lock:
+            waited_s = self._clock() - next(iter(self._asked.values()))[0] if self._asked else 0.0
+            return max(self._answer_s, waited_s), self._found_part
+
+    @contextmanager
+    def asking(self, names: Names) -> Iterator[object]:
+        """Note that these are being asked for, however long it takes; yield the question, for `take`."""
         question = object()
         with self._lock:
+            self._asked[question] = self._clock(), len(names)
             for name in rows_of(names):
                 self._say(name, _ASKING, math.inf, question)
-        return question
+        try:
+            yield question
+        finally:
+            with self._lock:
+                self._asked.pop(question, None)
 
     def take(self, names: Names, is_there: Mask, question: object) -> None:
         """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
-        until = self._clock() + _KEPT_S
+        now = self._clock()
+        until = now + _KEPT_S
         with self._lock:
+            if question in self._asked:
+                since, num_asked = self._asked.pop(question)
+                kept = _QUESTIONS if self._answer_s else 0.0
+                self._answer_s = kept * self._answer_s + (1 - kept) * (now - since)
+                found_part = np.count_nonzero(is_there) / num_asked
+                self._found_part = _QUESTIONS * self._found_part + (1 - _QUESTIONS) * found_part
             for name, there in zip(rows_of(names), is_there.tolist(), strict=True):
                 if name in self._said and self._said[name][2] is question:
                     self._say(name, _HIT if there else _MISS, until, None)
@@ -416,14 +442,15 @@ class SharedTier(StorageTier):
         return found & ~self._evicted.holds(batch)
 
     async def _answer(self, batch: Batch) -> None:
-        question = self.answers.ask(batch.names)
-        self.answers.take(batch.names, await self._find_each(batch, None), question)
+        with self.answers.asking(batch.names) as question:
+            self.answers.take(batch.names, await self._find_each(batch, None), question)
 
     async def _answer_prefix(self, batch: Batch) -> None:
-        question, names = self.answers.ask(batch.names), batch.names
-        found = await self.find(batch)
-        num_said = int(np.argmin(np.append(found, [False]))) + 1  # with the first that is absent
-        self.answers.take(names[:num_said], found[:num_said], question)
+        names = batch.names
+        with self.answers.asking(names) as question:
+            found = await self.find(batch)
+            num_said = int(np.argmin(np.append(found, [False]))) + 1  # with the first that is absent
+            self.answers.take(names[:num_said], found[:num_said], question)
         self.answers.forget(names[num_said:])
 
     async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:

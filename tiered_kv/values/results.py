@@ -25,12 +25,17 @@ class LoadCost:
         block_s: Seconds for each block, many of them asked for at once.
         num_others: Loads and prefetches under way there, with which a load takes turns.
         others_blocks: How many blocks they are still going to ask for, all together.
+        answer_s: Seconds until a tier that others use too says which blocks it has, when `TieredKV.membership` has it
+            asked; 0 before it was.
+        found_part: Which part of the blocks that it was asked for like that it had; 1 before it was.
     """
 
     first_s: float
     block_s: float
     num_others: int = 0
     others_blocks: int = 0
+    answer_s: float = 0.0
+    found_part: float = 1.0
 
     def seconds(self, num_blocks: NDArray[np.int64]) -> NDArray[np.float64]:
         """Say how long so many blocks take, for each of several numbers; none take no time."""

@@ -103,12 +103,12 @@ class PendingLoads:
             return 0
         needs = [self._naming.need(group, request, first, most) for group in wanted.groups]
         num_found, may_be_more = self._longest(needs)
-        if may_be_more and tracked.patience_s is None and self._patience_s > 0 and self._paying.hears_soon():
+        if may_be_more and self._hears_soon(tracked, needs, num_found, most - first - num_found):
             num_found, may_be_more = self._listen(needs)
         if wanted.tail_tokens and not may_be_more:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
-        if self._waits(tracked, most - first - num_found if may_be_more else 0):
+        if self._waits(tracked, needs, num_found, most - first - num_found if may_be_more else 0):
             return None
         if not tracked.is_counted:
             tracked.is_counted = True
@@ -176,21 +176,25 @@ class PendingLoads:
             time.sleep(min(left_s, _LOOK_AGAIN_S))
             num_found, may_be_more = self._longest(needs)
         self._patience_s -= time.monotonic() - began_s
-        self._paying.heard(is_soon=not may_be_more)
         return num_found, may_be_more
 
-    def _waits(self, tracked: Tracked, num_more: int) -> bool:
-        """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
-        now = time.monotonic()
-        if num_more and tracked.patience_s is None:  # it may have been in the queue for long, and is asked for anew
-            tracked.waits_since_s, tracked.patience_s = now, self._paying.lookup_patience_s(num_more)
-        if not tracked.patience_s:
+    def _hears_soon(self, tracked: Tracked, needs: list[GroupNeed], num_found: int, num_more: int) -> bool:
+        """Say whether a request waits in this step to hear of so many tokens more; that is decided once."""
+        if tracked.patience_s is not None:
             return False
-        waited_s = now - tracked.waits_since_s
-        if num_more and waited_s < tracked.patience_s:
-            return True
-        self._paying.answered(min(waited_s, tracked.patience_s), is_late=bool(num_more))
-        tracked.patience_s = 0.0
+        # It may have been in the queue for long.
+        tracked.patience_s, answer_s = self._paying.for_answers(needs, num_found, num_more)
+        tracked.waits_since_s = time.monotonic()
+        return tracked.patience_s > 0 and answer_s < self._patience_s
+
+    def _waits(self, tracked: Tracked, needs: list[GroupNeed], num_found: int, num_more: int) -> bool:
+        """Say whether a request goes on waiting for shared tiers, which may yet say that they have so many tokens."""
+        if num_more:
+            self._hears_soon(tracked, needs, num_found, num_more)
+            if time.monotonic() - tracked.waits_since_s < (tracked.patience_s or 0.0):
+                return True
+        if tracked.patience_s is not None:
+            tracked.patience_s = 0.0  # it waits once
         return False
 
     def _want(self, tracked: Tracked, num_known: int) -> None:

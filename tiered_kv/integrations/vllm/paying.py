@@ -13,7 +13,8 @@ from tiered_kv.cache.groups import GroupNeed
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Tracked
-from tiered_kv.values.results import split
+from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.results import LookupResult, split
 
 _LEAST_TOKENS: Final = 64
 """Of a prompt that is measured: fewer say what a step takes, and not what a token does."""
@@ -27,12 +28,6 @@ _LEAST_PATIENCE_S: Final = 0.25
 """For what is computed sooner than that: to wait longer would cost more than to compute it after all."""
 _LEAST_LOOKUP_S: Final = 0.01
 """Likewise, for what is asked of tiers that others use too: an answer takes some milliseconds."""
-_LATER: Final = 2
-"""What has not come by then takes so many times as long, as far as is known."""
-_BELIEVED: Final = 0.97
-"""Of that, for each request that does not wait: the 24th waits again."""
-_SILENT: Final = 24
-"""So many requests at most do not wait in a step after one that has done so in vain."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -66,8 +61,6 @@ class Paying:
         self._num_tokens = self._seconds = 0.0
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
-        self._num_silent = self._passed = 0  # requests that are not to wait in a step, and how many were to be
-        self._answer_s = 0.0  # how long tiers that others use too take to say what they have
         self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = 0
 
@@ -75,6 +68,11 @@ class Paying:
     def tokens_per_s(self) -> float:
         """How fast prompts were computed lately; 0 while that is not known."""
         return self._num_tokens / self._seconds if self._seconds else 0.0
+
+    @property
+    def _chooses(self) -> bool:
+        """Whether it is known what computing takes, and what takes longer to load is to be computed."""
+        return self.tokens_per_s > 0 and self._wanted.connector.load_when != "always"
 
     @property
     def copy_cost(self) -> float:
@@ -127,52 +125,44 @@ class Paying:
     def patience_s(self, num_tokens: int) -> float:
         """Return how long a request waits for a load of so many tokens before it computes them."""
         most_s = self._wanted.connector.load_timeout_s
-        if not self.tokens_per_s or self._wanted.connector.load_when == "always":
+        if not self._chooses:
             return float(most_s)
         return min(float(most_s), max(_LEAST_PATIENCE_S, _PATIENCE * num_tokens / self.tokens_per_s))
 
-    def lookup_patience_s(self, num_tokens: int) -> float:
-        """Return how long a request waits to hear of tiers that are asked for so many tokens: what comes later is late.
+    def for_answers(self, needs: list[GroupNeed], num_found: int, num_more: int) -> tuple[float, float]:
+        """Say how long a request waits for what tiers that others use say of so many tokens more.
 
-        By then it could have computed them. Where their answers take longer than that it does not wait at all, but for
-        one request now and then, which sees whether they still do.
+        It waits where that is likely to save more than it takes, by what they took and had of late, and then no longer
+        than computing takes. They are asked in any case, so that whoever does not wait learns of them all the same.
+
+        Returns:
+            Seconds, 0 for not at all; and seconds until an answer comes, as far as is known.
         """
-        most_s = float(self._wanted.connector.lookup_timeout_s)
-        if not self.tokens_per_s or self._wanted.connector.load_when == "always":
-            return most_s
-        patience_s = min(most_s, max(_LEAST_LOOKUP_S, num_tokens / self.tokens_per_s))
-        if patience_s >= self._answer_s:
-            return patience_s
-        self._answer_s *= _BELIEVED
-        return 0.0
+        most_s, keys = float(self._wanted.connector.lookup_timeout_s), needs[0].needed
+        found = self._kv.lookup_nowait(keys)
+        costs = [found.costs[tier] for tier in self._others(found)]
+        answer_s = max((cost.answer_s for cost in costs), default=0.0)
+        if not self._chooses:
+            return most_s, answer_s
+        compute_s = num_more / self.tokens_per_s
+        is_of_use = answer_s <= compute_s * max((cost.found_part for cost in costs), default=1.0)
+        if is_of_use and self._wanted.loads_parts:  # and what they have would not be computed all the same
+            is_of_use = self._num_of_prefix(keys, found, num_found + num_more) > num_found
+        return (min(most_s, max(_LEAST_LOOKUP_S, compute_s)) if is_of_use else 0.0), answer_s
 
-    def answered(self, waited_s: float, *, is_late: bool) -> None:
-        """Take note of how long a request has waited for an answer, and whether it came too late.
-
-        Where it did not the engine looks again a step later, whatever that takes: so at most as long as it would wait.
-        """
-        self._answer_s = max(self._answer_s, _LATER * waited_s) if is_late else waited_s
-
-    def hears_soon(self) -> bool:
-        """Say whether to wait in a step for what shared tiers say: where that was in vain, now and then only."""
-        is_silent = self._num_silent > 0
-        self._num_silent -= is_silent
-        return not is_silent
-
-    def heard(self, *, is_soon: bool) -> None:
-        """Take note of whether such a wait was of use: one in vain lets one request pass, the next two, and so on."""
-        self._passed = 0 if is_soon else min(2 * self._passed or 1, _SILENT)
-        self._num_silent = self._passed
+    def _others(self, found: LookupResult) -> list[str]:
+        return [tier for tier in found.costs if tier not in self._kv.cache.media]
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
         """Return of how many of the tokens that were found the blocks are to be loaded; the others are computed.
 
         Where a part of a load is of no use that is all of them or none. The needs are of these tokens.
         """
-        if not num_found or not self.tokens_per_s or self._wanted.connector.load_when == "always":
+        if not num_found or not self._chooses:
             return num_found
         if self._wanted.loads_parts:
-            num_tokens = self._num_of_prefix(needs[0], num_found)
+            keys = needs[0].needed
+            num_tokens = self._num_of_prefix(keys, self._kv.lookup_nowait(keys), num_found)
         else:
             load_s = sum(self._kv.lookup_nowait(need.needed).estimated_load_s for need in needs)
             num_tokens = num_found if load_s <= num_found / self.tokens_per_s else 0
@@ -180,12 +170,11 @@ class Paying:
             self._counts.declined(-((num_tokens - num_found) // self._wanted.main.block_size))
         return num_tokens
 
-    def _num_of_prefix(self, need: GroupNeed, num_found: int) -> int:
-        keys = need.needed
-        found = self._kv.lookup_nowait(keys)
+    def _num_of_prefix(self, keys: BlockKeys, found: LookupResult, num_found: int) -> int:
+        """Return how much to load of so many tokens; what this cache's own tiers lack of the keys the others have."""
         runs = [(run.tier, run.stop - run.start) for run in found.runs]
-        others = [tier for tier in found.costs if tier not in self._kv.cache.media]
-        if found.num_blocks < len(keys) and others:  # tiers that others use too have the rest
+        others = self._others(found)
+        if found.num_blocks < len(keys) and others:
             slowest = max(others, key=lambda tier: found.costs[tier].block_s)
             runs.append((slowest, len(keys) - found.num_blocks))
         elif found.num_blocks < len(keys):
