@@ -9,6 +9,7 @@ import pytest
 
 from tests.integrations.test_vllm_paying import SMALL
 from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
+from tests.support.caches import inside
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 from tiered_kv import Outcomes
 
@@ -191,7 +192,7 @@ def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pyt
     shared = {"medium": "memory", "capacity": "8MiB"}
     with opened(SMALL, shared) as engine:
         paying = engine.scheduling._paying  # noqa: SLF001 - ours
-        paying._num_tokens, paying._seconds = 1000.0, 1.0  # noqa: SLF001 - it computes so fast
+        paying._num_tokens, paying._seconds = 10.0, 1.0  # noqa: SLF001 - it computes so slowly
         waits, for_answers = list[bool](), paying.for_answers
 
         def note(needs: object, num_found: int, num_more: int) -> tuple[float, float]:
@@ -207,7 +208,7 @@ def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pyt
             engine.settle_loop()
             engine.scheduling.kv.flush()
 
-        for number in range(40):
+        for number in range(64):
             serve(str(number))
         assert waits[0]
         assert not any(waits[-4:])
@@ -215,3 +216,25 @@ def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pyt
             serve(str(number))
         assert all(waits[-4:])
         assert engine.scheduling.counts.take().data["load_requests"] >= 4
+
+
+def test_shared_tiers_are_asked_when_a_request_comes_and_not_when_it_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What they say while it is in the queue is there by then: no step listens to them, and no request waits."""
+    shared = {"medium": "memory", "capacity": "8MiB"}
+    with opened(SMALL, shared) as engine:
+        listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
+        (tier,) = inside(engine.scheduling.kv.cache).chains[0].shared
+        for number in range(24):
+            request = engine.ask(f"request {number}", LENGTH, 1, prompt=f"prompt {number % 12}")
+            engine.settle_loop()
+            while tier.answers._asked:  # noqa: SLF001 - ours
+                engine.settle_loop()
+            engine.step()
+            assert not engine.waiting or request.is_loading
+            engine.settle()
+            engine.settle_copies()
+            engine.scheduling.kv.flush()
+        assert not listened.count
+        assert engine.scheduling.counts.take().data["load_requests"] >= 12

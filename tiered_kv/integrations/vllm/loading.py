@@ -75,9 +75,18 @@ class PendingLoads:
         self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
         # Tiers whose blocks are planned at once: a server's answers come later.
         self._memory = list(memory) if configuration.below.settings is not None else []
+        nothing = BlockKeys.from_hashes([], block_size=configuration.main.block_size, group=configuration.main.number)
+        self._has_others = bool(paying.others(kv.lookup_nowait(nothing)))
         self._beginning: list[Job] = []  # in this step, of what these have
         self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
         self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
+
+    def come(self, request: Any) -> None:
+        """Have shared tiers asked for what a request will want: by its turn they may have answered."""
+        wanted = self._configuration
+        if self._has_others and wanted.loads:
+            most = (request.num_tokens - 1) // wanted.step * wanted.step
+            self._longest([self._naming.need(group, request, 0, most) for group in wanted.groups])
 
     def find(self, tracked: Tracked, num_computed_tokens: int, *, can_load: bool) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later.

@@ -140,7 +140,7 @@ class Paying:
         """
         most_s, keys = float(self._wanted.connector.lookup_timeout_s), needs[0].needed
         found = self._kv.lookup_nowait(keys)
-        costs = [found.costs[tier] for tier in self._others(found)]
+        costs = [found.costs[tier] for tier in self.others(found)]
         answer_s = max((cost.answer_s for cost in costs), default=0.0)
         if not self._chooses:
             return most_s, answer_s
@@ -150,7 +150,8 @@ class Paying:
             is_of_use = self._num_of_prefix(keys, found, num_found + num_more) > num_found
         return (min(most_s, max(_LEAST_LOOKUP_S, compute_s)) if is_of_use else 0.0), answer_s
 
-    def _others(self, found: LookupResult) -> list[str]:
+    def others(self, found: LookupResult) -> list[str]:
+        """Name the storage tiers that others use too, of a look-up's."""
         return [tier for tier in found.costs if tier not in self._kv.cache.media]
 
     def num_worth(self, needs: list[GroupNeed], num_found: int) -> int:
@@ -173,7 +174,7 @@ class Paying:
     def _num_of_prefix(self, keys: BlockKeys, found: LookupResult, num_found: int) -> int:
         """Return how much to load of so many tokens; what this cache's own tiers lack of the keys the others have."""
         runs = [(run.tier, run.stop - run.start) for run in found.runs]
-        others = self._others(found)
+        others = self.others(found)
         if found.num_blocks < len(keys) and others:
             slowest = max(others, key=lambda tier: found.costs[tier].block_s)
             runs.append((slowest, len(keys) - found.num_blocks))

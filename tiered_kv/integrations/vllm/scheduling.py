@@ -156,6 +156,8 @@ class SchedulingSide:
         """Take note of a request that will have its turn later."""
         if self._hinting is not None:
             self._hinting.come(request)
+        if self._planner is not None and self.naming.can_name(request) and not request.skip_reading_prefix_cache:
+            self._loads.come(request)
 
     def find(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later.
