@@ -81,16 +81,22 @@ class Paying:
         return num_worth // BLOCK_SIZE
 
     def patience(
-        self, num_tokens: int, *, block_s: float = 0.0, answer_s: float = 0.0, found_part: float = 1.0
+        self,
+        num_tokens: int,
+        *,
+        block_s: float = 0.0,
+        answer_s: float = 0.0,
+        found_part: float = 1.0,
+        **costs: LoadCost,
     ) -> float:
-        """Return how long a request waits for a tier that others use, which is asked for so many tokens."""
-        cost = LoadCost(0.0, block_s, answer_s=answer_s, found_part=found_part)
-        self.found = LookupResult(0, (), 0, BLOCK_SIZE, {"shared": cost})
+        """Return how long a request waits for tiers that others use, which are asked for so many tokens."""
+        costs = costs or {"shared": LoadCost(0.0, block_s, answer_s=answer_s, found_part=found_part)}
+        self.found = LookupResult(0, (), 0, BLOCK_SIZE, costs)
         request = Request("r", num_tokens, 1)
         request.know(num_tokens)
         needs = [VLLM.naming.RequestNaming().need(each, request, 0, num_tokens) for each in self.groups]
         waits_s, told_s = self.paying.for_answers(needs, 0, num_tokens)
-        assert told_s == answer_s
+        assert len(costs) > 1 or told_s == (answer_s if waits_s else 0.0)
         return float(waits_s)
 
 
@@ -142,6 +148,17 @@ def test_nobody_waits_for_answers_that_are_later_than_what_they_save() -> None:
     assert [of.patience(num_tokens, answer_s=0.2) for num_tokens in (20, 100, 200)] == [0.0, 0.0, 0.2]
     assert [of.patience(num_tokens, answer_s=0.2, found_part=0.5) for num_tokens in (200, 400)] == [0.0, 0.4]
     assert of.patience(400, answer_s=0.001, found_part=0.0) == 0.0
+    assert of.patience(400, answer_s=0.01) == 0.04  # what takes four times as long as of late is late
+
+
+def test_a_tier_that_is_asked_after_a_slow_one_is_as_slow_at_least() -> None:
+    """It is asked for what the one before it lacks."""
+    of = Paying(media={"cpu": "cpu"})
+    of.compute("first", 1000, 1.0)
+    slow, fast = LoadCost(0.0, 0.0, answer_s=0.3, found_part=0.0), LoadCost(0.0, 0.0, answer_s=0.001)
+    assert of.patience(400, slow=slow, fast=fast) > 0.3
+    assert of.patience(200, slow=slow, fast=fast) == 0.0
+    assert of.patience(200, fast=fast, slow=slow) > 0.0
 
 
 def test_nobody_waits_to_hear_of_what_would_be_computed_all_the_same() -> None:

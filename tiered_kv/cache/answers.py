@@ -229,7 +229,9 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
 
 def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
     """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
-    asking = tier.answers.cost() if isinstance(tier, SharedTier) else (0.0, 1.0)
+    asking = (0.0, 1.0)
+    if isinstance(tier, SharedTier):  # one that is bypassed has nothing, which needs no question
+        asking = (0.0, 0.0) if tier.health.is_bypassed else tier.answers.cost()
     if (now := tier.speed.estimate()) is None:
         return LoadCost(0.0, 0.0, 0, 0, *asking)
     stride = tier.shape.stride_bytes

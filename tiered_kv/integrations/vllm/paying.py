@@ -6,6 +6,7 @@ late were, with what waits in their lines. Called by the scheduler's thread only
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from itertools import accumulate
 from typing import Any, Final
 
 from tiered_kv.cache.blocking import BlockingTieredKV
@@ -28,6 +29,8 @@ _LEAST_PATIENCE_S: Final = 0.25
 """For what is computed sooner than that: to wait longer would cost more than to compute it after all."""
 _LEAST_LOOKUP_S: Final = 0.01
 """Likewise, for what is asked of tiers that others use too: an answer takes some milliseconds."""
+_LATE: Final = 4
+"""So many times what answers took of late, and a request computes."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -136,19 +139,23 @@ class Paying:
         than computing takes. They are asked in any case, so that whoever does not wait learns of them all the same.
 
         Returns:
-            Seconds, 0 for not at all; and seconds until an answer comes, as far as is known.
+            Seconds, 0 for not at all; and seconds until an answer is likely to be there, as far as is known.
         """
         most_s, keys = float(self._wanted.connector.lookup_timeout_s), needs[0].needed
         found = self._kv.lookup_nowait(keys)
         costs = [found.costs[tier] for tier in self.others(found)]
-        answer_s = max((cost.answer_s for cost in costs), default=0.0)
+        answers_s = list(accumulate(cost.answer_s for cost in costs))  # each is asked for what those before it lack
         if not self._chooses:
-            return most_s, answer_s
+            return most_s, answers_s[0] if answers_s else 0.0
         compute_s = num_more / self.tokens_per_s
-        is_of_use = answer_s <= compute_s * max((cost.found_part for cost in costs), default=1.0)
-        if is_of_use and self._wanted.loads_parts:  # and what they have would not be computed all the same
-            is_of_use = self._num_of_prefix(keys, found, num_found + num_more) > num_found
-        return (min(most_s, max(_LEAST_LOOKUP_S, compute_s)) if is_of_use else 0.0), answer_s
+        most_s = min(most_s, max(_LEAST_LOOKUP_S, compute_s))
+        each = zip(answers_s, costs, strict=True)
+        answers_s = [answer_s for answer_s, cost in each if answer_s <= compute_s * cost.found_part]
+        if not answers_s:
+            return 0.0, 0.0
+        if self._wanted.loads_parts and self._num_of_prefix(keys, found, num_found + num_more) <= num_found:
+            return 0.0, 0.0  # what they have would be computed all the same
+        return min(most_s, _LATE * answers_s[-1] or most_s), answers_s[0]
 
     def others(self, found: LookupResult) -> list[str]:
         """Name the storage tiers that others use too, of a look-up's."""
