@@ -197,6 +197,26 @@ async def test_a_tier_that_fails_has_nothing() -> None:
             tier.answers.forget(inside(kv).batch(KEYS)[1].names)
         assert tier.health.is_bypassed
         assert await ask(kv) == [MISS] * 8
+        cost = kv.lookup_nowait(KEYS).costs[backend.settings.name]
+        assert (cost.answer_s, cost.found_part) == (0.0, 0.0)  # which needs no question
+        await until_idle(kv)
+
+
+async def test_a_lookup_says_what_it_costs_to_ask() -> None:
+    """By the last answers, and one that has not come; a tier that this cache owns need not be asked."""
+    engine, backend = Engine(), ScriptedBackend()
+    async with open_cache(CPU, backend, engine=engine) as kv:
+        assert "cpu" not in kv.lookup_nowait(KEYS).costs
+        before = kv.lookup_nowait(KEYS).costs[backend.settings.name]
+        assert (before.answer_s, before.found_part) == (0.0, 1.0)
+        backend.on_lookup.hold()
+        await ask(kv)
+        await until(lambda: backend.on_lookup.num_held > 0)
+        waiting = kv.lookup_nowait(KEYS).costs[backend.settings.name]
+        assert kv.lookup_nowait(KEYS).costs[backend.settings.name].answer_s > waiting.answer_s > 0.0
+        backend.on_lookup.release()
+        assert await answered(kv) == [MISS] * 8
+        assert kv.lookup_nowait(KEYS).costs[backend.settings.name].found_part == pytest.approx(0.8)
         await until_idle(kv)
 
 
