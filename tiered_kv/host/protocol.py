@@ -186,6 +186,7 @@ class JobEnded(Message, frozen=True, tag="job_ended"):
     moved_s: float
     by_tier: dict[str, TierShare]
     mask: bytes
+    faults: tuple[TierFault, ...]
 
 
 MOST_SLABS: Final = 253
