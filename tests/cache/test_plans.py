@@ -522,6 +522,29 @@ async def test_a_planned_load_names_a_tier_that_is_away(*, gaps: bool) -> None:
         away.on_open.release()
 
 
+async def test_what_a_planned_load_missed_is_counted_by_what_befell_it() -> None:
+    """As never stored, as lost in its tier, or as not moved: the last only of what a worker had to move."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await (await kv.store(KEYS[:4], engine.fill(KEYS[:4], range(4)))).settled()
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
+        planner.complete(Outcomes((await job.planned()).job, 0, 4))
+        await job.ended()
+        assert kv.stats().missed_because == {"never stored": N - 4}
+        job = planner.plan_load(KEYS[:4], engine.spec(range(4)))
+        planner.complete(Outcomes((await job.planned()).job, 0, 1))
+        await job.ended()
+        assert kv.stats().missed_because == {"never stored": N - 4, Reason.NOT_MOVED: 3}
+        assert not inside(kv).fates.load_faults
+        await kv.evict(KEYS, tier="cpu")
+        below.flip_byte(0)
+        await planner.plan_load(KEYS[:4], engine.spec(range(4))).ended()
+        assert kv.stats().missed_because == {"never stored": N - 4, Reason.NOT_MOVED: 3, Reason.UNREADABLE: 4}
+        assert inside(kv).fates.load_faults == {"keyed: unreadable": 1}
+
+
 async def test_a_planned_load_says_that_its_time_was_up() -> None:
     """And of which tier it has waited for the blocks."""
     limits = LIMITS.model_copy(update={"load_timeout_s": 0.02})

@@ -62,7 +62,8 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.fates.count_load(self._batch[wanted], len(source), Reason.NOT_MOVED)
+        chain.fates.count_load(self._batch[wanted], len(source), self._why_missing(moved, wanted))
+        chain.fates.load_faults.update(f"{fault.tier}: {fault.reason}" for fault in self.faults)
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
@@ -77,6 +78,15 @@ class HeldLoad:
         for number in np.unique(source).tolist():
             of_tier = source == number
             yield self.chain.tiers[number].name, int(np.count_nonzero(of_tier)), float(arrived[of_tier].max())
+
+    def _why_missing(self, moved: Mask, wanted: slice) -> str:
+        """Say what befell the first block that is not in place: before it was on the host, or there."""
+        first = wanted.start + prefix_of(moved[wanted])
+        if first >= min(wanted.stop, len(moved)):
+            return ""
+        if self.chain.host.index.ready(self._batch.names[first : first + 1])[0]:
+            return Reason.NOT_MOVED
+        return self.faults[-1].reason if self.faults else self.chain.why_missing(self._batch[first : first + 1])
 
     def _source_of(self, moved: Mask) -> NDArray[np.int8]:
         # What another call brought meanwhile was on the host.
