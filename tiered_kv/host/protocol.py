@@ -522,6 +522,7 @@ class Loaded(Message, frozen=True, tag="loaded"):
     num_bytes: int
     seconds: float
     faults: tuple[TierFault, ...]
+    missed_because: str
     mask: bytes | None
 
 
