@@ -426,7 +426,8 @@ class TierStatistics:
             not own.
         in_flight_bytes: Being read or written now, for transfers; of storage.
         num_calls, num_waiting: Of these transfers' calls, those that the medium has not answered, and those that wait.
-        facts: What else the backend says of itself, e.g. its I/O mode.
+        facts: What else the backend says of itself, e.g. its I/O mode; of one that is not open yet, as ``last_error``,
+            why.
     """
 
     tier: str
