@@ -13,7 +13,7 @@ import torch
 
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend
-from tests.support.caches import until, until_idle
+from tests.support.caches import Recorder, until, until_idle
 from tests.support.programs import started
 from tiered_kv import (
     BlockKeys,
@@ -23,6 +23,7 @@ from tiered_kv import (
     CPULoadStoreSpec,
     FileLoadStoreSpec,
     GPULoadStoreSpec,
+    GPUPoolInHostMemory,
     KVLayout,
     LayoutMismatchError,
     ModelIdentity,
@@ -468,6 +469,14 @@ async def test_a_pin_ends(cache: Cache, ttl_s: Any) -> None:  # noqa: ANN401 - a
     kv, _ = cache
     with pytest.raises(ConfigurationError, match="ttl_s must be a positive number of seconds, got "):
         kv.pin(KEYS, ttl_s=ttl_s)
+
+
+async def test_a_gpu_pool_in_host_memory_is_told(tmp_path: Path) -> None:
+    """Once, at opening: whoever runs without the GPU that was meant sees why nothing is faster for it."""
+    for tiers, told in (([gpu(4), cpu(8)], [GPUPoolInHostMemory("gpu", 4 * STRIDE)]), ([cpu(8)], [])):
+        emit = Recorder()
+        async with TieredKV([*tiers, nvme(tmp_path)], model=MODEL, layout=SMALL, device="cpu", emit=emit):
+            assert emit.of(GPUPoolInHostMemory) == told
 
 
 async def test_a_gpu_pool_on_a_cpu(tmp_path: Path) -> None:

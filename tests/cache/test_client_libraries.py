@@ -294,6 +294,33 @@ async def test_an_opening_that_fails_is_told_once(error: Exception) -> None:
         assert str(error) in told[0]
 
 
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_why_a_tier_is_not_open_yet_is_told_and_shown(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
+    """From the moment when the cache opens without it: that it takes long, then how each attempt has ended."""
+    late, said = kind(timeout_s=0.05, required=False), Recorder()
+    name = late.settings.name
+    late.on_open.hold()
+    errors = [ConfigurationError("no such bucket"), BackendUnavailableError("no route")]
+    for error in errors:
+        late.on_open.fail_next(error)
+    shown = [f"BackendUnavailableError: {name} was not opened within 0.05 s"]
+    async with open_cache("cpu://?capacity=1MiB", late, emit=said) as kv:
+        assert kv.stats()[name or ""].facts == {"last_error": shown[0]}
+        assert [each.error for each in said.of(TierFailed)] == [f"{name} was not opened within 0.05 s"]
+        late.on_open.release()
+
+        def look() -> bool:
+            tier = kv.stats()[name or ""]
+            if tier.is_bypassed and (why := str(tier.facts["last_error"])) != shown[-1]:
+                shown.append(why)
+            return not tier.is_bypassed
+
+        await until(look)
+        assert shown[1:] == ["ConfigurationError: no such bucket", "BackendUnavailableError: no route"]
+        assert [each.error for each in said.of(TierFailed)][1:] == shown[1:]
+        assert "last_error" not in kv.stats()[name or ""].facts
+
+
 class ResizableSlots(ScriptedSlotBackend):
     """A medium of up to 64 slots whose resizing can be held, and fails as it is told."""
 

@@ -89,6 +89,29 @@ async def test_a_flush_waits_for_a_direct_store_as_long_as_for_any(num_blocks: i
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("num_blocks", [4, 9], ids=["at once", "in pieces"])
+async def test_a_drain_waits_for_a_direct_store_that_is_late(num_blocks: int) -> None:
+    """For as long as it may take: it says that all is written only when nothing is being written any more."""
+    slots = ScriptedSlotBackend(timeout_s=1000.0)
+    limits = CacheLimits(window=2 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES, store_timeout_s=0.2)
+    async with open_cache(slots, engine=Engine(), limits=limits) as kv:
+        filled(kv)
+        slots.on_write.hold()
+        handle = kv.start_store(KEYS[:num_blocks], CPULoadStoreSpec(SLOTS[:num_blocks], pool="swap"))
+        await until(lambda: slots.on_write.num_held > 0)
+        with fail_after(30):
+            await kv.flush()  # it is late
+        assert not await kv.drain(timeout_s=0.01)
+        assert not handle.done
+        draining = asyncio.ensure_future(kv.drain(timeout_s=30.0))
+        await asyncio.sleep(0)
+        slots.on_write.release()
+        assert await draining
+        assert handle.done
+        assert slots.num_records == (await handle).num_stored == 4
+        await until_idle(kv)
+
+
 async def test_what_is_evicted_before_its_turn_is_not_written() -> None:
     """Whoever evicts a block that a store is about to write finds it nowhere afterwards, a restart included."""
     slots, others = ScriptedSlotBackend(), prompt(8, seed=1)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, N, Ranks, spread, store
@@ -19,7 +19,15 @@ from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outc
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.transfers.transfer_requests import JobRequest
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.plan import TierShare
+
+
+def overwrite(path: Path) -> None:
+    """Have a disk hold nothing where it had records."""
+    for slab in path.rglob("slab"):
+        with slab.open("r+b") as file:
+            file.write(bytes(slab.stat().st_size))
 
 
 async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:
@@ -468,6 +476,87 @@ async def test_a_load_with_gaps_goes_on_behind_what_is_lost() -> None:
         await until(lambda: below.on_read.num_held > 0)
         job.cancel()
         assert (await job.ended()).mask.tolist() == [False] * N
+        below.on_read.release()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_planned_load_names_what_a_tier_has_lost(tmp_path: Path, *, gaps: bool) -> None:
+    """By its result: the tier and the reason once, for all ranks together, beside what a worker says."""
+    async with open_any(AnyEngine(), CPU, nvme(tmp_path), shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        ranks = Ranks(planner)
+        await store(kv, planner, ranks)
+        await kv.evict(KEYS[1:], tier="cpu")
+        overwrite(tmp_path)
+        job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)), gaps=gaps)
+        plan = await job.planned()
+        assert plan.num_blocks == (N if gaps else 1)
+        for worker in ranks.workers:
+            planner.complete(replace(worker.execute(spread(plan)), error="late"))
+        result = await job.ended()
+        assert result.errors == ("rank 0: late", "rank 1: late")
+        assert result.mask.tolist() == [True] + [False] * (N - 1)
+        assert [(fault.tier, fault.reason) for fault in result.faults] == [("nvme", Reason.GONE)]
+        ranks.close()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_planned_load_names_a_tier_that_is_away(*, gaps: bool) -> None:
+    """Once, as a load does; and nothing where no tier is to blame."""
+    engine, away = AnyEngine(), ScriptedBackend(name="away", timeout_s=0.02, required=False)
+    away.on_open.hold()
+    async with open_any(engine, cpu(32), away) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await kv.store(KEYS[:2], engine.fill(KEYS[:2], range(2)))
+        job = planner.plan_load(KEYS, gaps=gaps)
+        assert (await job.planned()).moves[0].positions == (0, 1)
+        job.cancel()
+        assert (await job.ended()).faults == (TierFault("away", Reason.TIER_AWAY, N - 2),)
+        job = planner.plan_load(KEYS[:2], gaps=gaps)
+        await job.planned()
+        job.cancel()
+        assert (await job.ended()).faults == ()
+        away.on_open.release()
+
+
+async def test_what_a_planned_load_missed_is_counted_by_what_befell_it() -> None:
+    """As never stored, as lost in its tier, or as not moved: the last only of what a worker had to move."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await (await kv.store(KEYS[:4], engine.fill(KEYS[:4], range(4)))).settled()
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
+        planner.complete(Outcomes((await job.planned()).job, 0, 4))
+        await job.ended()
+        assert kv.stats().missed_because == {"never stored": N - 4}
+        job = planner.plan_load(KEYS[:4], engine.spec(range(4)))
+        planner.complete(Outcomes((await job.planned()).job, 0, 1))
+        await job.ended()
+        assert kv.stats().missed_because == {"never stored": N - 4, Reason.NOT_MOVED: 3}
+        assert not inside(kv).fates.load_faults
+        await kv.evict(KEYS, tier="cpu")
+        below.flip_byte(0)
+        await planner.plan_load(KEYS[:4], engine.spec(range(4))).ended()
+        assert kv.stats().missed_because == {"never stored": N - 4, Reason.NOT_MOVED: 3, Reason.UNREADABLE: 4}
+        assert inside(kv).fates.load_faults == {"keyed: unreadable": 1}
+
+
+async def test_a_planned_load_says_that_its_time_was_up() -> None:
+    """And of which tier it has waited for the blocks."""
+    limits = LIMITS.model_copy(update={"load_timeout_s": 0.02})
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below, limits=limits) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, range(N)))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.hold()
+        planner = kv.planner()
+        planner.register_worker()
+        result = await planner.plan_load(KEYS).ended()
+        assert {(fault.tier, fault.reason) for fault in result.faults} == {("keyed", Reason.DEADLINE)}
         below.on_read.release()
         await until_idle(kv)
 

@@ -15,14 +15,16 @@ from tiered_kv import (
     BackendUnavailableError,
     BlockKeys,
     BlocksCorrupted,
+    CacheClosed,
     ConfigurationError,
     Encryption,
     RecordsRefused,
     TieredKVSettings,
     TierScrubbed,
+    TierStalled,
 )
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend, Verify
+from tiered_kv.media.backend import BackendContext, Block, Missing, Outcome, Recovered, SlotBackend, Verify
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -219,6 +221,78 @@ async def test_what_was_not_read_while_the_tier_was_bypassed_is_read_again(tmp_p
         backend.health.set_result(inside(kv).chains[0].storage[0].health)
         await until(lambda: bool(events.of(TierScrubbed)))
         assert [(done.blocks, done.removed) for done in events.of(TierScrubbed)] == [(N, 1)]
+
+
+class HangsOnce(NVMeBackend):
+    """Hangs when it is first asked in one way, until it is let go; its first slot may be taken out of use for that."""
+
+    def __init__(self, settings: Mapping[str, object], hangs_in: str) -> None:
+        super().__init__(settings)
+        self.may_go = asyncio.Event()
+        self.num_held = 0
+        self._hangs_in = hangs_in
+        self._missing: Missing | None = None
+
+    async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Fill in what is there."""
+        await self._pass("peek")
+        return await super().peek(group, slots, into)
+
+    async def read(
+        self, group: int, slots: np.ndarray, into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
+        """Read what is there."""
+        await self._pass("read")
+        return await super().read(group, slots, into, verify)
+
+    async def _pass(self, doing: str) -> None:
+        if doing == self._hangs_in:
+            self._hangs_in = ""
+            self.num_held += 1
+            await self.may_go.wait()
+            self.num_held -= 1
+
+    def lose_a_slot(self) -> None:
+        """Have the first slot be of a disk that is out of use."""
+        self._missing = Missing(np.arange(self.fit(self.settings.capacity)) == 0, "it hangs")
+
+    def missing(self, group: int) -> Missing | None:
+        """Say so."""
+        return self._missing
+
+
+@pytest.mark.parametrize("hangs_in", ["peek", "read"])
+async def test_a_read_that_hangs_holds_no_bytes_and_ends_as_others_do(tmp_path: Path, hangs_in: str) -> None:
+    """Beyond its time nobody waits for its bytes; when it returns what it has seen counts, and the pass goes on."""
+    engine, keys = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, backend = Recorder(), HangsOnce(scrubbed(tmp_path, timeout_s=0.02), hangs_in)
+    async with open_any(engine, backend, emit=events) as kv:
+        await until(lambda: bool(events.of(TierStalled)))
+        assert backend.num_held == 1
+        assert kv.stats()["nvme"].in_flight_bytes == 0
+        assert kv.stats()["nvme"].leased == (1 if hangs_in == "read" else 0)  # what is read is not written over
+        backend.may_go.set()
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert [(done.blocks, done.removed) for done in events.of(TierScrubbed)] == [(N, 1)]
+        await until_idle(kv)
+        assert (await kv.lookup(keys)).num_blocks == 3
+
+
+@pytest.mark.parametrize("hangs_in", ["peek", "read"])
+async def test_a_read_that_never_ends_keeps_nothing_from_being_scrubbed(tmp_path: Path, hangs_in: str) -> None:
+    """Once the disk that it hangs on is out of use the others are verified; and the cache closes beside it."""
+    engine, _ = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, backend = Recorder(), HangsOnce(scrubbed(tmp_path, timeout_s=0.02), hangs_in)
+    async with open_any(engine, backend, emit=events) as kv:
+        await until(lambda: bool(events.of(TierStalled)))
+        backend.lose_a_slot()
+        await until(lambda: bool(events.of(TierScrubbed)))
+        assert [(done.blocks, done.removed) for done in events.of(TierScrubbed)] == [(N - 1, 1)]
+        assert backend.num_held == 1
+        assert kv.stats()["nvme"].in_flight_bytes == 0
+    assert events.of(CacheClosed)[0].abandoned == 0
 
 
 async def test_what_cannot_be_scrubbed_says_so(tmp_path: Path) -> None:

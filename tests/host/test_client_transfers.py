@@ -7,17 +7,19 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 from tests.host.test_hostile import attached_stranger
 from tests.support.any_layout import LIMITS, AnyEngine, cpu, nvme, prompt
-from tests.support.caches import until
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.protocol import Keys
+from tiered_kv.values.events import BlocksLoaded
 
 KEYS = prompt(32)
 
@@ -129,6 +131,26 @@ async def test_a_load_from_the_back_that_is_late_brings_nothing(tmp_path: Path) 
             assert (loaded.num_blocks, dict(loaded.by_tier)) == (0, {})
             assert not loaded.mask.any()
             assert handle.stop_before(32) == 32
+
+
+@pytest.mark.parametrize("how", [{}, {"gaps": True}, {"layerwise": True}, {"order": "back"}])
+async def test_a_client_hears_why_a_block_did_not_come(tmp_path: Path, how: dict[str, Any]) -> None:
+    """By the result and the event, in the words of a cache of one's own; and of the client's own end of it too."""
+    engine, events = AnyEngine(), Recorder()
+    with ExitStack() as running:
+        server = running.enter_context(serving(tmp_path, cpu(64)))
+        async with attached(server, engine, emit=events, timeout_s=1.0) as kv:
+            await kv.store(KEYS[:8], engine.fill(KEYS[:8], range(8)))
+            into = engine.spec(range(32))
+            loads = [await kv.start_load(KEYS[start:stop], into[start:stop], **how) for start, stop in ((0, 8), (0, 9))]
+            await kv.evict(KEYS[:8])
+            loads.append(await kv.start_load(KEYS[:8], into[:8], **how))
+            await asyncio.to_thread(running.close)
+            await until(lambda: not kv.is_attached)
+            loads.append(await kv.start_load(KEYS[:8], into[:8], **how))
+            said = ["", "never stored", "removed", "server away"]
+            assert [loaded.missed_because for loaded in loads] == said
+            assert [event.missed_because for event in events.of(BlocksLoaded)] == said
 
 
 async def test_what_cannot_be_stopped_is_said(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SAME = {
         "test_several_prompts_that_cannot_be_stored_together",
         "test_a_plan_holds_what_it_names",
         "test_a_plan_is_executed_once",
+        "test_a_planned_load_names_what_a_tier_has_lost",
         "test_a_load_overtaken_by_new_weights_brings_nothing",
         "test_what_cannot_be_waited_for_uses_up_no_job",
         "test_an_execution_cannot_be_cancelled",

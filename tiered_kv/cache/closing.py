@@ -69,6 +69,9 @@ async def _write_all(cache: OpenCache) -> bool:
     """Do it as far as the tiers let it; say whether that is all."""
     try:
         await cache.settle()
+        while late := [chain.unwritten for chain in cache.chains if chain.unwritten.num_late]:
+            await late[0].one_ended()
+            await cache.settle()  # what it has copied goes on below
     except ClosedError:
         return False
     is_noted = await upkeep.checkpoint(cache.chains, sync=True) and await upkeep.pay(cache.chains)

@@ -151,7 +151,7 @@ class OpenCache:
             self.background.keep_running(partial(keep_up, chain), "upkeep")
             for tier in chain.owned:
                 if tier.is_scrubbed:
-                    self.background.keep_running(partial(scrub_for_ever, tier), f"scrub {tier.name}")
+                    self.background.keep_running(partial(scrub_for_ever, tier, self.background), f"scrub {tier.name}")
 
     def of_group(self, group: int) -> Sequence[Chain]:
         """Return the chains of one KV group that there is, one per rank."""

@@ -31,7 +31,7 @@ from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
 from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, PageLockingDoubted
+from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, GPUPoolInHostMemory, PageLockingDoubted
 from tiered_kv.values.keys import epoch_digest
 from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.loop_calls import LoopCalls
@@ -123,6 +123,8 @@ def _build_chains(
     else:
         device = make_device(parts.device)
         stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
+        if tiers.gpu is not None and device.kind == "cpu":
+            emit(GPUPoolInHostMemory(tier_name(tiers.gpu), tiers.gpu.capacity))
     stride = sum(kind.slot_stride_bytes for kind in kinds)
     host_slots = _num_slots("cpu", tiers.cpu.capacity, stride) if tiers.cpu.capacity else 0
     gpu_slots = _num_slots("gpu", tiers.gpu.capacity, stride) if tiers.gpu else 0

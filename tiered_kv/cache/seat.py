@@ -10,7 +10,7 @@ A snapshot of a cache in numbers, added up over its KV groups and ranks.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final
 
@@ -303,8 +303,10 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
         values = {each: values[each] + count if each in values else count for each, count in counts.items()}
     tier = chains[0].tiers[number]
     health, values["dropped_because"] = getattr(tier, "health", None), dict(values["dropped_because"])
+    facts: Mapping[str, object] = {}
     if isinstance(tier, StorageTier):
         calls, budget = tier.calls, tier.budget
+        facts = tier.describe() if tier.health.is_open else {"last_error": tier.health.why_not_open}
         values |= {
             "in_flight_bytes": budget.in_flight,
             "num_calls": calls.num_underway,
@@ -314,6 +316,6 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
         tier=tier.name,
         is_bypassed=health is not None and (health.is_bypassed or health.is_shedding),
         open_breakers=health.open_breakers() if health is not None else (),
-        facts=tier.describe() if isinstance(tier, StorageTier) else {},
+        facts=facts,
         **values,
     )

@@ -368,8 +368,9 @@ class FarLoad(Moving[LoadResult]):
     def _result_of(self, said: protocol.Loaded) -> LoadResult:
         mask = np.frombuffer(said.mask, np.bool_) if said.mask is not None else None
         return LoadResult(
-            said.num_blocks, len(self._keys), said.by_tier, said.num_bytes, self._seconds, said.faults, mask
-        )
+            said.num_blocks, len(self._keys), said.by_tier, said.num_bytes, self._seconds, said.faults,
+            said.missed_because, mask,
+        )  # fmt: skip
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
@@ -379,7 +380,9 @@ class FarLoad(Moving[LoadResult]):
         mask = self._in_place.copy() if self._gaps else None
         num_bytes = num_in_place * self._binding.caches.payload_bytes
         by_tier = {"host": num_in_place} if num_in_place else {}
-        return LoadResult(n, len(self._keys), by_tier, num_bytes, self._seconds, self._faults_here(), mask)
+        faults = self._faults_here()
+        why = faults[-1].reason if n < len(self._keys) else ""
+        return LoadResult(n, len(self._keys), by_tier, num_bytes, self._seconds, faults, why, mask)
 
     def _faults_here(self) -> tuple[TierFault, ...]:
         """Say why it ended without the server's word."""
@@ -393,7 +396,7 @@ class FarLoad(Moving[LoadResult]):
 
     def _nothing(self, why: Reason) -> LoadResult:
         mask = np.zeros(len(self._keys), np.bool_) if self._gaps else None
-        return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), mask)
+        return LoadResult(0, len(self._keys), {}, 0, self._seconds, (TierFault("", why, len(self._keys)),), why, mask)
 
     def _finish(self, result: LoadResult) -> None:
         super()._finish(result)
@@ -435,14 +438,15 @@ class FarBackLoad(FarLoad):
         super()._copy(protocol.Copy(asked.id, asked.number, parts, asked.by_tier))
 
     def _result_of(self, said: protocol.Loaded) -> LoadResult:
-        return self._brought(said.by_tier, said.faults)
+        return self._brought(said.by_tier, said.faults, said.missed_because)
 
     def _result_here(self) -> LoadResult:
         if not self._is_current():
             return self._nothing(Reason.EPOCH_ADVANCED)
-        return self._brought({"host": len(self._keys)}, self._faults_here())
+        faults = self._faults_here()
+        return self._brought({"host": len(self._keys)}, faults, faults[-1].reason)
 
-    def _brought(self, by_tier: Mapping[str, int], faults: tuple[TierFault, ...]) -> LoadResult:
+    def _brought(self, by_tier: Mapping[str, int], faults: tuple[TierFault, ...], why: str) -> LoadResult:
         """Say which blocks are in place: those at the end."""
         n = len(self._keys)
         start = n - prefix_of(self._in_place[::-1])
@@ -450,7 +454,8 @@ class FarBackLoad(FarLoad):
         mask.flags.writeable = False
         num_bytes = (n - start) * self._binding.caches.payload_bytes
         counts = _at_most(by_tier, n - start)
-        return LoadResult(0 if start else n, n, counts, num_bytes, self._seconds, faults, mask)
+        why = why if start > self._claimed else ""  # what the engine has claimed it does not miss
+        return LoadResult(0 if start else n, n, counts, num_bytes, self._seconds, faults, why, mask)
 
     def _finish(self, result: LoadResult) -> None:
         if not self.ended.done():
@@ -639,8 +644,9 @@ class Starts:
     def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
         result = ended.result()
         said = tuple(f"{fault.tier}: {fault.reason}" for fault in result.faults)
+        took_ms, why = result.seconds * 1e3, result.missed_because
         num_in_place = sum(result.by_tier.values())
-        self._emit(BlocksLoaded(num_in_place, result.num_requested, result.by_tier, result.seconds * 1e3, said))
+        self._emit(BlocksLoaded(num_in_place, result.num_requested, result.by_tier, took_ms, said, why))
 
     def _say_settled(self, settled: "asyncio.Future[tuple[TierStore, ...]]") -> None:
         if tiers := settled.result():

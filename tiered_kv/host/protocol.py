@@ -186,6 +186,7 @@ class JobEnded(Message, frozen=True, tag="job_ended"):
     moved_s: float
     by_tier: dict[str, TierShare]
     mask: bytes
+    faults: tuple[TierFault, ...]
 
 
 MOST_SLABS: Final = 253
@@ -521,6 +522,7 @@ class Loaded(Message, frozen=True, tag="loaded"):
     num_bytes: int
     seconds: float
     faults: tuple[TierFault, ...]
+    missed_because: str
     mask: bytes | None
 
 

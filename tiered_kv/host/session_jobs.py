@@ -243,7 +243,7 @@ class SessionJobs:
             send(
                 JobEnded(
                     id_, None if is_told else _said(plan), result.num_blocks, result.errors, result.num_bytes,
-                    result.moved_s, dict(result.by_tier), result.mask.tobytes(),
+                    result.moved_s, dict(result.by_tier), result.mask.tobytes(), result.faults,
                 )
             )  # fmt: skip
         finally:

@@ -333,8 +333,8 @@ class SessionTransfers:
         if is_known and result.num_blocks == num_keys:
             return  # as was promised: it knows
         mask = result.mask.tobytes() if request.gaps else None
-        by_tier, seconds = dict(result.by_tier), result.seconds
-        send(protocol.Loaded(request.id, result.num_blocks, by_tier, result.num_bytes, seconds, result.faults, mask))
+        said = dict(result.by_tier), result.num_bytes, result.seconds, result.faults, result.missed_because, mask
+        send(protocol.Loaded(request.id, result.num_blocks, *said))
 
     def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
         _, far = self._stores.pop(id_)
@@ -359,7 +359,7 @@ def _num_copying(transfer: Transfer) -> int:
 
 
 def _not_loaded(request: protocol.Load, fault: TierFault) -> protocol.Loaded:
-    return protocol.Loaded(request.id, 0, {}, 0, 0.0, (fault,), None)
+    return protocol.Loaded(request.id, 0, {}, 0, 0.0, (fault,), fault.reason, None)
 
 
 def _say_not_stored(id_: int, num_keys: int, why: Reason, send: Send) -> None:

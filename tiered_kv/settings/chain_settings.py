@@ -45,7 +45,10 @@ class MemoryTierSettings(BookedTierSettings):
 
 
 class GPUTier(MemoryTierSettings):
-    """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache."""
+    """Blocks kept in a pool of the GPU's memory, beside the engine's own KV cache.
+
+    Where the engine's device is the CPU it is in host memory, which is of use to tests: `GPUPoolInHostMemory` says so.
+    """
 
     medium: Literal["gpu"] = "gpu"
     capacity: Bytes = Field(examples=["2GiB"])

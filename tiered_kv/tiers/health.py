@@ -122,7 +122,7 @@ class StorageHealth:
         name: The tier's.
         timeout_s: How long a call is waited for.
         clock: Seconds, monotonic: what all its waits are measured by.
-        is_open: False while a backend that is not required could not be opened yet.
+        why_not_open: How the last attempt failed to open a backend that is not required; empty once it is open.
         reads: Breaker of all calls but those of the others.
         writes: Breaker of writes.
         deletes: Breaker of deletions: what is not deleted is unfindable all the same, and the tier is read on.
@@ -144,7 +144,7 @@ class StorageHealth:
         self.name = name
         self.timeout_s = timeout_s
         self.emit = emit
-        self.is_open = True
+        self.why_not_open = ""
         self.on_stall: list[Callable[[], None]] = []
         self.reads = Breaker(clock, rng)
         self.writes = Breaker(clock, rng)
@@ -158,6 +158,11 @@ class StorageHealth:
         self._shed_after_s = shed_stores_after_s
         self._stalled_since = 0.0
         self._tripped_at: dict[Breaker, float] = {}
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the backend could be opened."""
+        return not self.why_not_open
 
     @property
     def is_bypassed(self) -> bool:

@@ -23,7 +23,7 @@ from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
-from tiered_kv.values.events import Emit, TierResumed
+from tiered_kv.values.events import Emit, TierFailed, TierResumed
 from tiered_kv.values.loop_calls import LoopCalls
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
@@ -88,6 +88,7 @@ class StorageMedium:
         self._records = Records(services.records, settings.encryption)
         self._books: list[TierIndex] = []
         self._opening: asyncio.Task[Answer[list[TierIndex]]] | None = None
+        self._raised: Exception | None = None  # by the last call that has ended, whoever waited for it
         self._retrying: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
@@ -100,19 +101,21 @@ class StorageMedium:
         error = await self._open(limit_s if self._settings.required else min(limit_s, self._settings.timeout_s))
         if error is None:
             return
-        self.health.is_open = False
         self._books = [self._index(_NOTHING) for _ in self._services.shapes]
         if self._settings.required:
             if isinstance(error, BackendUnavailableError):
                 name = self.health.name
                 error.add_note(f"With required=false the cache opens without the tier {name!r}, and tries it again.")
             raise error
+        self.health.why_not_open = _in_words(error)
+        if self._opening is not None:  # else its end has been told
+            self.health.emit(TierFailed(self.health.name, "open", str(error), 0))
 
     async def _open(self, timeout_s: float | None) -> Exception | None:
         """Try to open it; return why it cannot be. A call that is late goes on, and is waited for by the next try."""
-        raised: list[Exception] = []
 
         async def call() -> list[TierIndex]:
+            self._raised = None
             try:
                 await self._records.open(self._services.loop_calls)
                 groups = self._records.shapes(self._services.shapes)
@@ -123,7 +126,7 @@ class StorageMedium:
                 books = self._books_of(found or ())
                 await self._check_keys(self._backend, books)
             except (BackendError, ConfigurationError) as error:
-                raised.append(error)
+                self._raised = error
                 raise
             return books
 
@@ -141,7 +144,7 @@ class StorageMedium:
             self._books = answer.value or []
             return None
         self._end_pools()  # the threads of an attempt end with it
-        return raised[0] if raised else BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
+        return self._raised or BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
 
     def tier(
         self, group: int, shape: RecordShape, budget: Budget, codec: ExponentCodec | None
@@ -165,12 +168,13 @@ class StorageMedium:
         clock, pause_s = self.health.clock, _FIRST_RETRY_S
         started = clock()
         await asyncio.sleep(pause_s)
-        while await self._open(None) is not None:
+        while (error := await self._open(None)) is not None:
+            self.health.why_not_open = _in_words(error)
             pause_s = min(2 * pause_s, _LAST_RETRY_S)
             await asyncio.sleep(pause_s)  # nobody waits for this task
         for tier in tiers:
             await tier.opened(self._books)
-        self.health.is_open = True
+        self.health.why_not_open = ""
         self.health.emit(TierResumed(self.health.name, clock() - started))
 
     async def aclose(self) -> None:
@@ -237,3 +241,7 @@ class StorageMedium:
     def _end_pools(self) -> None:
         while self._pools:
             self._pools.pop().close()
+
+
+def _in_words(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"

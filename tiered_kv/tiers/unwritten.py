@@ -25,6 +25,7 @@ class Unwritten:
 
     Attributes:
         now: When what comes now comes.
+        num_late: Stores that a flush waits for no more, and that have not ended: what they keep comes only then.
         num_failed: How often a block that had waited was to be written, and was not: it waits again, or is lost.
         has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
             or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
@@ -35,6 +36,7 @@ class Unwritten:
     def __init__(self, tiers: Sequence[MemoryTier], clock: Callable[[], float]) -> None:
         """Begin with nothing, and a line for each of ``tiers``."""
         self.now = 0
+        self.num_late = 0
         self.num_failed = 0
         self.has_lost = False
         self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
@@ -67,12 +69,25 @@ class Unwritten:
         left = self._under_way[came] = self._under_way[came] - 1
         if not left:
             del self._under_way[came]
+        self._tell()
+
+    def is_late(self, came: int) -> None:
+        """Count a store no longer as under way, but as late, until `late_ended`."""
+        self.num_late += 1
+        self.end(came)
+
+    def late_ended(self) -> None:
+        """Count a late store no longer: it has ended, or what it has copied is under way from now on."""
+        self.num_late -= 1
+        self._tell()
+
+    def _tell(self) -> None:
         if self._has_ended is not None:
             self._has_ended.set()
             self._has_ended = None
 
     async def one_ended(self) -> None:
-        """Wait until something that is under way has ended."""
+        """Wait until something that is under way, or late, has ended."""
         self._has_ended = self._has_ended or asyncio.Event()
         await self._has_ended.wait()
 

@@ -20,7 +20,8 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, StorageTier
+from tiered_kv.tiers.storage import READ, StorageTier, both
+from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask
 from tiered_kv.values.events import TierScrubbed
 from tiered_kv.values.keys import Names
@@ -31,8 +32,8 @@ _AWAY_S: Final = 1.0
 """How often to look whether a tier that is bypassed is in use again."""
 
 
-async def scrub_for_ever(tier: OwnedTier) -> None:
-    """Verify the whole tier, again and again, as its settings say; until cancelled."""
+async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
+    """Verify the whole tier, again and again, as its settings say; until cancelled, as ``tasks`` are with it."""
     clock, settings = tier.health.clock, tier.settings
     assert isinstance(settings, OwnedTierSettings)  # noqa: S101 - else it would not be scrubbed
     while True:
@@ -40,17 +41,17 @@ async def scrub_for_ever(tier: OwnedTier) -> None:
             await asyncio.sleep(_AWAY_S)
             continue
         started = clock()
-        num_blocks, num_removed = await _scrub(tier)
+        num_blocks, num_removed = await _scrub(tier, tasks)
         tier.health.emit(TierScrubbed(tier.name, num_blocks, num_removed, clock() - started))
         await asyncio.sleep(max(_AWAY_S, started + settings.scrub_interval_s - clock()))
 
 
-async def _scrub(tier: OwnedTier) -> tuple[int, int]:
+async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
     """Verify what is there, slot by slot; return how many blocks that were, and how many were removed."""
     pace, shape = tier.budget.scrubs, tier.shape
     assert pace is not None  # noqa: S101 - whoever scrubs has one
     num_at_once = max(1, _BYTES_AT_ONCE // shape.stride_bytes)
-    blocks = [Block.empty(shape.payload_bytes) for _ in range(num_at_once)]
+    blocks = _empty(num_at_once, shape.payload_bytes)
     num_blocks = num_removed = start = 0
     while start < tier.index.num_slots:
         await asyncio.sleep(pace.wait_s() if tier.is_in_use else _AWAY_S)
@@ -59,7 +60,16 @@ async def _scrub(tier: OwnedTier) -> tuple[int, int]:
         names, slots, following = tier.index.ready_from(start, num_at_once)
         if len(slots):
             pace.take(len(slots) * shape.stride_bytes)
-            if (num_broken := await _verify(tier, names, slots, blocks[: len(slots)])) is None:
+            late = asyncio.Event()
+            work = _verify(tier, names, slots, blocks[: len(slots)], late.set)
+            verifying = tasks.spawn(work, f"verify {len(slots)} blocks of {tier.name}")
+            # Where the tier is used on although a read is late, what that hangs on has been taken out of use.
+            while not verifying.done() and not (late.is_set() and tier.is_in_use):
+                await asyncio.wait({verifying}, timeout=_AWAY_S)
+            if not verifying.done():
+                blocks = _empty(num_at_once, shape.payload_bytes)  # the others are that read's until it ends
+                continue
+            if (num_broken := verifying.result()) is None:
                 continue  # and again, once the tier is in use
             num_blocks += len(slots)
             num_removed += num_broken
@@ -67,7 +77,13 @@ async def _scrub(tier: OwnedTier) -> tuple[int, int]:
     return num_blocks, num_removed
 
 
-async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block]) -> int | None:
+def _empty(num_blocks: int, payload_bytes: int) -> list[Block]:
+    return [Block.empty(payload_bytes) for _ in range(num_blocks)]
+
+
+async def _verify(
+    tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block], on_late: Callable[[], None]
+) -> int | None:
     """Remove what is not what the books say; return how many blocks are broken.
 
     None: the tier has come to be bypassed, and they were not read.
@@ -80,12 +96,14 @@ async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Bloc
         names: What should be there.
         slots: In which slots.
         blocks: To read into.
+        on_late: Called when the medium is late with them; the bytes in flight are others' from then on.
     """
     waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
     if (give_back := await tier.take(len(names), waiter)) is None:
         return None
+    late = both(give_back, on_late)
     try:
-        seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, waiter)
+        seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, waiter, late)
         if seen is None or not seen[0].any():
             return None if seen is None else 0
         with tier.index.lease(names[seen[0]]) as lease:
@@ -93,7 +111,7 @@ async def _verify(tier: OwnedTier, names: Names, slots: Slots, blocks: list[Bloc
             if not len(at):
                 return 0
             names, slots = names[at], slots[at]
-            seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], waiter)
+            seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], waiter, late)
             if seen is None:
                 return None
             is_wrong, refused = seen
@@ -113,6 +131,7 @@ async def _wrong(
     slots: Slots,
     blocks: list[Block],
     waiter: Waiter,
+    on_late: Callable[[], None],
 ) -> tuple[Mask, Refusals] | None:
     """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused.
 
@@ -120,7 +139,7 @@ async def _wrong(
     """
     n = len(names)
     answer = await tier.calls.make(
-        "read", lambda: read(tier.group, slots, blocks), num_blocks=n, waiter=waiter,
+        "read", lambda: read(tier.group, slots, blocks), num_blocks=n, waiter=waiter, on_late=on_late,
         problem_of=outcomes_problem(n, READ), is_failure=all_failed,
     )  # fmt: skip
     if not answer.was_made:

@@ -20,7 +20,7 @@ from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import Tally, write_down
-from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
@@ -34,6 +34,7 @@ class HeldLoad:
         spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
+        faults: What kept others from being brought.
         answers: What a flush waits for: nothing.
     """
 
@@ -52,6 +53,7 @@ class HeldLoad:
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(brought.source), np.bool_)
+        self.faults = tuple(brought.faults)
         self._batch = batch
         self._lease = lease
         self._brought = brought
@@ -60,7 +62,8 @@ class HeldLoad:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
         chain = self.chain
         source = self._source_of(moved)
-        chain.fates.count_load(self._batch[wanted], len(source), Reason.NOT_MOVED)
+        chain.fates.count_load(self._batch[wanted], len(source), self._why_missing(moved, wanted))
+        chain.fates.load_faults.update(f"{fault.tier}: {fault.reason}" for fault in self.faults)
         for tier, count in zip(chain.tiers, np.bincount(source, minlength=len(chain.tiers)), strict=True):
             tier.counters.hits += int(count)
         chain.release(self._lease)
@@ -75,6 +78,15 @@ class HeldLoad:
         for number in np.unique(source).tolist():
             of_tier = source == number
             yield self.chain.tiers[number].name, int(np.count_nonzero(of_tier)), float(arrived[of_tier].max())
+
+    def _why_missing(self, moved: Mask, wanted: slice) -> str:
+        """Say what befell the first block that is not in place: before it was on the host, or there."""
+        first = wanted.start + prefix_of(moved[wanted])
+        if first >= min(wanted.stop, len(moved)):
+            return ""
+        if self.chain.host.index.ready(self._batch.names[first : first + 1])[0]:
+            return Reason.NOT_MOVED
+        return self.faults[-1].reason if self.faults else self.chain.why_missing(self._batch[first : first + 1])
 
     def _source_of(self, moved: Mask) -> NDArray[np.int8]:
         # What another call brought meanwhile was on the host.
@@ -99,9 +111,12 @@ class HeldStore:
         spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
+        faults: Of a tier: none, as the host takes them first.
         answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
             as not written yet, or nobody will say so; cancelled if the cache was closed before.
     """
+
+    faults: tuple[TierFault, ...] = ()
 
     def __init__(
         self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int, hint: ReuseHint | None
@@ -337,12 +352,23 @@ class Underway:
         seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
         mask.flags.writeable = False
         times = seconds, planned_s, self._moved_s
-        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, *times, shares or {}, mask)
+        faults = _by_reason([fault for held in self._held for fault in held.faults])
+        return JobResult(self._number, num_blocks, tuple(errors), num_bytes, *times, shares or {}, mask, faults)
 
     def _mask_of(self, positions: Sequence[int]) -> Mask:
         mask: Mask = np.zeros(len(self.request.keys), np.bool_)
         mask[np.array(positions, np.int64)] = True
         return mask
+
+
+def _by_reason(faults: Sequence[TierFault]) -> tuple[TierFault, ...]:
+    """Name each tier once for each reason, with the blocks of all ranks together."""
+    merged: dict[tuple[str, Reason], TierFault] = {}
+    for fault in faults:
+        first = merged.get((fault.tier, fault.reason))
+        num_blocks = fault.num_blocks + (first.num_blocks if first else 0)
+        merged[fault.tier, fault.reason] = replace(first or fault, num_blocks=num_blocks)
+    return tuple(merged.values())
 
 
 def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:

@@ -216,8 +216,13 @@ async def _bring_around_gaps(
     for _ in range(_ROUNDS):
         try:
             async with asyncio.timeout_at(deadline):
-                found_of = [await anywhere(chain, batch[at], [chain.host]) for chain, batch in parts]
+                found_of = [
+                    await anywhere(chain, batch[at], [chain.host], of_rank.faults)
+                    for (chain, batch), of_rank in zip(parts, brought, strict=True)
+                ]
         except TimeoutError:
+            for of_rank in brought:
+                of_rank.faults.append(TierFault("", Reason.DEADLINE, len(at)))
             break
         everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
         said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
@@ -228,6 +233,7 @@ async def _bring_around_gaps(
         for of_rank, now in zip(brought, found, strict=True):
             came = now.source >= 0
             of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
+            of_rank.faults = _away_once([*of_rank.faults, *now.faults])
         arrived = min(chain.host.index.ready_prefix(batch.names) for chain, batch in wanted)
         at = at[arrived + 1 :]
         if not len(at):

@@ -52,6 +52,7 @@ class Brought:
     Attributes:
         source: ``(n,)`` int8, the number of the tier that had it; -1 where it was not brought.
         arrived: ``(n,)``, when it was there, on the loop's clock; 0 where that was before the call.
+        faults: What kept blocks from being brought, as in `LoadResult`; complete once what brings them has ended.
     """
 
     def __init__(self, chain: Chain, num_blocks: int) -> None:
@@ -59,6 +60,7 @@ class Brought:
         self._chain = chain
         self.source = np.full(num_blocks, -1, np.int8)
         self.arrived = np.zeros(num_blocks)
+        self.faults: list[TierFault] = []
         self._leases: list[Lease] | None = []
 
     def hold(self, lease: Lease) -> None:
@@ -119,6 +121,7 @@ class Prefetch(Revocable):
         finally:
             self._bringer.close()
             await self.drain_copies()
+        self.brought.faults += self._bringer.faults
         done = self._target.index.ready_prefix(self._batch.names)
         took_ms = (asyncio.get_running_loop().time() - started) * 1e3
         self._chain.emit(BlocksPrefetched(done, self._num_moved, self._target.name, took_ms))

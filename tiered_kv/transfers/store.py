@@ -205,7 +205,7 @@ class Store(Revocable):
     def _is_late(self) -> None:
         """Keep nobody waiting who flushes or resizes; what is kept in the end comes only then."""
         self._is_waited_for = False
-        self._chain.unwritten.end(self._came)
+        self._chain.unwritten.is_late(self._came)
 
     def start_store(self, task: "asyncio.Task[StoreResult]") -> StoreHandle:
         """Give the task that runs this store, for a handle."""
@@ -375,6 +375,7 @@ class Store(Revocable):
             return
         if not self._is_waited_for:
             self._is_waited_for, self._came = True, chain.unwritten.begin()
+            chain.unwritten.late_ended()
         if self._request.hint is not None:
             tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
@@ -416,4 +417,6 @@ class Store(Revocable):
             self._settled.set_result(tiers)
             if self._is_waited_for:
                 self._chain.unwritten.end(self._came)
+            else:
+                self._chain.unwritten.late_ended()
             self._chain.emit(BlocksSettled.of(tiers))

@@ -229,7 +229,8 @@ class Submissions:
 
 def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
     """Make the result of a load that raised."""
-    return LoadResult(0, num_blocks, faults=(TierFault("engine", Reason.COPY_FAILED, num_blocks, repr(error)),))
+    fault = TierFault("engine", Reason.COPY_FAILED, num_blocks, repr(error))
+    return LoadResult(0, num_blocks, faults=(fault,), missed_because=fault.reason)
 
 
 def store_failed(num_blocks: int, error: BaseException) -> StoreResult:  # noqa: ARG001 - a store has no prose

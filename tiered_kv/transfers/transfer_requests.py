@@ -123,7 +123,7 @@ class LoadRequest:
                 chain.fates.load_faults.update(said)
             chain.emit(BlocksLoaded(num_in_place, num_requested, by_tier, seconds * 1e3, said, why))
         num_bytes = num_in_place * chain.group.payload_bytes
-        return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), mask)
+        return LoadResult(num_blocks, num_requested, by_tier, num_bytes, seconds, tuple(faults), why or "", mask)
 
     def _why_not_more(self, num_blocks: int, faults: Sequence[TierFault]) -> str:
         """Return why the first block behind the prefix did not come: a fault's reason, or what befell it before."""

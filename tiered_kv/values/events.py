@@ -39,6 +39,16 @@ class PageLockingDoubted(Event):
 
 
 @dataclass(frozen=True)
+class GPUPoolInHostMemory(Event):
+    """The engine's device is the CPU, so what a tier is to keep in GPU memory takes as much of the host's."""
+
+    name: ClassVar[str] = "gpu_pool.in_host_memory"
+    level: ClassVar[Level] = "warning"
+    tier: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class MemoryPageLocked(Event):
     """One more GiB of a slab is page-locked, or the last of it: how far it is, and how long the driver took for it."""
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, TierFault
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
@@ -160,13 +160,15 @@ class JobResult:
         job: As in the plan.
         num_blocks: Of a load, the prefix that is in place on every rank. Of a store, the blocks that were new and that
             every rank has copied out.
-        errors: What went wrong, per rank.
+        errors: What went wrong with the workers or the job itself, per rank.
         num_bytes: Payload bytes of what was moved, of all ranks together.
         seconds: From the call to the end, on the cache's clock.
         planned_s: From the call to the plan: of a load, until the blocks were in host memory.
         moved_s: What the slowest rank says that it took.
         by_tier: Which tiers had what is in place, or took what was stored first; the others get that later.
         mask: ``(n,)`` over the job's keys, those that are in place on every rank, or after a store on the host of each.
+        faults: Of a load, what kept blocks from being brought to host memory, as in `LoadResult`: each tier once for
+            each reason, with the blocks of all ranks together.
     """
 
     job: int
@@ -178,3 +180,4 @@ class JobResult:
     moved_s: float = field(default=0.0, compare=False)
     by_tier: Mapping[str, TierShare] = field(default_factory=dict, compare=False)
     mask: NDArray[np.bool_] = field(default_factory=lambda: np.zeros(0, np.bool_), compare=False, repr=False)
+    faults: tuple[TierFault, ...] = ()

@@ -253,8 +253,9 @@ class LoadResult:
         num_bytes: Payload bytes of what is in place, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
         faults: What kept blocks from being in place, if something but a plain miss did: a bypassed tier that may have
-            them is named too, once. Why it was a plain miss say `BlocksLoaded.missed_because`,
-            `TieredKV.explain` and `CacheStatistics.missed_because`.
+            them is named too, once.
+        missed_because: What befell the first block that is not in place, as in `CacheStatistics.missed_because`, also
+            of a plain miss; empty if all are. `TieredKV.explain` says more.
     """
 
     num_blocks: int
@@ -263,6 +264,7 @@ class LoadResult:
     num_bytes: int = 0
     seconds: float = 0.0
     faults: tuple[TierFault, ...] = ()
+    missed_because: str = field(default="", compare=False)
     _mask: NDArray[np.bool_] | None = field(default=None, repr=False, compare=False)
 
     @property
@@ -429,7 +431,8 @@ class TierStatistics:
             not own.
         in_flight_bytes: Being read or written now, for transfers; of storage.
         num_calls, num_waiting: Of these transfers' calls, those that the medium has not answered, and those that wait.
-        facts: What else the backend says of itself, e.g. its I/O mode.
+        facts: What else the backend says of itself, e.g. its I/O mode; of one that is not open yet, as ``last_error``,
+            why.
     """
 
     tier: str
