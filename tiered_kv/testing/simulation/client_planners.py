@@ -15,10 +15,11 @@ from tiered_kv.host.session import Session
 from tiered_kv.host.session_transfers import Account
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, files, system
+from tiered_kv.testing.simulation.client_connections import ClientSocket
 from tiered_kv.testing.simulation.clients import PeerConnection, ServerStream
 from tiered_kv.testing.simulation.engine import STRIDE
 from tiered_kv.testing.simulation.known import WrongAnswer
-from tiered_kv.testing.simulation.planning_clients import ClientSocket, PlanningClient
+from tiered_kv.testing.simulation.planning_clients import PlanningClient
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.workers import Process, WorkerProcesses

@@ -6,8 +6,8 @@ given a plan until it has answered, refused the plan or died, whatever has becom
 
 import asyncio
 import os
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final, cast
 
@@ -19,14 +19,23 @@ from tiered_kv.host import protocol
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_planner import FarJobs, FarPlanner, Introducing
 from tiered_kv.host.client_transfers import Starts
-from tiered_kv.host.connection import FarSide, Follower
+from tiered_kv.host.connection import FarSide
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.system import Queue, system
+from tiered_kv.testing.simulation.client_connections import (
+    LOOK_S,
+    PATIENCE_S,
+    ClientSocket,
+    GivenSlab,
+    NoGPU,
+    PlannersConnection,
+)
 from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
 from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, World
+from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
@@ -34,7 +43,6 @@ from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan, SlabHandle
 
 if TYPE_CHECKING:
-    from tiered_kv.testing.simulation.clients import ServerStream
     from tiered_kv.testing.simulation.requester import Numbers
     from tiered_kv.testing.simulation.workload import Requests
 
@@ -43,160 +51,12 @@ _JOBS: Final = 4
 """Of each driver."""
 _LATE_S: Final = (0.0, 0.0, 0.0, 0.01, 0.3, 3.0)
 """How long a worker does something else before it does what is planned, and before it says that it has."""
-_PATIENCE_S: Final = 1.0
-_LOOK_S: Final = 0.25
+_PLANNED_S: Final = LIMITS.load_timeout_s + 3 * PATIENCE_S
+"""By then there is a plan with what is in host memory, or it is known that there is no server."""
 _AWAY_S: Final = 0.1
 """Before the next plan where there was no server for the last."""
 _MAY_WAIT_S: Final = 15.0
 """For so long who loads may wait for blocks that a worker is to copy."""
-_SOCKETS: Final = count(1 << 20)
-
-
-class ClientSocket:
-    """A client's end of a stream: what the server sends comes in pieces, as long as it is not held up.
-
-    Attributes:
-        stream: The server's end.
-        is_held: Whether what was sent does not come yet.
-        is_mute: Whether what is sent from here does not come there yet.
-        is_closed: Whether the client has closed it.
-    """
-
-    stream: "ServerStream"
-
-    def __init__(self, world: World) -> None:
-        self.is_held = self.is_mute = self.is_closed = False
-        self._world = world
-        self._came, self._unsent = bytearray(), bytearray()
-        self._has_ended = False
-
-    # What comes from the server's end, in its process.
-
-    def put(self, data: bytes | None) -> None:
-        """Take what was sent; None: nothing more comes."""
-        if data is None:
-            self._has_ended = True
-        else:
-            self._came += data
-        self._world.turns.pause()
-
-    def get(self) -> bytes | None:
-        """Nobody waits here."""
-        raise NotImplementedError
-
-    # As a socket that does not block.
-
-    @property
-    def is_readable(self) -> bool:
-        """Whether something has come, or the end."""
-        return not self.is_held and (bool(self._came) or self._has_ended)
-
-    def fileno(self) -> int:
-        """Return a number that no descriptor has."""
-        return -1
-
-    def recv(self, size: int) -> bytes:
-        """Take some of what has come."""
-        if not self.is_readable:
-            raise BlockingIOError
-        most = min(size, len(self._came))
-        part = bytes(self._came[: most - self._world.tape.draw("turns", most, 0.3)] if most else b"")
-        del self._came[: len(part)]
-        return part
-
-    def send(self, data: bytearray) -> int:
-        """Send all of it."""
-        self._unsent += data
-        if not self.is_mute:
-            unsent, self._unsent = bytes(self._unsent), bytearray()
-            self.stream.deliver(unsent)
-        return len(data)
-
-    def close(self) -> None:
-        """End both ways."""
-        self.is_closed = True
-        if not self.is_mute:
-            self.stream.cut()
-
-    # What befalls it.
-
-    def hold(self, *, is_mute: bool) -> None:
-        """Have nothing come from the server for now; nor go there, if it hangs."""
-        self.is_held, self.is_mute = True, is_mute
-
-    def let_go(self) -> None:
-        """Have all of it come, and go."""
-        self.is_held, self.is_mute = False, False
-        self.send(bytearray())
-        if self.is_closed:
-            self.stream.cut()
-
-
-@dataclass(frozen=True)
-class _GivenSlab(SlabHandle):
-    """A slab of the server's, as a worker gets it from the socket."""
-
-    fd: int
-
-    def descriptor(self) -> tuple[int, bool]:
-        """See `SlabHandle.descriptor`."""
-        return os.dup(self.fd), False
-
-
-class _NoGPU:
-    """The client's process copies nothing itself."""
-
-    kind = "cpu"
-
-
-class _Connection:
-    """What a planner asks of `tiered_kv.host.connection.Connection`: its servers are there when it is told of them."""
-
-    path = "/sim/kv.sock"
-    timeout_s = _PATIENCE_S
-
-    def __init__(self, side: FarSide) -> None:
-        self.there: Attachment | None = None
-        self._side = side
-        self._followers: list[Follower] = []
-        self._is_open = True
-
-    def here(self, *, anywhere: bool = False) -> FarSide:
-        """See there."""
-        self._side.check_loop(anywhere=anywhere)
-        return self._side
-
-    def follow(self, follower: Follower) -> None:
-        """See there."""
-        self._followers.append(follower)
-
-    def attach(self, there: Attachment) -> None:
-        """Have another server."""
-        self.there = there
-        for follower in self._followers:
-            follower.attached(there)
-
-    def lost(self, there: Attachment) -> None:
-        """Have one no more."""
-        if self.there is there:
-            self.there = None
-
-    async def look(self) -> None:
-        """Notice a server that says nothing, until this is closed."""
-        while self._is_open:
-            if self.there is not None:
-                self.there.look(_LOOK_S)
-            await asyncio.sleep(_LOOK_S)
-
-    async def aclose(self) -> None:
-        """Say goodbye."""
-        self._is_open = False
-        for follower in self._followers:
-            follower.close()
-        if self.there is not None:
-            self.there.end()
-        await self._side.tasks.aclose(1.0)
-        await self._side.lifetime.aclose()
 
 
 class PlanningClient:
@@ -219,7 +79,7 @@ class PlanningClient:
         self._memory = Memory()
         self._storing: dict[int, list[Name]] = {}
         self._num_stores = count()
-        self._slabs: tuple[_GivenSlab, ...] = ()
+        self._slabs: tuple[GivenSlab, ...] = ()
         self._answers: Queue[Outcomes | None] = system().queue()
         self._worker = _Worker(self._world, self._memory, self._answers)
         self.process = self._world.start_process(f"planning client {self._world.number()}", self._main)
@@ -258,7 +118,7 @@ class PlanningClient:
         self._process = process
         self._calls = LoopCalls(asyncio.get_running_loop())
         self._leaving, self._opened = asyncio.Event(), asyncio.Event()
-        self._connection: _Connection | None = None
+        self._connection: PlannersConnection | None = None
         self.is_begun = True
         await self._opened.wait()
         connection = cast(Any, self._connection)
@@ -287,17 +147,17 @@ class PlanningClient:
         if self._connection is None:
             device = self._world.device(self._process)
             side = FarSide(device, LAYOUT, (Shard(0, 1),), lambda _: None, attached, loop_calls)
-            self._connection = _Connection(side)
+            self._connection = PlannersConnection(side)
             self._world.bury(device, side, self._connection)
         connection = self._connection
         descriptors = [os.dup(slab.fd) for slab in slabs]
         there = Attachment(
-            connection.path, cast(Any, socket), attached, descriptors, cast(Device, _NoGPU()), loop_calls,
-            connection.lost, _PATIENCE_S, emit=lambda _: None,
+            connection.path, cast(Any, socket), attached, descriptors, cast(Device, NoGPU()), loop_calls,
+            connection.lost, PATIENCE_S, emit=lambda _: None,
         )  # fmt: skip
         self._world.bury(there)
         self._slabs = tuple(
-            _GivenSlab(
+            GivenSlab(
                 each.num_slots, each.stride_bytes, each.payload_bytes, there.pool_of(each.name), each.group, 0, "none",
                 slab.fd,
             )
@@ -351,7 +211,7 @@ class PlanningClient:
         mask: NDArray[np.bool_] = np.zeros(len(keys), np.bool_)
         try:
             wanted = await self._carry_out(job, keys, region, numbers, is_bound=is_bound)
-            result = await self._within("the end of a job", job.ended())
+            result = await self._within(LONGEST_S, "the end of a job", job.ended())
             if len(result.mask):
                 mask = result.mask
             await self._settle(job, result)
@@ -375,30 +235,42 @@ class PlanningClient:
     async def _carry_out(self, job: Job, keys: BlockKeys, region: int, numbers: "Numbers", *, is_bound: bool) -> slice:
         """Give the worker the plan, or end it at some stage; return which keys it is about."""
         how, wanted = numbers[3] % 10, slice(0, len(keys))
+        do = self._in_a_thread if numbers[3] >> 7 & 1 else _at_once
         if how == 0:
             await _turns(numbers[2] % 12)
-            job.cancel()
-        plan: Plan = await self._within("planned()", job.planned())
+            await do(job.cancel)
+        plan = await self._planned(job, is_polled=bool(numbers[3] >> 8 & 1))
         if how == 0 and any(len(move.host) for move in plan.moves):
             raise WrongAnswer("cancelled plan", "a client's plan with slots was given out after it was cancelled")
         if numbers[2] >> 8 & 1:
             await asyncio.sleep(0.001 * (numbers[2] % 100))  # in which a server may go, or a worker end
         if how == 1:
-            job.cancel(undelivered=True)
+            await do(partial(job.cancel, undelivered=True))
         elif is_bound:
             await self._hand_out(job, plan, how, numbers)
         elif how == 2:
-            job.cancel()  # nobody copies what no block of the engine's is named for
+            await do(job.cancel)  # nobody copies what no block of the engine's is named for
         elif how == 3:
-            job.complete(list(keys), moved=False)
+            await do(partial(job.complete, list(keys), moved=False))
         elif how:
             start = numbers[1] % (plan.num_blocks + 1)
             wanted = slice(start, start + numbers[0] % (plan.num_blocks + 1 - start))
-            plan = job.bind(self._memory.pages(keys, region)[wanted], start=start)
-            if numbers[2] >> 9 & 1:
-                await asyncio.sleep(0.001 * (numbers[0] % 100))
-            await self._hand_out(job, plan, how, numbers)
+            bound = await do(partial(job.bind, self._memory.pages(keys, region)[wanted], start=start))
+            await asyncio.sleep(0.001 * (numbers[0] % 100) * (numbers[2] >> 9 & 1))
+            await self._hand_out(job, bound, how, numbers)
         return wanted
+
+    async def _planned(self, job: Job, *, is_polled: bool) -> Plan:
+        """Wait for a plan, before that perhaps in a thread, as a scheduler does that has no event loop."""
+
+        def poll() -> None:
+            while job.plan is None and job.result is None:
+                self._planner.poll(LOOK_S)
+
+        if is_polled:
+            await self._within(_PLANNED_S, "poll()", self._in_a_thread(poll))
+        plan: Plan = await self._within(_PLANNED_S, "planned()", job.planned())
+        return plan
 
     async def _hand_out(self, job: Job, plan: Plan, how: int, numbers: "Numbers") -> None:
         """Give the worker a plan; then kill it, or try to cancel the job."""
@@ -416,7 +288,7 @@ class PlanningClient:
         elif how == 5:
             await _turns(numbers[0] % 6)
             try:
-                job.cancel()
+                await (self._in_a_thread if numbers[3] >> 7 & 1 else _at_once)(job.cancel)
             except ConfigurationError:
                 return
             if job.result is None:
@@ -433,9 +305,12 @@ class PlanningClient:
             await asyncio.sleep(0.02)
         raise WrongAnswer("never ends", "a client's worker")
 
-    async def _within(self, what: str, call: Any) -> Any:  # noqa: ANN401 - its result
+    async def _in_a_thread(self, call: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - its result
+        return await in_a_thread(self._calls, call, *args)
+
+    async def _within(self, limit_s: float, what: str, call: Any) -> Any:  # noqa: ANN401 - its result
         task = asyncio.ensure_future(call)
-        await asyncio.wait({task}, timeout=LONGEST_S)
+        await asyncio.wait({task}, timeout=limit_s)
         if not task.done():
             raise WrongAnswer("never ends", f"{what} of a client's planner")
         return task.result()
@@ -443,6 +318,10 @@ class PlanningClient:
     def _take_answers(self) -> None:
         while (outcomes := self._answers.get()) is not None:
             self._planner.complete(outcomes)
+
+
+async def _at_once(call: Callable[[], Any]) -> Any:  # noqa: ANN401 - its result
+    return call()
 
 
 async def _turns(num: int) -> None:
