@@ -371,6 +371,7 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10022045, id="a direct load waits behind a call that stalls when its trouble is over"),
         pytest.param(10031842, id="what a store says it dropped, as others fill a short queue, is not lost"),
         pytest.param(10032611, id="the use that admits a block has it written though a store only passes it on"),
+        pytest.param(20008005, id="what is on a disk of which a call stalls is not found beside its trouble either"),
         pytest.param(10031032, id="who flushes waits for a direct store no longer than for any"),
     ],
 )
