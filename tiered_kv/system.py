@@ -250,6 +250,16 @@ class System:
         ended.register(pidfd, select.POLLIN)
         return bool(ended.poll(0))
 
+    def is_of_a_process(self, fd: int) -> bool:
+        """Say whether a descriptor is of a process, one that has ended too, and not of something else."""
+        try:
+            os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:  # of a process, and none of this one's
+            return True
+        except OSError:
+            return False
+        return True
+
     def get_ident(self) -> int:
         """Return a number of this thread."""
         return threading.get_ident()

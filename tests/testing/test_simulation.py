@@ -16,7 +16,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
-from tiered_kv.testing.simulation.scenes import CLIENTS, RANKS, SCRUBS, Scene, drawn_theme
+from tiered_kv.testing.simulation.scenes import CLIENTS, PLANNERS, RANKS, SCRUBS, Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import MOST_STRANGERS, Shape
 from tiered_kv.testing.simulation.tape import Tape
 from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
@@ -72,6 +72,19 @@ def test_seeds_about_several_ranks_find_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
+def test_seeds_about_planners_of_clients_find_nothing() -> None:
+    """Connections break, servers hang, and clients and workers die; and a run of that can be repeated."""
+    seeds = [seed for seed in range(200) if drawn_theme(Tape(seed))[0] is PLANNERS[0]][:3]
+    reports = [simulate(seed, STEPS, keeps_timeline=True) for seed in seeds]
+    assert [report.failure for report in reports] == [""] * 3
+    told = [line for report in reports for line in report.timeline]
+    befalls = "is cut off", "has a server that hangs", "dies", "a client's worker is killed"
+    assert all(any(what in line for line in told) for what in ("plans a load", "plans a store", *befalls))
+    assert simulate(seeds[0], STEPS).digest == reports[0].digest
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("scene", [scene for scene, _ in SCRUBS], ids=lambda scene: str(scene.__name__))
 def test_seeds_of_tiers_that_are_scrubbed_find_nothing(scene: Scene) -> None:
     """What is broken is found, and nothing else is lost; and a run of that can be repeated."""
@@ -82,12 +95,13 @@ def test_seeds_of_tiers_that_are_scrubbed_find_nothing(scene: Scene) -> None:
     assert simulate(seed, STEPS).digest == report.digest
 
 
-def test_seeds_without_scrubs_and_ranks_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seeds_without_scrubs_ranks_and_planners_are_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is drawn of these has numbers of its own: who quotes a seed about anything else can go on to do so."""
     drawn = {seed: drawn_theme(Tape(seed)) for seed in range(100)}
-    others = [seed for seed, (theme, shape) in drawn.items() if theme is not RANKS[0] and not shape.scrub_bytes_per_s]
-    assert len(others) > 80
-    for odds in ("_SCRUBBED", "_RANKED"):
+    themes = {RANKS[0], PLANNERS[0]}
+    others = [seed for seed, (theme, shape) in drawn.items() if theme not in themes and not shape.scrub_bytes_per_s]
+    assert len(others) > 70
+    for odds in ("_SCRUBBED", "_RANKED", "_PLANNED"):
         monkeypatch.setattr(f"tiered_kv.testing.simulation.scenes.{odds}", 0.0)
     assert all(drawn_theme(Tape(seed)) == drawn[seed] for seed in others)
 
@@ -357,6 +371,7 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10022045, id="a direct load waits behind a call that stalls when its trouble is over"),
         pytest.param(10031842, id="what a store says it dropped, as others fill a short queue, is not lost"),
         pytest.param(10032611, id="the use that admits a block has it written though a store only passes it on"),
+        pytest.param(20008005, id="what is on a disk of which a call stalls is not found beside its trouble either"),
         pytest.param(10031032, id="who flushes waits for a direct store no longer than for any"),
     ],
 )

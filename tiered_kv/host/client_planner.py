@@ -198,13 +198,19 @@ class Introductions:
     """What has the server watch the workers of one client's planner. For the event loop's thread."""
 
     def __init__(
-        self, connection: Connection, workers: WorkerProcesses, here: FarSide, ended: Callable[[str], None]
+        self,
+        connection: Connection,
+        workers: WorkerProcesses,
+        here: FarSide,
+        ended: Callable[[str], None],
+        introducing: "Introducing | None",
     ) -> None:
         """Have each server know ``workers``; ``ended`` is told whenever it does, or why it does not."""
         self._connection = connection
         self._workers = workers
         self._here = here
         self._ended = ended
+        self._introducing = introducing
         self._known: set[Process] = set()
         self._underway: asyncio.Task[None] | None = None
         self._is_open = True
@@ -233,7 +239,7 @@ class Introductions:
         try:
             while (there := self._connection.there) is not None and (strangers := workers.unlike(self._known)):
                 said = there.path, there.attached.token, workers, strangers, self._connection.timeout_s
-                await in_a_thread(self._here.loop_calls, introduce, *said)
+                await in_a_thread(self._here.loop_calls, self._introducing or introduce, *said)
                 if self._connection.there is there:
                     self._known.update(strangers)
         except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
@@ -262,10 +268,19 @@ def introduce(
             os.close(each)
 
 
+class Introducing(Protocol):
+    """Does what `introduce` does, by other means than a socket."""
+
+    def __call__(
+        self, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
+    ) -> None:
+        """See `introduce`."""
+
+
 class FarJobs(JobBook):
     """The jobs of one client's planner. Any thread may call what does not say otherwise."""
 
-    def __init__(self, connection: Connection, num_ranks: int) -> None:
+    def __init__(self, connection: Connection, num_ranks: int, introducing: Introducing | None = None) -> None:
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
         super().__init__(num_ranks, here.loop_calls)
@@ -276,7 +291,7 @@ class FarJobs(JobBook):
         # The event loop's thread alone changes these.
         self._sent: dict[int, FarJob] = {}  # of which the server has more to say
         self._waiting: list[FarJob] = []  # until the server knows the workers
-        self._introductions = Introductions(connection, self._workers, here, self._introduced)
+        self._introductions = Introductions(connection, self._workers, here, self._introduced, introducing)
         connection.follow(self)
 
     def register(self, rank: int, pid: int) -> None:

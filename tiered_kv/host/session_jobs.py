@@ -7,7 +7,6 @@ Streams of changes for a client, in the server: of the ranks that it stands for,
 """
 
 import asyncio
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -31,6 +30,7 @@ from tiered_kv.host.protocol import (
     PlanJob,
 )
 from tiered_kv.host.session_transfers import Account
+from tiered_kv.system import files, system
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.jobs import Job, Jobs
@@ -161,12 +161,13 @@ class SessionJobs:
         left = list(pidfds)
         try:
             for rank, pid in ranks:
-                _check_pidfd(left[0])  # what else there is may never end, and with it no job
+                if not system().is_of_a_process(left[0]):  # what else there is may never end, and with it no job
+                    raise ConfigurationError("what came as a worker's process is none: a pidfd is wanted")
                 self._jobs.workers.register(rank, pid, left[0])
                 del left[0]
         finally:
             for each in left:
-                os.close(each)
+                files().close(each)
 
     def plan(self, request: PlanJob, seat: Seat, send: Send) -> None:
         """Begin a job, and tell of its plan and its end.
@@ -249,16 +250,6 @@ class SessionJobs:
         finally:
             del self._by_id[id_]
             self._account.hold(-num_bytes)
-
-
-def _check_pidfd(fd: int) -> None:
-    """Raise unless a descriptor is of a process."""
-    try:
-        os.waitid(os.P_PIDFD, fd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-    except ChildProcessError:  # of a process, and none of this one's
-        pass
-    except OSError as error:
-        raise ConfigurationError("what came as a worker's process is none: a pidfd is wanted") from error
 
 
 def _some_blocks(num_pages: int, group: int) -> GPULoadStoreSpec:

@@ -25,7 +25,7 @@ from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE, content, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
-from tiered_kv.testing.simulation.threads import SimulatedProcess
+from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
@@ -69,10 +69,10 @@ class _Attached:
         self._account = Account(_LIMITS, 8 * STRIDE, Pins(0))
         session = Session(self._process.name, kv, shards, self._account, _LIMITS, is_read_only=False)
         self._num_ends = 0
-        self._client = AttachedClient(session, "model", _Connection(self._process.pid), self._has_ended)  # type: ignore[arg-type]  # what it asks of one
+        self._client = AttachedClient(session, "model", PeerConnection(self._process.pid), self._has_ended)  # type: ignore[arg-type]  # what it asks of one
         slabs = {chain.host.slab.name: chain.host.slab for chain in SeatCalls(kv, shards, b"", Pins(0)).seat.chains}
         rows = {name: slab.rows.numpy().view(np.uint8) for name, slab in slabs.items()}
-        self._stream = _Stream(world.turns, self._client.link, asyncio.get_running_loop())
+        self._stream = ServerStream(world.turns, self._client.link, asyncio.get_running_loop())
         self._client.link.connection_made(self._stream)
         self._thread = _ClientThread(requests, self._process, self._stream, rows, hangs=self._way == "hangs")
         world.bury(self._client, self._stream, self._thread)
@@ -130,7 +130,7 @@ class _Attached:
             self._requests.world.fail(WrongAnswer("too early", "a client is gone for the server, and copies yet"))
 
 
-class _Connection:
+class PeerConnection:
     """What a server asks of a socket: whose the other end is."""
 
     def __init__(self, pid: int) -> None:
@@ -143,12 +143,19 @@ class _Connection:
         return _PEER.pack(self._pid, 1, 1)
 
 
-class _Stream(asyncio.Transport):
+class ServerStream(asyncio.Transport):
     """The server's end of a stream in memory: what is sent comes in order, in pieces, until it is cut."""
 
-    def __init__(self, turns: Any, link: wire.Link[Any], loop: asyncio.AbstractEventLoop) -> None:  # noqa: ANN401 - `Turns`
+    def __init__(
+        self,
+        turns: Turns,
+        link: wire.Link[Any],
+        loop: asyncio.AbstractEventLoop,
+        inbox: Queue[bytes | None] | None = None,
+    ) -> None:
+        """Have ``link`` take what comes, on ``loop``; what it sends goes to ``inbox``, a queue if that is left out."""
         super().__init__()
-        self.inbox: Queue[bytes | None] = system().queue()
+        self.inbox: Queue[bytes | None] = system().queue() if inbox is None else inbox
         self._turns = turns
         self._link = link
         self._loop = loop
@@ -229,7 +236,7 @@ class _ClientThread:
         self,
         requests: "Requests",
         process: SimulatedProcess,
-        stream: _Stream,
+        stream: ServerStream,
         rows: dict[str, NDArray[np.uint8]],
         *,
         hangs: bool,

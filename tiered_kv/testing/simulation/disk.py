@@ -326,6 +326,10 @@ class SimulatedFiles(Files):
         """See `tiered_kv.system.System.has_ended`."""
         return pidfd in self._pidfds and self._pidfds[pidfd].is_dead
 
+    def is_of_a_process(self, fd: int) -> bool:
+        """See `tiered_kv.system.System.is_of_a_process`."""
+        return fd in self._pidfds
+
     @override
     def dup(self, fd: int) -> int:
         new = self._number()

@@ -500,7 +500,22 @@ SCRUBS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
 _RANKED: Final = 0.06
 RANKS: Final[tuple[Scene, Callable[[Shape], bool]]] = (plan_for_ranks, lambda _: True)
 """Drawn apart as well."""
-_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS)
+
+
+async def plan(requests: "Requests", numbers: "Numbers") -> None:
+    """Clients of a server plan, and their workers copy; see `client_planners`, which needs what a server does."""
+    from tiered_kv.testing.simulation.client_planners import plan_for_clients  # noqa: PLC0415 - as in `serve`
+
+    await plan_for_clients(requests, numbers)
+
+
+_PLANNED: Final = 0.06
+PLANNERS: Final[tuple[Scene, Callable[[Shape], bool]]] = (
+    plan,
+    lambda shape: shape.codec == "none" and shape.has("cpu"),
+)
+"""Drawn apart as well."""
+_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS, PLANNERS)
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
@@ -521,6 +536,8 @@ def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
         theme = CLIENTS[0]
     if tape.chance("ranks", _RANKED):
         theme = RANKS[0]
+    if HAS_HOST and tape.chance("planners", _PLANNED):
+        theme = PLANNERS[0]
     if is_scrubbed := tape.chance("scrubs", _SCRUBBED):
         theme = tape.pick("scrubs", (*(scene for scene, _ in SCRUBS), theme))
     for _ in range(_MOST_DRAWN):

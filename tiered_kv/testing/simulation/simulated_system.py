@@ -63,6 +63,10 @@ class SimulatedSystem(System):
     def has_ended(self, pidfd: int) -> bool:
         return self.files.has_ended(pidfd)
 
+    @override
+    def is_of_a_process(self, fd: int) -> bool:
+        return self.files.is_of_a_process(fd)
+
     def get_ident(self) -> int:
         """Return the number of this thread."""
         return self.turns.current.number
@@ -233,4 +237,7 @@ class _Selector(selectors.BaseSelector):
         return self._events()
 
     def _events(self) -> list[tuple[selectors.SelectorKey, int]]:
-        return [(key, key.events) for key in self._keys.values() if self._has_ended(key.fd)]
+        return [(key, key.events) for key in self._keys.values() if self._is_readable(key.fileobj)]
+
+    def _is_readable(self, watched: Any) -> bool:  # noqa: ANN401 - a descriptor of a process, or a connection
+        return self._has_ended(watched) if isinstance(watched, int) else watched.is_readable

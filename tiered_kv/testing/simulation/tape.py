@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks"]
+Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners"]
 """What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
-TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs", "ranks")
+TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs", "ranks", "planners")
 Numbers = Mapping[Track, Sequence[int]]
 
 

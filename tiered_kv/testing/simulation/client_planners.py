@@ -1,0 +1,182 @@
+"""Planners of clients of a host's server: the clients' code and the server's, with streams in memory between them.
+
+A client is a process with an event loop, whose planner has a worker process load and store what it plans. Its
+connection breaks, or says nothing for a while, and it attaches again; it is killed, and so are workers, at any moment;
+plans are bound late, lost and cancelled. What a planned load copies is right, and nothing is held once all have ended.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Final
+
+from tiered_kv.cache.tiered_kv import SeatCalls
+from tiered_kv.host.admission import AttachedClient
+from tiered_kv.host.session import Session
+from tiered_kv.host.session_transfers import Account
+from tiered_kv.settings.tier_settings import HostSettings
+from tiered_kv.system import Queue, files, system
+from tiered_kv.testing.simulation.client_connections import ClientSocket
+from tiered_kv.testing.simulation.clients import PeerConnection, ServerStream
+from tiered_kv.testing.simulation.engine import STRIDE
+from tiered_kv.testing.simulation.known import WrongAnswer
+from tiered_kv.testing.simulation.planning_clients import PlanningClient
+from tiered_kv.testing.simulation.world import LONGEST_S
+from tiered_kv.tiers.pins import Pins
+from tiered_kv.transfers.workers import Process, WorkerProcesses
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
+from tiered_kv.values.keys import Shard
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.simulation.requester import Numbers
+    from tiered_kv.testing.simulation.workload import Requests
+
+_LIVES: Final = 2
+_LIMITS: Final = HostSettings(jobs_per_client=4, bytes_per_client=40 * STRIDE)
+_BEFALLS: Final = (
+    "nothing", "is cut off", "hears nothing", "says rubbish", "is cut off", "has a server that hangs", "dies",
+)  # fmt: skip
+_WHEN_S: Final = (0.0, 0.001, 0.01, 0.1, 0.5)
+_AWAY_S: Final = (0.0, 0.01, 0.3, 2.0)
+"""How long a client is without a server, or hears nothing from it: longer than its patience, too."""
+_UNHEARD: Final = 0.1
+"""How often a client does not hear that its worker was introduced."""
+
+
+async def plan_for_clients(requests: "Requests", numbers: "Numbers") -> None:
+    """A client plans, and goes in some way or other; then another comes."""
+    for _ in range(1 + numbers[1] % _LIVES):
+        if requests.ending or requests.world.is_over:
+            return
+        await _Planned(requests).serve()
+
+
+class _Planned:
+    """One client that plans, and what the server has of it: a session for each of its connections."""
+
+    def __init__(self, requests: "Requests") -> None:
+        self._requests = requests
+        self._loop = asyncio.get_running_loop()
+        self._client = PlanningClient(requests, self._introduce)
+        self._sessions: list[Session] = []
+        self._accounts: list[Account] = []
+        self._streams: list[ServerStream] = []
+        self._by_token: dict[bytes, Session] = {}
+
+    async def serve(self) -> None:
+        """Let it plan, and things befall it; see that nothing is held for it in the end."""
+        client, world, tape = self._client, self._requests.world, self._requests.world.tape
+        await self._until("a client's beginning", lambda: client.is_begun)
+        self._attach()
+        for _ in range(tape.draw("planners", 4)):
+            await asyncio.sleep(tape.pick("planners", _WHEN_S))
+            if client.is_done or client.process.is_dead or world.failures:
+                break
+            await self._befall(tape.pick("planners", _BEFALLS), tape.pick("planners", _AWAY_S))
+        await self._until("a client's planning", lambda: client.is_done or client.process.is_dead)
+        if not client.process.is_dead:
+            # Workers have answered all that they were given; of a connection before this one nobody hears that.
+            await self._until("a planner's job", lambda: not self._sessions[-1].statistics()["jobs"])
+            client.may_leave()
+            await self._until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
+            world.turns.kill(client.process)
+        else:
+            await asyncio.sleep(tape.pick("planners", _WHEN_S))  # its worker goes on
+        client.give_up()
+        for stream in self._streams:
+            stream.cut()
+        await self._until("the end of what is held", self._is_rid)
+        for session in self._sessions:
+            await self._requests.within(LONGEST_S, "what is under way for a planner", session.ended())
+
+    async def _befall(self, what: str, away_s: float) -> None:
+        client, world = self._client, self._requests.world
+        if what == "nothing":
+            return
+        world.tape.num_faults += 1
+        world.tell(f"{client.process.name} {what}")
+        if what == "dies":
+            world.turns.kill(client.process)
+            return
+        socket = client.sockets[-1]
+        if what in {"hears nothing", "has a server that hangs"}:
+            socket.hold(is_mute=what == "has a server that hangs")
+            await asyncio.sleep(away_s)
+            socket.let_go()
+            return
+        if what == "says rubbish":
+            self._streams[-1].deliver(b"\xff" * 64)
+        else:
+            self._streams[-1].cut()
+        await self._until("a lost server", lambda: socket.is_closed or client.process.is_dead or client.is_done)
+        await asyncio.sleep(away_s)
+        if not client.process.is_dead:
+            self._attach()
+
+    def _attach(self) -> None:
+        """Have a session for the client from now on, as after a handshake."""
+        client, kv, shards = self._client, self._requests.kv, (Shard(0, 1),)
+        account = Account(_LIMITS, 8 * STRIDE, Pins(0))
+        session = Session(client.process.name, kv, shards, account, _LIMITS, is_read_only=False)
+        connection = PeerConnection(client.process.pid)
+        attached = AttachedClient(session, "model", connection, lambda: None)  # type: ignore[arg-type]  # what it asks of one
+        socket = ClientSocket(self._requests.world)
+        stream = ServerStream(self._requests.world.turns, attached.link, self._loop, socket)
+        attached.link.connection_made(stream)
+        socket.stream = stream
+        self._sessions.append(session)
+        self._accounts.append(account)
+        self._streams.append(stream)
+        self._requests.world.bury(attached, session, stream)
+        token = system().token_bytes(16)
+        self._by_token[token] = session
+        slabs = [chain.host.slab for chain in SeatCalls(kv, shards, b"", Pins(0)).seat.chains]
+        client.attach(socket, token, slabs)
+
+    def _introduce(
+        self, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
+    ) -> None:
+        """Do as `tiered_kv.host.client_planner.introduce`, in a thread of the client's."""
+        del path, timeout_s
+        ranks = [(process.rank, process.pid) for process in processes]
+        given = workers.descriptors(processes)
+        answers: Queue[Exception | None] = system().queue()
+        sent, late_s = [files().dup(each) for each in given], 0.0
+        for each in given:
+            files().close(each)
+        if is_late := self._requests.world.tape.chance("planners", _UNHEARD):
+            self._requests.world.tape.num_faults += 1
+            late_s = self._requests.world.tape.pick("planners", _WHEN_S)
+        self._loop.call_soon_threadsafe(self._loop.call_later, late_s, self._watch, token, ranks, sent, answers)
+        if is_late:
+            raise BackendUnavailableError("nobody has heard the answer")
+        if (answer := answers.get()) is not None:
+            raise answer
+
+    def _watch(
+        self, token: bytes, ranks: Sequence[tuple[int, int]], given: Sequence[int], answers: Queue[Exception | None]
+    ) -> None:
+        """Do in the server what it does with an introduction."""
+        session = self._by_token.get(token)
+        try:
+            if session is None or self._streams[self._sessions.index(session)].is_closing():
+                for each in given:
+                    files().close(each)
+                raise BackendUnavailableError("no client has this token: attach again")
+            session.jobs.watch(ranks, given)
+        except TieredKVError as error:
+            answers.put(ConfigurationError(str(error)))
+        else:
+            answers.put(None)
+
+    def _is_rid(self) -> bool:
+        """Whether nothing is under way or held for the client, of any of its connections."""
+        told = [session.statistics() for session in self._sessions]
+        return not any(each["jobs"] for each in told) and not any(account.num_bytes for account in self._accounts)
+
+    async def _until(self, what: str, is_so: Callable[[], bool]) -> None:
+        for _ in range(int(50 * LONGEST_S)):
+            if is_so() or self._requests.world.failures:
+                return
+            await asyncio.sleep(0.02)
+        jobs = [session.statistics()["jobs"] for session in self._sessions]
+        raise WrongAnswer("never ends", f"{what} of {self._client.process.name}: {jobs} jobs")
