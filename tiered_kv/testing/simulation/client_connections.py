@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import FarSide, Follower
 from tiered_kv.testing.simulation.world import World
+from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.plan import SlabHandle
 
 if TYPE_CHECKING:
@@ -129,6 +130,8 @@ class PlannersConnection:
 
     def here(self, *, anywhere: bool = False) -> FarSide:
         """See there."""
+        if not self._is_open:
+            raise ClosedError("this client is closed")
         self._side.check_loop(anywhere=anywhere)
         return self._side
 

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LIVES: Final = 2
 _LIMITS: Final = HostSettings(jobs_per_client=4, bytes_per_client=40 * STRIDE)
 _BEFALLS: Final = (
-    "nothing", "is cut off", "hears nothing", "says rubbish", "is cut off", "has a server that hangs", "dies",
+    "nothing", "is cut off", "hears nothing", "says rubbish", "is cut off", "has a server that hangs", "dies", "closes",
 )  # fmt: skip
 _WHEN_S: Final = (0.0, 0.001, 0.01, 0.1, 0.5)
 _AWAY_S: Final = (0.0, 0.01, 0.3, 2.0)
@@ -69,13 +69,14 @@ class _Planned:
         self._attach()
         for _ in range(tape.draw("planners", 4)):
             await asyncio.sleep(tape.pick("planners", _WHEN_S))
-            if client.is_done or client.process.is_dead or world.failures:
+            if client.is_done or client.leaves_early or client.process.is_dead or world.failures:
                 break
             await self._befall(tape.pick("planners", _BEFALLS), tape.pick("planners", _AWAY_S))
         await self._until("a client's planning", lambda: client.is_done or client.process.is_dead)
         if not client.process.is_dead:
             # Workers have answered all that they were given; of a connection before this one nobody hears that.
-            await self._until("a planner's job", lambda: not self._sessions[-1].statistics()["jobs"])
+            if not client.leaves_early:
+                await self._until("a planner's job", lambda: not self._sessions[-1].statistics()["jobs"])
             client.may_leave()
             await self._until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
             world.turns.kill(client.process)
@@ -96,6 +97,9 @@ class _Planned:
         world.tell(f"{client.process.name} {what}")
         if what == "dies":
             world.turns.kill(client.process)
+            return
+        if what == "closes":
+            client.may_leave()
             return
         socket = client.sockets[-1]
         if what in {"hears nothing", "has a server that hangs"}:

@@ -37,7 +37,7 @@ from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, World
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.jobs import Job
-from tiered_kv.values.errors import ConfigurationError, Reason
+from tiered_kv.values.errors import ClosedError, ConfigurationError, Reason
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan, SlabHandle
@@ -67,11 +67,12 @@ class PlanningClient:
         sockets: Its ends of its connections.
         is_begun: Whether it waits for its first server.
         is_done: Whether all that it has planned has ended.
+        leaves_early: Whether it closes before that.
     """
 
     def __init__(self, requests: "Requests", introducing: Introducing) -> None:
         self.sockets: list[ClientSocket] = []
-        self.is_begun = self.is_done = False
+        self.is_begun = self.is_done = self.leaves_early = False
         self._requests = requests
         self._world = requests.world
         self._weights = requests.weights
@@ -93,7 +94,8 @@ class PlanningClient:
         self._calls.call(self._attached, socket, token, slabs)
 
     def may_leave(self) -> None:
-        """Let it end."""
+        """Let it end, what it has planned included."""
+        self.leaves_early |= not self.is_done
         self._calls.call(self._leaving.set)
 
     def give_up(self) -> None:
@@ -127,10 +129,16 @@ class PlanningClient:
         starts = Starts(connection, epoch_digest(self._weights), lambda _: None)
         self._planner = FarPlanner(connection, starts, jobs)
         self._world.start_thread(process, self._take_answers, f"{process.name}: answers")
-        await asyncio.gather(*(self._drive() for _ in range(_DRIVERS)))
-        self.is_done = True
-        await self._leaving.wait()
+        driving: asyncio.Future[Any] = asyncio.gather(*(self._drive() for _ in range(_DRIVERS)))
+        leaving: asyncio.Future[Any] = asyncio.ensure_future(self._leaving.wait())
+        await asyncio.wait({driving, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if driving.done():
+            driving.result()  # what was found counts first
+            self.is_done = True
+            await leaving
         await connection.aclose()
+        await self._within(LONGEST_S, "the end of what was planned", driving)
+        self.is_done = True
         await looking
         self._answers.put(None)
 
@@ -182,6 +190,10 @@ class PlanningClient:
             except ConfigurationError as error:  # it has just ended
                 if "worker" not in str(error):
                     raise
+            except ClosedError:
+                if not self.leaves_early:
+                    raise
+                return
             finally:
                 self._memory.give(region)
             if touched := self._memory.touched():
@@ -296,7 +308,7 @@ class PlanningClient:
 
     async def _settle(self, job: Job, result: JobResult) -> None:
         """Wait until the worker touches nothing of a job that has ended: it does so first, where a server is there."""
-        is_away = Reason.SERVER_AWAY in result.errors
+        is_away = Reason.SERVER_AWAY in result.errors or self.leaves_early
         if self._worker.is_moving(job.number) and not is_away:
             raise WrongAnswer("too early", f"a client's job has ended, and its worker moves blocks: {result.errors}")
         for _ in range(int(50 * LONGEST_S)):
