@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.integrations.test_vllm_paying import SMALL
+from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
 from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
 from tests.support.caches import inside
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
@@ -184,6 +184,7 @@ def test_a_step_listens_to_no_tier_that_answers_late(monkeypatch: pytest.MonkeyP
         for number in range(16):
             engine.ask(str(number), LENGTH + number, 1)
             engine.settle()
+            until_it_answers_later_than(0.001, "FarAway", engine)
         assert listened.count == 1
 
 
