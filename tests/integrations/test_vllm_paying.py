@@ -78,6 +78,7 @@ class Paying:
         request.know(4000)
         needs = [VLLM.naming.RequestNaming().need(each, request, 0, num_tokens) for each in self.groups]
         num_worth: int = self.paying.num_worth(needs, num_tokens)
+        self.paying.declined(num_tokens - num_worth)
         return num_worth // BLOCK_SIZE
 
     def patience(
@@ -288,6 +289,30 @@ def test_what_does_not_pay_is_computed(tmp_path: Path) -> None:
         serve(engine, "again")
         said = engine.scheduling.counts.take().data
         assert (said["load_blocks_declined"], said.get("load_requests", 0)) == (7, 0)
+
+
+def test_who_waits_for_room_in_memory_computes_once_loading_pays_no_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What others are loading may hang meanwhile."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
+    with opened(SMALL, disk) as engine:
+        serve(engine, "again", *map(str, range(8)))
+        engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 10.0, 1.0  # noqa: SLF001 - ours
+        monkeypatch.setattr(engine.scheduling._loads, "_brings_enough", lambda _num_found: True)  # noqa: SLF001 - ours
+        engine.ask("again, later", 8 * BLOCK_SIZE, 1, prompt="again")
+        engine.step(2)
+        assert engine.waiting
+        lookup = engine.scheduling.kv.lookup_nowait
+
+        def slow(keys: BlockKeys) -> LookupResult:
+            found = lookup(keys)
+            return LookupResult(found.num_blocks, found.runs, 0, found.block_size, {"nvme": LoadCost(9.0, 9.0)})
+
+        engine.scheduling.kv.lookup_nowait = slow
+        engine.step()
+        assert not engine.waiting
+        engine.settle()
 
 
 def until_it_answers_later_than(seconds: float, tier: str, engine: SmallVLLM) -> None:

@@ -128,10 +128,14 @@ class PendingLoads:
             return 0
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
             needs = [self._naming.need(group, request, first, first + num_found) for group in wanted.groups]
-            decided = tracked.is_worth = first, num_found, self._paying.num_worth(needs, num_found)
-        if (num_found := decided[2]) and self._brings_enough(num_found):
+            decided = first, num_found, self._paying.num_worth(needs, num_found)
+        if decided[2] and self._brings_enough(decided[2]):
+            tracked.is_worth = None  # by its turn the tier may have come to be slow, or to hang
             return None
-        return num_found
+        if decided is not tracked.is_worth:
+            tracked.is_worth = decided
+            self._paying.declined(num_found - decided[2])
+        return decided[2]
 
     def _longest(self, needs: list[GroupNeed]) -> tuple[int, bool]:
         """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""

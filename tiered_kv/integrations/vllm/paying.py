@@ -174,9 +174,12 @@ class Paying:
         else:
             load_s = sum(self._kv.lookup_nowait(need.needed).estimated_load_s for need in needs)
             num_tokens = num_found if load_s <= num_found / self.tokens_per_s else 0
-        if num_tokens < num_found:
-            self._counts.declined(-((num_tokens - num_found) // self._wanted.main.block_size))
         return num_tokens
+
+    def declined(self, num_tokens: int) -> None:
+        """Count tokens that were found, and are computed all the same."""
+        if num_tokens:
+            self._counts.declined(-(-num_tokens // self._wanted.main.block_size))
 
     def _num_of_prefix(self, keys: BlockKeys, found: LookupResult, num_found: int) -> int:
         """Return how much to load of so many tokens; what this cache's own tiers lack of the keys the others have."""
