@@ -14,7 +14,8 @@ def _wider(engine: "Engine", **changes: Any) -> None:
 
     side = engine.scheduling
     groups = tuple(replace(group, **{k: v(group) for k, v in changes.items()}) for group in side._configuration.groups)  # noqa: SLF001 - ours
-    side._configuration = side._storing._configuration = replace(side._configuration, groups=groups)  # noqa: SLF001
+    wanted = replace(side._configuration, groups=groups)  # noqa: SLF001 - ours
+    side._configuration = side._storing._configuration = side._loads._configuration = wanted  # noqa: SLF001 - ours
 
 
 def _shift_load(engine: "Engine", by: int) -> None:
