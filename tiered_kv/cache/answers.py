@@ -229,14 +229,16 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
 
 def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
     """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
-    asking = (0.0, 1.0)
+    answer_s, found_part = 0.0, 1.0
     if isinstance(tier, SharedTier):  # one that is bypassed has nothing, which needs no question
-        asking = (0.0, 0.0) if tier.health.is_bypassed else tier.answers.cost()
+        answer_s, found_part = (0.0, 0.0) if tier.health.is_bypassed else tier.answers.cost()
     if (now := tier.speed.estimate()) is None:
-        return LoadCost(0.0, 0.0, 0, 0, *asking)
+        return LoadCost(0.0, 0.0, answer_s=answer_s, found_part=found_part)
     stride = tier.shape.stride_bytes
-    num_others = now.others_bytes // stride
-    return LoadCost(now.first_s, num_ranks * stride * now.byte_s, now.num_others, num_others, *asking)
+    return LoadCost(
+        now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride,
+        answer_s=answer_s, found_part=found_part,
+    )  # fmt: skip
 
 
 def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:

@@ -27,7 +27,8 @@ class LoadCost:
         others_blocks: How many blocks they are still going to ask for, all together.
         answer_s: Seconds until a tier that others use too says which blocks it has, when `TieredKV.membership` has it
             asked; 0 before it was.
-        found_part: Which part of the blocks that it was asked for like that it had; 1 before it was.
+        found_part: Which part of the blocks that it was asked for like that it had; 1 before it was, 0 while it is
+            bypassed.
     """
 
     first_s: float
