@@ -299,7 +299,7 @@ def test_who_waits_for_room_in_memory_computes_once_loading_pays_no_more(
     with opened(SMALL, disk) as engine:
         serve(engine, "again", *map(str, range(8)))
         engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 10.0, 1.0  # noqa: SLF001 - ours
-        monkeypatch.setattr(engine.scheduling._loads, "_brings_enough", lambda _num_found: True)  # noqa: SLF001 - ours
+        monkeypatch.setattr(type(engine.scheduling._loads), "num_bringing", 1000)  # noqa: SLF001 - likewise
         engine.ask("again, later", 8 * BLOCK_SIZE, 1, prompt="again")
         engine.step(2)
         assert engine.waiting
@@ -315,6 +315,24 @@ def test_who_waits_for_room_in_memory_computes_once_loading_pays_no_more(
         engine.settle()
 
 
+def test_who_has_all_in_memory_waits_for_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others hold as much as is for loads, and what they load may hang: that is nothing to who brings nothing there."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
+    with opened(SMALL, disk) as engine:
+        serve(engine, "on disk", *map(str, range(8)))
+        monkeypatch.setattr(type(engine.scheduling._loads), "num_bringing", 1000)  # noqa: SLF001 - ours
+        engine.scheduling.counts.take()
+        for prompt in ("7", "on disk"):
+            engine.ask(f"{prompt}, again", 8 * BLOCK_SIZE, 1, prompt=prompt)
+        for _ in range(3):
+            engine.step()
+            engine.settle_loop()
+        assert [request.request_id for request in engine.waiting] == ["on disk, again"]
+        assert engine.scheduling.counts.take().data["load_blocks"] == 7
+        monkeypatch.undo()
+        engine.settle()
+
+
 def until_it_answers_later_than(seconds: float, tier: str, engine: SmallVLLM) -> None:
     """Wait until a tier that does not answer has been asked for so long."""
     nothing = BlockKeys.from_hashes([], block_size=BLOCK_SIZE)
@@ -324,14 +342,14 @@ def until_it_answers_later_than(seconds: float, tier: str, engine: SmallVLLM) ->
 
 def test_who_comes_after_one_that_waited_in_vain_does_not_wait() -> None:
     """A request is in the queue while a shared tier is asked; others go on with their step while it is."""
-    far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
+    far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB", "timeout_s": 3}
     with opened(SMALL, far, lookup_timeout_s=0.2) as engine:
         engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 1000.0, 1.0  # noqa: SLF001 - ours
         engine.ask("first", 8 * BLOCK_SIZE, 1)
         engine.step()
         assert engine.waiting
         engine.settle()
-        until_it_answers_later_than(0.1, "FarAway", engine)
+        until_it_answers_later_than(0.2, "FarAway", engine)
         for name in ("second", "third"):
             engine.ask(name, 8 * BLOCK_SIZE, 1)
             engine.step()

@@ -125,6 +125,33 @@ def test_a_read_that_hangs_is_felt_before_it_ends() -> None:
     assert sum(read.num_bytes for read in pipe.speed._underway) == 1 << 21  # noqa: SLF001 - counted off once
 
 
+def test_a_read_that_was_given_up_is_remembered_for_a_while() -> None:
+    """Of the first one of all, too: else each request that comes waits in vain for a tier that hangs."""
+    pipe = Pipe()
+    for late_s in (0.25, 0.1):  # what was given up sooner says less
+        read = pipe.speed.begin(1 << 20)
+        pipe.now += late_s
+        pipe.speed.give_up(read)
+        pipe.speed.end(read, is_well=False)
+        assert pipe.estimate()[0] == pytest.approx(0.25, rel=0.1)
+    pipe.now += 30
+    assert pipe.estimate()[0] < 0.005
+    pipe.read(1 << 20)
+    usual = pipe.estimate()
+    read = pipe.speed.begin(1 << 20)
+    pipe.now += FIRST_S
+    pipe.speed.give_up(read)  # others gave it up, and not for its being late
+    pipe.speed.end(read, is_well=False)
+    assert pipe.estimate() == pytest.approx(usual, rel=0.01)
+    read = pipe.speed.begin(1 << 20)
+    pipe.now += 3.0
+    pipe.speed.give_up(read)
+    pipe.speed.end(read, is_well=False)
+    assert pipe.estimate()[0] > 2.9
+    pipe.read(1 << 20)
+    assert pipe.estimate()[0] < 0.01
+
+
 def test_what_others_are_going_to_read_is_told() -> None:
     """Transfers take turns, so what each of them has left counts, and what has ended does not."""
     pipe = Pipe()

@@ -8,8 +8,9 @@ always have one piece in flight, so that none starves, whatever the priorities.
 computing them. A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included,
 takes ``first_s + ahead x byte_s``. Both numbers are fitted to the reads of late, by least squares with weights that
 fade; what waits in the tier's line is part of ``ahead``, so the estimate rises and falls with the load. A read that
-takes longer than that says so before it ends: whoever comes waits at least for as long. Loads read a few windows at a
-time, so they also say how much more each of them is going to read: with these a load takes turns.
+takes longer than that says so before it ends: whoever comes waits at least for as long. What was given up would have
+taken longer than it was waited for, and that is remembered for a while. Loads read a few windows at a time, so they
+also say how much more each of them is going to read: with these a load takes turns.
 
 `Wear` bounds how much may be written to a medium that wears out by it, or is paid for by the byte: so many bytes a day.
 """
@@ -444,6 +445,8 @@ _USUAL: Final = 2.0
 """Times as long as foretold a read may take before it is late."""
 _HALF_LIFE_S: Final = 30.0
 """A tier that nobody has read from for long is taken for faster and faster, so that it is tried again."""
+_GIVEN_UP_HALF_LIFE_S: Final = 5.0
+"""Sooner where the last read did not end, and nothing is known of it but that it took long."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -490,6 +493,9 @@ class ReadSpeed:
     _underway: set[Read] = field(default_factory=set)
     _urgent: dict[Read, None] = field(default_factory=dict)
     """Those of them that wait for no other kind of read, the first one first."""
+    _given_up_s: float = 0.0
+    """How late the last one was that was given up, if none has gone well since."""
+    _given_up_at: float = 0.0
 
     def begin(self, num_bytes: int, *, goes_first: bool = True) -> Read:
         """Count a read that is asked for now; `end` follows, however it goes.
@@ -505,6 +511,11 @@ class ReadSpeed:
             self._urgent[read] = None
         return read
 
+    def give_up(self, read: Read) -> None:
+        """Take note that nobody waits for a read any more, which has not ended; `end` follows."""
+        if read in self._urgent and (late_s := self._lateness(read)) > self._given_up():
+            self._given_up_s, self._given_up_at = late_s, self.clock()
+
     def end(self, read: Read, *, is_well: bool) -> None:
         """Count it off, once, and learn from it if it brought blocks."""
         if read not in self._underway:
@@ -514,6 +525,7 @@ class ReadSpeed:
         self._ahead -= read.num_bytes
         if not is_well:
             return
+        self._given_up_s = 0.0
         x, y, self._seen_at = float(read.ahead), self.clock() - read.started, self.clock()
         self._weight = _FADE * self._weight + 1.0
         for at, value in enumerate((x, y, x * x, x * y)):
@@ -528,19 +540,33 @@ class ReadSpeed:
     def estimate(self) -> Estimate | None:
         """Say what one more transfer would meet; None before anything was read, or takes long."""
         first = next(iter(self._urgent), None)
+        late_s = max(self._given_up(), 0.0 if first is None else self._lateness(first))
         if not self._weight:
-            late_s = None if first is None else self.clock() - first.started
-            return None if late_s is None else Estimate(late_s, 0.0, len(self._plans), self._planned)
+            return Estimate(late_s, 0.0, len(self._plans), self._planned) if late_s else None
+        first_s, byte_s = self._usual()
+        faded = 0.5 ** (max(0.0, self.clock() - self._seen_at) / _HALF_LIFE_S)
+        first_s += self._ahead * byte_s
+        return Estimate(faded * first_s + late_s, faded * byte_s, len(self._plans), self._planned)
+
+    def _usual(self) -> tuple[float, float]:
+        """Return what reads of late took before the first byte, and for each; 0 before any."""
+        if not self._weight:
+            return 0.0, 0.0
         x, y, xx, xy = (each / self._weight for each in self._sums)
         spread = xx - x * x
         byte_s = min(max(0.0, (xy - x * y) / spread), y / x) if spread > (_SPREAD * x) ** 2 else y / x
-        first_s = max(0.0, y - byte_s * x)
-        faded = 0.5 ** (max(0.0, self.clock() - self._seen_at) / _HALF_LIFE_S)
-        late_s = 0.0
-        if first is not None:
-            late_s = max(0.0, self.clock() - first.started - _USUAL * (first_s + first.ahead * byte_s))
-        first_s += self._ahead * byte_s
-        return Estimate(faded * first_s + late_s, faded * byte_s, len(self._plans), self._planned)
+        return max(0.0, y - byte_s * x), byte_s
+
+    def _lateness(self, read: Read) -> float:
+        """Say for how long a read under way has been late."""
+        first_s, byte_s = self._usual()
+        return max(0.0, self.clock() - read.started - _USUAL * (first_s + read.ahead * byte_s))
+
+    def _given_up(self) -> float:
+        if not self._given_up_s:
+            return 0.0
+        faded: float = 0.5 ** ((self.clock() - self._given_up_at) / _GIVEN_UP_HALF_LIFE_S)
+        return self._given_up_s * faded
 
 
 _DAY_S: Final = 24 * 3600.0

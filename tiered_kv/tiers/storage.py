@@ -149,6 +149,9 @@ class StorageTier(Tier):
                     report = await self._read_blocks(batch, blocks, waiter, both(give_back, both(no_more, on_late)))
                 finally:
                     give_back()
+        except asyncio.CancelledError:
+            self.speed.give_up(read)
+            raise
         finally:
             self.speed.end(read, is_well=bool(report.right.all()))
         return report

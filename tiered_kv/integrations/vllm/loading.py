@@ -129,7 +129,7 @@ class PendingLoads:
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
             needs = [self._naming.need(group, request, first, first + num_found) for group in wanted.groups]
             decided = first, num_found, self._paying.num_worth(needs, num_found)
-        if decided[2] and self._brings_enough(decided[2]):
+        if decided[2] and self._brings_enough(request, first, decided[2]):
             tracked.is_worth = None  # by its turn the tier may have come to be slow, or to hang
             return None
         if decided is not tracked.is_worth:
@@ -214,11 +214,22 @@ class PendingLoads:
         if tracked.is_wanted is None:
             tracked.is_wanted = self._paying.wants(tracked.request, num_known)
 
-    def _brings_enough(self, num_found: int) -> bool:
-        """Say whether so much is in memory for loads that a request more would take its room from the others."""
-        num_coming, wanted = self.num_bringing, self._configuration
-        num_more = -(-num_found // wanted.main.block_size) * len(wanted.groups)
-        return bool(num_coming) and num_coming + num_more > self._most_bringing
+    def _brings_enough(self, request: Any, first: int, num_found: int) -> bool:
+        """Say whether so much is in memory for loads that a request more would take its room from the others.
+
+        What is in memory for it already takes none: it need not wait for what others are loading, which may hang.
+        """
+        num_coming, groups = self.num_bringing, self._configuration.groups
+        num_more = -(-num_found // self._configuration.main.block_size) * len(groups)
+        if not num_coming or num_coming + num_more <= self._most_bringing:
+            return False
+        needs = [self._naming.need(group, request, first, first + num_found) for group in groups]
+        num_more = sum(len(need.needed) - self._num_in_memory(need.needed) for need in needs)
+        return num_more > 0 and num_coming + num_more > self._most_bringing
+
+    def _num_in_memory(self, keys: BlockKeys) -> int:
+        by_tier = self._kv.lookup_nowait(keys).by_tier
+        return sum(by_tier.get(tier, 0) for tier in self._memory)
 
     @property
     def num_bringing(self) -> int:

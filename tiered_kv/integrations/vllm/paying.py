@@ -155,7 +155,8 @@ class Paying:
             return 0.0, 0.0
         if self._wanted.loads_parts and self._num_of_prefix(keys, found, num_found + num_more) <= num_found:
             return 0.0, 0.0  # what they have would be computed all the same
-        return min(most_s, _LATE * answers_s[-1] or most_s), answers_s[0]
+        late_s = max(_LEAST_LOOKUP_S, _LATE * answers_s[-1])  # it may be the first of all that is being asked
+        return min(most_s, late_s if answers_s[-1] else most_s), answers_s[0]
 
     def others(self, found: LookupResult) -> list[str]:
         """Name the storage tiers that others use too, of a look-up's."""
