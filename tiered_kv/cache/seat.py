@@ -92,6 +92,8 @@ class EngineSide(ABC):
             ClosedError: That event loop is closed: nothing can move or end any more.
             ConfigurationError: This is another thread, or another event loop is running.
         """
+        if anywhere and not self.loop.is_closed():
+            return  # as all of an engine's other threads ask, in each of its steps
         try:
             if asyncio.get_running_loop() is self.loop:
                 return
@@ -100,7 +102,7 @@ class EngineSide(ABC):
             is_here = system().get_ident() == self._thread
         if self.loop.is_closed():
             raise ClosedError("the event loop that opened this TieredKV is closed")
-        if not (is_here or anywhere):
+        if not is_here:
             raise ConfigurationError(
                 "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
                 "poll, lookup_nowait and membership"
@@ -136,9 +138,10 @@ class Seat(EngineSide):
         groups = cache.layout.groups
         self.cache = cache
         self.model_name, self.emit, self.fates = cache.model_name, cache.emit, cache.fates
-        self.chains = [
-            cache.of_group(group)[cache.shards.index(shard)] for group in range(len(groups)) for shard in shards
+        self._of_group = [
+            [cache.of_group(group)[cache.shards.index(shard)] for shard in shards] for group in range(len(groups))
         ]
+        self.chains = [chain for chains in self._of_group for chain in chains]
         self.block_sizes = tuple(group.block_size for group in groups)
         self.tokens_per_block = groups[0].block_size / len(shards) if len(groups) == 1 else 0.0
         self.epoch = epoch
@@ -150,11 +153,9 @@ class Seat(EngineSide):
 
     def of_group(self, group: int) -> Sequence[Chain]:
         """Return the chains of one KV group, one per rank."""
-        num_groups = len(self.cache.layout.groups)
-        if (group := as_int("a KV group's number", group)) >= num_groups:
-            raise ConfigurationError(f"KV group {group} of {num_groups}: the layout has no such group")
-        num_shards = len(self.shards)
-        return self.chains[group * num_shards : (group + 1) * num_shards]
+        if (group := as_int("a KV group's number", group)) >= len(self._of_group):
+            raise ConfigurationError(f"KV group {group} of {len(self._of_group)}: the layout has no such group")
+        return self._of_group[group]
 
     @override
     def of_rank(self, group: int) -> Chain:

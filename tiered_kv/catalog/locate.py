@@ -1,17 +1,18 @@
 """Where a prefix is: the longest prefix that the owned tiers can read, each block from the fastest that has it."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.books import Books
+from tiered_kv.catalog.books import FREE, Books
 from tiered_kv.values.keys import Names
 
+T = TypeVar("T")
 _CHUNK: Final = 1024  # names looked up at once, after the first: large enough that the fixed cost of a batch vanishes
 _LONG_RUN: Final = 64  # names of one tier that make it worth to look for another such run
 
@@ -66,10 +67,7 @@ def locate_from_any_thread(indexes: Sequence[Books], names: Names) -> Located:
     runs: list[Run] = []
     while start < len(names):
         part = names[start : start + _CHUNK]
-        with ExitStack() as held:
-            for index in indexes:  # always in this order, and the owner holds one at a time: no two wait for each other
-                held.enter_context(index.lock)
-            located = locate(indexes, part)
+        located = _at_one_moment(indexes, partial(locate, indexes, part))
         for run in located.runs:
             _append_run(runs, run.tier, start + run.start, start + run.stop)
         start += located.num_blocks
@@ -86,15 +84,30 @@ def states_from_any_thread(indexes: Sequence[Books], names: Names, *, prefix_onl
     """
     states = np.zeros(len(names), np.uint8)
     for start in range(0, len(names), _CHUNK):
-        part = states[start : start + _CHUNK]
-        with ExitStack() as held:
-            for index in indexes:
-                held.enter_context(index.lock)
-            if prefix_only and not any(index.first_state(names[start:]) for index in indexes):
-                break
-            for index in indexes:
-                np.maximum(part, index.find(names[start : start + _CHUNK])[1], out=part)
+        part = names[start : start + _CHUNK]
+        if not _at_one_moment(indexes, partial(_see, indexes, part, states[start:], prefix_only=prefix_only)):
+            break
     return states
+
+
+def _see(indexes: Sequence[Books], names: Names, states: NDArray[np.uint8], *, prefix_only: bool) -> bool:
+    """Write down the states of the names, and return True; or False as only a prefix matters, and there is none."""
+    if prefix_only and not max([index.first_state(names) for index in indexes], default=FREE):
+        return False
+    for index in indexes:
+        np.maximum(states[: len(names)], index.find(names)[1], out=states[: len(names)])
+    return True
+
+
+def _at_one_moment(books: Sequence[Books], look: Callable[[], T]) -> T:
+    """Look while no owner changes anything in any of the books.
+
+    They are always taken in this order, and the owner holds one at a time: no two wait for each other.
+    """
+    if not books:
+        return look()
+    with books[0].lock:
+        return _at_one_moment(books[1:], look)
 
 
 def _leading_run(indexes: Sequence[Books], names: Names) -> tuple[int, int]:

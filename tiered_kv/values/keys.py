@@ -216,8 +216,8 @@ class BlockKeys(Sequence[bytes]):
         self.digests = digests
         self._words: NDArray[np.uint64] | None = None
         self.start = as_int("start", start)
-        self.block_size = _check_block_size(block_size)
-        self.group = _check_group(group)
+        self.block_size = as_int("block_size", block_size, least=1)
+        self.group = as_int("a KV group's number", group)
         self.salt_id = salt_id
 
     @classmethod
@@ -410,14 +410,6 @@ def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_
     keys.digests, keys._words = digests, None
     keys.start, keys.block_size, keys.group, keys.salt_id = start, block_size, group, salt_id
     return keys
-
-
-def _check_block_size(block_size: int) -> int:
-    return as_int("block_size", block_size, least=1)
-
-
-def _check_group(group: int) -> int:
-    return as_int("a KV group's number", group)
 
 
 def _described(value: object) -> str:

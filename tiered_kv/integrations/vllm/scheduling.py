@@ -165,7 +165,8 @@ class SchedulingSide:
         And whether the request is to wait for that, while others compute: else the step that it is in loads them first.
         """
         self._open_planner()
-        tracked = self._tracked.setdefault(request.request_id, Tracked(request))
+        if (tracked := self._tracked.get(request.request_id)) is None:
+            tracked = self._tracked[request.request_id] = Tracked(request)
         tracked.may_store = can_name = self.naming.can_name(request)
         can_load = can_name and not request.skip_reading_prefix_cache
         return self._loads.find(tracked, num_computed_tokens, can_load=can_load)
