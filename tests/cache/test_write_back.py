@@ -652,6 +652,26 @@ def test_blocks_are_written_when_they_are_old_enough() -> None:
     virtual.run(main)
 
 
+def test_each_block_is_written_in_its_time() -> None:
+    """A few at a time, as they come to be old enough: all of a second at once would be felt in an engine's steps."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0, "window": 32 * PAYLOAD_BYTES})
+        async with open_cache(cpu(64), slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            for number in range(4):
+                await kv.store(keys := prompt(4, seed=number), engine.compute(keys))
+                await asyncio.sleep(0.25)
+            await asyncio.sleep(4.0 + 0.1)
+            for number in range(4):
+                assert slots.num_records == 4 * (number + 1)
+                await asyncio.sleep(0.25)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
 def test_the_cleaner_heeds_its_bandwidth() -> None:
     """Over a while it writes no more than it may, and flush() passes that over."""
 

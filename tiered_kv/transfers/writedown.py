@@ -457,7 +457,10 @@ async def _ended(copy: LaneCopy) -> BaseException | None:
 
 
 _TICK_S: Final = 1.0
-"""How often it looks by itself: leases, ages and tiers that are well again tell nobody."""
+"""How often it looks by itself: leases and tiers that are well again tell nobody."""
+_PIECES: Final = 8
+"""Of a window: what is written as it has waited for long enough goes piece by piece, each in its time. Windows would
+take the interpreter from the engine's thread for several of its steps."""
 _AT_ONCE: Final = 2
 """Windows on their way: while one is written, the next one is encoded."""
 
@@ -513,7 +516,7 @@ class Cleaner:
             for tier, waiting in self._chain.waiting.items():
                 await self._clean(tier, waiting)
             with suppress(TimeoutError):
-                async with asyncio.timeout(_TICK_S):
+                async with asyncio.timeout(self._until_due_s()):
                     await self._woken.wait()
 
     async def _clean(self, tier: MemoryTier, waiting: Waiting) -> None:
@@ -523,10 +526,17 @@ class Cleaner:
             if (wait_s := bandwidth.wait_s()) > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            if not (n := await self._write_window(tier, waiting)):
+            part = 1 if self._is_low(tier, waiting) else _PIECES
+            if not (n := await self._write_window(tier, waiting, part=part)):
                 return  # until the next tick, or until something was written and made room
             bandwidth.take(n * self._chain.stride_bytes)
             left -= n
+
+    def _until_due_s(self) -> float:
+        """Say how long it is until something is due, or may be: what is due already waits for something else."""
+        after_s = self._chain.limits.clean_after_s
+        left_s = [after_s - waiting.oldest_s() for waiting in self._chain.waiting.values() if len(waiting)]
+        return min([_TICK_S, *(each_s for each_s in left_s if each_s > 0)])
 
     def _wake_if_due(self, tier: MemoryTier, waiting: Waiting) -> None:
         if self._is_due(tier, waiting):
@@ -535,29 +545,33 @@ class Cleaner:
     def _is_due(self, tier: MemoryTier, waiting: Waiting) -> bool:
         if not len(waiting):
             return False
-        books, limits = tier.index.statistics(), self._chain.limits
+        return self._is_low(tier, waiting) or waiting.oldest_s() >= self._chain.limits.clean_after_s
+
+    def _is_low(self, tier: MemoryTier, waiting: Waiting) -> bool:
+        """Say whether too little of a tier could be given to new blocks."""
+        books = tier.index.statistics()
         # What is being written will be evictable when it is: else all would be written whenever some is.
         to_be_had = books.free + books.evictable + waiting.num_taken
-        return to_be_had < limits.low_water * books.num_slots or waiting.oldest_s() >= limits.clean_after_s
+        return to_be_had < self._chain.limits.low_water * books.num_slots
 
     def _can_write(self, tier: MemoryTier) -> bool:
         if self._chain.host in self._chain.later(tier):
             return True
         return not all(storage.health.is_shedding for storage in self._chain.back)
 
-    async def _write_window(self, tier: MemoryTier, waiting: Waiting) -> int:
-        """Begin to write a window of what waits longest, when it is our turn; say how many blocks.
+    async def _write_window(self, tier: MemoryTier, waiting: Waiting, *, part: int = 1) -> int:
+        """Begin to write a window, or so small a part of one, of what waits longest, when it is our turn; say how much.
 
         None where they go to the CPU tier, which is full, and nowhere past it.
         """
         await self._turns.acquire()
-        if not (n := self._begin_window(tier, waiting)):
+        if not (n := self._begin_window(tier, waiting, max(1, self._chain.window_blocks // part))):
             self._turns.release()
         return n
 
-    def _begin_window(self, tier: MemoryTier, waiting: Waiting) -> int:
+    def _begin_window(self, tier: MemoryTier, waiting: Waiting, most: int) -> int:
         """Begin it, if there is anything to write and room for it; say how many blocks. Its end is another's turn."""
-        chain, most = self._chain, self._chain.window_blocks
+        chain = self._chain
         if not len(waiting):
             return 0
         goes_to_host = chain.host in chain.later(tier)

@@ -63,8 +63,10 @@ class FileCalls:
             self._close_files()
 
 
-_LEAST_SHARE_BYTES = 128 << 10
+_LEAST_READ_BYTES = 128 << 10
 """Of a batch, for one thread: some 50 us of a disk's time, which is what it takes to wake another."""
+_LEAST_WRITE_BYTES = 2 << 20
+"""Likewise, where nobody waits: each thread takes the interpreter from the engine's for some tenths of a ms."""
 _Ended = Callable[[], list[Moved]]
 _Move = Callable[[list[int], list[int], Sequence[Block]], Moved]
 _GONE = {errno.EBADF, errno.ENODEV, errno.ENXIO, errno.ESTALE, errno.ESHUTDOWN}
@@ -159,7 +161,7 @@ class DirectoryStore:
                 moved.outcomes = verify(at, moved.outcomes)
             return moved
 
-        self._begin(self._readers, slab, read, slots, into, then)
+        self._begin(self._readers, slab, read, slots, into, then, least_bytes=_LEAST_READ_BYTES)
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -199,7 +201,8 @@ class DirectoryStore:
         files.mark(slots, WRITING)
         try:
             write = _Write(self._files, files, slots, names, sequences, make, enters=not files.num_checkpoints)
-            outcomes = await _outcomes(partial(self._begin, self._writers, files.slab, write, slots, blocks))
+            begin = partial(self._begin, least_bytes=_LEAST_WRITE_BYTES)
+            outcomes = await _outcomes(partial(begin, self._writers, files.slab, write, slots, blocks))
             if not write.enters:
                 await self._run(self._clerk, write.enter)
         finally:
@@ -227,7 +230,7 @@ class DirectoryStore:
             files.mark(slots, HELD)
             then(lambda: self._written(write, ended()))
 
-        self._begin(self._writers, files.slab, write, slots, blocks, moved)
+        self._begin(self._writers, files.slab, write, slots, blocks, moved, least_bytes=_LEAST_WRITE_BYTES)
         return True
 
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
@@ -326,7 +329,15 @@ class DirectoryStore:
         await files.forget(slots, self.settings.erase, in_clerk, in_writers)
 
     def _begin(
-        self, workers: Workers, slab: Slab, move: "_Move", slots: Slots, blocks: Sequence[Block], then: Then
+        self,
+        workers: Workers,
+        slab: Slab,
+        move: "_Move",
+        slots: Slots,
+        blocks: Sequence[Block],
+        then: Then,
+        *,
+        least_bytes: int,
     ) -> None:
         """Share a batch out among the threads, neighbours together; there is one outcome per block, in its order.
 
@@ -339,7 +350,7 @@ class DirectoryStore:
         order = slots.argsort(kind="stable")
         sorted_slots, positions, end = slots[order].tolist(), order.tolist(), len(order)
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
-        share = max(-(-end // num_free), _LEAST_SHARE_BYTES // slab.shape.stride_bytes, 1)
+        share = max(-(-end // num_free), least_bytes // slab.shape.stride_bytes, 1)
         share = min(share, slab.call_blocks)
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
         guarded = self._calls.guarded
