@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import pytest
@@ -189,33 +190,35 @@ def test_a_step_listens_to_no_tier_that_answers_late(monkeypatch: pytest.MonkeyP
 
 
 def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where for long nothing was found no request waits; all ask the same, and once it is found others wait again."""
+    """Where for long nothing was found few requests ask; once one of them has found its own all do again."""
     shared = {"medium": "memory", "capacity": "8MiB"}
     with opened(SMALL, shared) as engine:
         paying = engine.scheduling._paying  # noqa: SLF001 - ours
-        paying._num_tokens, paying._seconds = 10.0, 1.0  # noqa: SLF001 - it computes so slowly
-        waits, for_answers = list[bool](), paying.for_answers
+        monkeypatch.setattr(type(paying), "tokens_per_s", 100.0)
+        asked, asks = list[bool](), paying.asks
 
-        def note(needs: object, num_found: int, num_more: int) -> tuple[float, float]:
-            waits_s, answer_s = for_answers(needs, num_found, num_more)
-            waits.append(waits_s > 0)
-            return waits_s, answer_s
+        def note(num_tokens: int) -> bool:
+            asked.append(asks(num_tokens))
+            return asked[-1]
 
-        monkeypatch.setattr(paying, "for_answers", note)
+        monkeypatch.setattr(paying, "asks", note)
 
         def serve(prompt: str) -> None:
-            engine.ask(f"{prompt} {len(waits)}", LENGTH, 1, prompt=prompt)
+            engine.ask(f"{prompt} {next(numbers)}", LENGTH, 1, prompt=prompt)
             engine.settle()
             engine.settle_loop()
             engine.scheduling.kv.flush()
 
+        numbers = count()
         for number in range(64):
             serve(str(number))
-        assert waits[0]
-        assert not any(waits[-4:])
-        for number in range(24):
+        for number in range(64, 96):
             serve(str(number))
-        assert all(waits[-4:])
+        assert (asked[0], sum(asked[-32:])) == (True, 2)
+        for number in range(32):
+            serve(str(number))
+        assert sum(asked[-32:]) >= 16
+        assert all(asked[-4:])
         assert engine.scheduling.counts.take().data["load_requests"] >= 4
 
 

@@ -43,7 +43,7 @@ class Paying:
         media: dict[str, str] | None = None,
     ) -> None:
         groups = groups or (group(),)
-        self.now, self.found = 0.0, LookupResult(0, (), 0, BLOCK_SIZE)
+        self.now, self.found = 0.0, LookupResult(0, (), 0, BLOCK_SIZE, costs={"shared": LoadCost(0.0, 0.0)})
         self.groups = groups
         wanted = SimpleNamespace(
             connector=SimpleNamespace(
@@ -100,6 +100,11 @@ class Paying:
         assert len(costs) > 1 or told_s == (answer_s if waits_s else 0.0)
         return float(waits_s)
 
+    def asks(self, num_tokens: int, *, found_part: float = 1.0, block_s: float = 0.0) -> bool:
+        """Say whether a tier that others use too is asked for so many tokens."""
+        self.found = LookupResult(0, (), 0, BLOCK_SIZE, {"shared": LoadCost(0.0, block_s, found_part=found_part)})
+        return bool(self.paying.asks(num_tokens))
+
 
 FAST, SLOW = LoadCost(0.001, 0.0001), LoadCost(0.001, 0.1)  # a block of 4 tokens is computed in 0.004 s
 
@@ -140,6 +145,21 @@ def test_an_answer_is_waited_for_no_longer_than_computing_takes() -> None:
         each.compute("first", 1000, 1.0)
     assert [of.patience(num_tokens) for num_tokens in (4, 500, 10**6)] == [0.01, 0.5, 1.0]
     assert always.patience(4) == 1.0
+
+
+def test_nobody_asks_where_that_would_save_nothing() -> None:
+    """Of tiers that had nothing of late, or would be too slow, one in sixteen asks; of all others everybody does."""
+    of = Paying()
+    assert of.asks(100, found_part=0.0)  # it is not known what computing takes
+    of.compute("first", 1000, 1.0)
+    assert all(of.asks(100, found_part=0.02) for _ in range(40))  # two thousandths of a second
+    assert not any(of.asks(10, found_part=0.02) for _ in range(7))
+    assert sum(of.asks(1000, found_part=0.0) for _ in range(160)) == 10
+    assert sum(of.asks(100, block_s=0.004) for _ in range(160)) == 10  # loading takes what computing does
+    assert all(of.asks(100, block_s=0.002) for _ in range(40))
+    always = Paying(load_when="always")
+    always.compute("first", 1000, 1.0)
+    assert all(always.asks(100, found_part=0.0) for _ in range(40))
 
 
 def test_nobody_waits_for_answers_that_are_later_than_what_they_save() -> None:

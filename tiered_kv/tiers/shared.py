@@ -109,7 +109,7 @@ class Answers:
                 since, num_asked = self._asked.pop(question)
                 kept = _QUESTIONS if self._answer_s else 0.0
                 self._answer_s = kept * self._answer_s + (1 - kept) * (now - since)
-                found_part = np.count_nonzero(is_there) / num_asked
+                found_part = int(np.count_nonzero(is_there)) / num_asked
                 self._found_part = _QUESTIONS * self._found_part + (1 - _QUESTIONS) * found_part
             for name, there in zip(rows_of(names), is_there.tolist(), strict=True):
                 if name in self._said and self._said[name][2] is question:

@@ -75,16 +75,17 @@ class PendingLoads:
         self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
         # Tiers whose blocks are planned at once: a server's answers come later.
         self._memory = list(memory) if configuration.below.settings is not None else []
-        nothing = BlockKeys.from_hashes([], block_size=configuration.main.block_size, group=configuration.main.number)
-        self._has_others = bool(paying.others(kv.lookup_nowait(nothing)))
         self._beginning: list[Job] = []  # in this step, of what these have
         self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
         self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
 
-    def come(self, request: Any) -> None:
-        """Have shared tiers asked for what a request will want: by its turn they may have answered."""
-        wanted = self._configuration
-        if self._has_others and wanted.loads:
+    def come(self, tracked: Tracked) -> None:
+        """Have shared tiers asked for what a request will want, if that may pay: by its turn they may have answered."""
+        wanted, request = self._configuration, tracked.request
+        if not (self._paying.has_others and wanted.loads):
+            return
+        tracked.asks = self._paying.asks(request.num_tokens)
+        if tracked.asks:
             most = (request.num_tokens - 1) // wanted.step * wanted.step
             self._longest([self._naming.need(group, request, 0, most) for group in wanted.groups])
 
@@ -111,7 +112,7 @@ class PendingLoads:
             self._want(tracked, first)
             return 0
         needs = [self._naming.need(group, request, first, most) for group in wanted.groups]
-        num_found, may_be_more = self._longest(needs)
+        num_found, may_be_more = self._longest(needs, asks=tracked.asks)
         if may_be_more and self._hears_soon(tracked, needs, num_found, most - first - num_found):
             num_found, may_be_more = self._listen(needs)
         if wanted.tail_tokens and not may_be_more:
@@ -137,8 +138,10 @@ class PendingLoads:
             self._paying.declined(num_found - decided[2])
         return decided[2]
 
-    def _longest(self, needs: list[GroupNeed]) -> tuple[int, bool]:
+    def _longest(self, needs: list[GroupNeed], *, asks: bool = True) -> tuple[int, bool]:
         """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
+        if not asks:
+            return self._kv.lookup_nowait(needs[0].keys).num_blocks * self._configuration.main.block_size, False
         if self._configuration.loads_parts:  # as most models: asked for each request, and again and again
             states = self._kv.membership(needs[0].keys, prefix_only=True).tobytes()
             num_blocks = len(states) - len(states.lstrip(_HIT))

@@ -98,6 +98,7 @@ class Tracked:
 
     Attributes:
         request: vLLM's.
+        asks: Whether tiers that others use too are asked for it. They are where nobody has said that it came.
         waits_since_s: When it began to wait for tiers that others use too.
         patience_s: How long it waits for them; 0 once it does not, None before it was to, and once it was preempted.
         is_counted: Whether its look-up is in the metrics.
@@ -118,6 +119,7 @@ class Tracked:
     """
 
     request: Any
+    asks: bool = True
     waits_since_s: float = 0.0
     patience_s: float | None = None
     is_counted: bool = False

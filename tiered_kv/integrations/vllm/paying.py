@@ -31,6 +31,10 @@ _LEAST_LOOKUP_S: Final = 0.01
 """Likewise, for what is asked of tiers that others use too: an answer takes some milliseconds."""
 _LATE: Final = 4
 """So many times what answers took of late, and a request computes."""
+_ASKING_S: Final = 0.001
+"""What it takes the engine's thread and the event loop to ask tiers that others use too: that is to save more."""
+_ASKED: Final = 16
+"""One of so many requests asks them all the same: others may have stored there meanwhile."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -56,6 +60,9 @@ class Paying:
             counts: What is counted.
             num_memory_slots: Of the memory tiers, together.
             clock: In seconds.
+
+        Attributes:
+            has_others: Whether there are tiers that others use too.
         """
         self._kv = kv
         self._wanted = configuration
@@ -65,7 +72,10 @@ class Paying:
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
         self._most_in_vain = _TURNOVERS * num_memory_slots
-        self._num_in_vain = self._num_requests = 0
+        self._num_in_vain = self._num_requests = self._num_asking = 0
+        main = configuration.main
+        self._nothing = BlockKeys.from_hashes([], block_size=main.block_size, group=main.number)
+        self.has_others = bool(self.others(kv.lookup_nowait(self._nothing)))
 
     @property
     def tokens_per_s(self) -> float:
@@ -131,6 +141,20 @@ class Paying:
         if not self._chooses:
             return float(most_s)
         return min(float(most_s), max(_LEAST_PATIENCE_S, _PATIENCE * num_tokens / self.tokens_per_s))
+
+    def asks(self, num_tokens: int) -> bool:
+        """Say whether to ask tiers that others use too what they have of so many tokens. Asked once for each request.
+
+        Not where that would hardly save what asking takes, by what they had and took of late.
+        """
+        if not self.has_others or not self._chooses or not self._wanted.loads_parts:
+            return True
+        self._num_asking += 1
+        found, compute_s = self._kv.lookup_nowait(self._nothing), num_tokens / self.tokens_per_s
+        num_blocks = num_tokens // self._wanted.main.block_size
+        costs = [found.costs[tier] for tier in self.others(found)]
+        saved_s = [cost.found_part * (compute_s - cost.first_s - num_blocks * cost.block_s) for cost in costs]
+        return max(saved_s) >= _ASKING_S or self._num_asking % _ASKED == 0
 
     def for_answers(self, needs: list[GroupNeed], num_found: int, num_more: int) -> tuple[float, float]:
         """Say how long a request waits for what tiers that others use say of so many tokens more.

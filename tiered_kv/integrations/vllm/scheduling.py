@@ -54,6 +54,7 @@ class SchedulingSide:
         self._events: TierEvents | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None
         self._step = Step()
+        self._coming: dict[str, Tracked] = {}  # those that have not had their turn
         self._tracked: dict[str, Tracked] = {}
         self._loads: PendingLoads  # likewise
         self._storing: PendingStores  # likewise
@@ -157,7 +158,8 @@ class SchedulingSide:
         if self._hinting is not None:
             self._hinting.come(request)
         if self._planner is not None and self.naming.can_name(request) and not request.skip_reading_prefix_cache:
-            self._loads.come(request)
+            tracked = self._coming[request.request_id] = Tracked(request)
+            self._loads.come(tracked)
 
     def find(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return how many tokens can be loaded behind those that are computed; None to be asked again later.
@@ -165,8 +167,9 @@ class SchedulingSide:
         And whether the request is to wait for that, while others compute: else the step that it is in loads them first.
         """
         self._open_planner()
-        if (tracked := self._tracked.get(request.request_id)) is None:
-            tracked = self._tracked[request.request_id] = Tracked(request)
+        name = request.request_id
+        if (tracked := self._tracked.get(name)) is None:
+            tracked = self._tracked[name] = self._coming.pop(name) if name in self._coming else Tracked(request)
         tracked.may_store = can_name = self.naming.can_name(request)
         can_load = can_name and not request.skip_reading_prefix_cache
         return self._loads.find(tracked, num_computed_tokens, can_load=can_load)
@@ -240,6 +243,7 @@ class SchedulingSide:
 
     def end(self, request: Any) -> bool:
         """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
+        self._coming.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._paying.end(request.request_id)
