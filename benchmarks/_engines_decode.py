@@ -1,11 +1,13 @@
 """What the connector costs decoding: ``_engines_decode.py FOLDER MODEL ROUNDS REQUESTS TOKENS``, in vLLM's environment.
 
 Engines of one model, each in a process of its own: without a connector, with ours over CPU memory, over CPU memory and
-NVMe, and with vLLM's own offloading to CPU memory and its ``fs`` tier. They take turns, and the others rest: in each
-round all answer the same requests, which are new to them. Their prompts differ in length, so that some blocks are full
-after each step, and not all of them after the same. What they answer must be equal.
+NVMe, and by a host's server that has both, and with vLLM's own offloading to CPU memory and its ``fs`` tier. They take
+turns, and the others rest: in each round all answer the same requests, which are new to them. Their prompts differ in
+length, so that some blocks are full after each step, and not all of them after the same. What they answer must be
+equal.
 """
 
+import asyncio
 import hashlib
 import json
 import os
@@ -37,6 +39,7 @@ def transfers(folder: pathlib.Path) -> dict[str, Any]:
         "none": None,
         "cpu": {**ours, "kv_connector_extra_config": {"tiers": [memory]}},
         "nvme": {**ours, "kv_connector_extra_config": {"tiers": [memory, f"file://{folder}/nvme?capacity=512MiB"]}},
+        "host": {**ours, "kv_connector_extra_config": {"connect": f"unix://{folder}/kv.sock"}},
         "fs": {**both, "kv_connector": "OffloadingConnector", "kv_connector_extra_config": offloading},
     }
 
@@ -74,11 +77,21 @@ def serve(wanted: dict[str, Any], num_requests: int, num_tokens: int) -> None:
         print(json.dumps(answer(engine, int(line), num_requests, num_tokens)), flush=True)
 
 
+async def keep(folder: str) -> None:
+    """Serve a cache for the engines of this host, until this process is killed."""
+    from tiered_kv import TieredKVServer, TieredKVSettings  # noqa: PLC0415 - no engine needs it
+
+    tiers = ["cpu://?capacity=64MiB", f"file://{folder}/host?capacity=512MiB"]
+    async with TieredKVServer(TieredKVSettings(tiers=tiers, host={"socket": f"{folder}/kv.sock"})):
+        print(json.dumps({"is_ready": True}), flush=True)
+        await asyncio.Event().wait()
+
+
 class Engine:
     """One that runs in a process of its own: a script that says when it is ready, and answers lines with lines."""
 
-    def __init__(self, script: str, *arguments: object) -> None:
-        command = [sys.executable, script, "serve", *map(str, arguments)]
+    def __init__(self, script: str, *arguments: object, doing: str = "serve") -> None:
+        command = [sys.executable, script, doing, *map(str, arguments)]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self._take()
 
@@ -106,6 +119,7 @@ class Engine:
 def main(folder: str, model: str, num_rounds: str, num_requests: str, num_tokens: str) -> None:
     """Print what each engine says of each round."""
     more = {"model": model, "engine": {"kv_cache_memory_bytes": 1 << 30, "async_scheduling": False}}
+    host = Engine(__file__, folder, doing="keep")
     engines = {
         name: Engine(__file__, json.dumps({**more, "transfer": transfer}), num_requests, num_tokens)
         for name, transfer in transfers(pathlib.Path(folder)).items()
@@ -113,7 +127,7 @@ def main(folder: str, model: str, num_rounds: str, num_requests: str, num_tokens
     for engine in engines.values():  # what is done for the first time takes longer
         engine.ask(0)
     rounds = [{name: engine.ask(number + 1) for name, engine in engines.items()} for number in range(int(num_rounds))]
-    for engine in engines.values():
+    for engine in (*engines.values(), host):
         engine.end()
     if any(len({each["digest"] for each in of_round.values()}) > 1 for of_round in rounds):
         sys.exit("engines answer differently")
@@ -124,5 +138,7 @@ if __name__ == "__main__":
     os.environ.update({**QUIET, **ONE_PROCESS})
     if sys.argv[1] == "serve":
         serve(json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]))
+    elif sys.argv[1] == "keep":
+        asyncio.run(keep(sys.argv[2]))
     else:
         main(*sys.argv[1:])

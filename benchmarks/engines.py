@@ -44,7 +44,7 @@ DECODED = {"": (2, 128), "_22ms": (4, 256)}
 """Layers and hidden size of the models that decode: a tiny one, and one of some 22 ms a step on two cores."""
 DECODE_BARS = {
     "decode_cpu_over_none": 1.15, "decode_nvme_over_none": 1.2, "decode_cpu_over_none_22ms": 1.05,
-    "decode_nvme_over_none_22ms": 1.05, "longest_step_over_none": 1.3,
+    "decode_nvme_over_none_22ms": 1.05, "decode_host_over_none_22ms": 1.15, "longest_step_over_none": 1.3,
 }  # fmt: skip
 HOSTILE_BARS = {"throughput": 0.97, "ttft_p99": 1.05}
 """Over an engine without a connector, in the worst of all settings."""
@@ -183,7 +183,7 @@ def decode(vllm: Environment, num_rounds: int, num_requests: int, num_tokens: in
         print(
             f"{layers} layers of {hidden_size}: {median('none', 's') / steps * 1e3:.1f} ms a step without a connector"
         )
-        for name in ("cpu", "nvme", "fs"):
+        for name in ("cpu", "nvme", "host", "fs"):
             found[f"decode_{name}_over_none{suffix}"] = median(name, "s") / median("none", "s")
         found[f"longest_step_over_none{suffix}"] = median("nvme", "longest_s") / median("none", "longest_s")
     for name, ratio in found.items():

@@ -13,7 +13,7 @@ def test_decoding_is_measured(vllm: Environment) -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), "--only", "decode", "--smoke"]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     said = json.loads(done.stdout.splitlines()[-1])
-    names = {f"decode_{tier}_over_none{at}" for tier in ("cpu", "nvme", "fs") for at in ("", "_22ms")}
+    names = {f"decode_{tier}_over_none{at}" for tier in ("cpu", "nvme", "host", "fs") for at in ("", "_22ms")}
     assert said.keys() == names | {"longest_step_over_none", "longest_step_over_none_22ms"}
     assert all(value > 0 for value in said.values())
 
