@@ -103,6 +103,7 @@ class Paying:
     def asks(self, num_tokens: int, *, found_part: float = 1.0, block_s: float = 0.0) -> bool:
         """Say whether a tier that others use too is asked for so many tokens."""
         self.found = LookupResult(0, (), 0, BLOCK_SIZE, {"shared": LoadCost(0.0, block_s, found_part=found_part)})
+        self.now += 1.0
         return bool(self.paying.asks(num_tokens))
 
 

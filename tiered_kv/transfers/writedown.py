@@ -458,6 +458,8 @@ async def _ended(copy: LaneCopy) -> BaseException | None:
 
 _TICK_S: Final = 1.0
 """How often it looks by itself: leases and tiers that are well again tell nobody."""
+_LEAST_WAIT_S: Final = 0.001
+"""Between two looks: it may not be due yet by as little as a clock does not tell."""
 _PIECES: Final = 8
 """Of a window: what is written as it has waited for long enough goes piece by piece, each in its time. Windows would
 take the interpreter from the engine's thread for several of its steps."""
@@ -536,7 +538,7 @@ class Cleaner:
         """Say how long it is until something is due, or may be: what is due already waits for something else."""
         after_s = self._chain.limits.clean_after_s
         left_s = [after_s - waiting.oldest_s() for waiting in self._chain.waiting.values() if len(waiting)]
-        return min([_TICK_S, *(each_s for each_s in left_s if each_s > 0)])
+        return max(_LEAST_WAIT_S, min([_TICK_S, *(each_s for each_s in left_s if each_s > 0)]))
 
     def _wake_if_due(self, tier: MemoryTier, waiting: Waiting) -> None:
         if self._is_due(tier, waiting):

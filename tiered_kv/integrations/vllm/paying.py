@@ -15,7 +15,7 @@ from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Tracked
 from tiered_kv.values.keys import BlockKeys
-from tiered_kv.values.results import LookupResult, split
+from tiered_kv.values.results import LoadCost, LookupResult, split
 
 _LEAST_TOKENS: Final = 64
 """Of a prompt that is measured: fewer say what a step takes, and not what a token does."""
@@ -35,6 +35,8 @@ _ASKING_S: Final = 0.001
 """What it takes the engine's thread and the event loop to ask tiers that others use too: that is to save more."""
 _ASKED: Final = 16
 """One of so many requests asks them all the same: others may have stored there meanwhile."""
+_KEPT_S: Final = 0.02
+"""For so long what they cost is not asked for again: of a host's server that is a question too."""
 _LEAST_REQUESTS: Final = 64
 _SAMPLED: Final = 16
 """One of so many prompts is stored all the same, by its first block: the same ones each time they come."""
@@ -75,7 +77,8 @@ class Paying:
         self._num_in_vain = self._num_requests = self._num_asking = 0
         main = configuration.main
         self._nothing = BlockKeys.from_hashes([], block_size=main.block_size, group=main.number)
-        self.has_others = bool(self.others(kv.lookup_nowait(self._nothing)))
+        self._costs, self._costs_at = self._costs_of_others(), clock()
+        self.has_others = bool(self._costs)
 
     @property
     def tokens_per_s(self) -> float:
@@ -150,11 +153,15 @@ class Paying:
         if not self.has_others or not self._chooses or not self._wanted.loads_parts:
             return True
         self._num_asking += 1
-        found, compute_s = self._kv.lookup_nowait(self._nothing), num_tokens / self.tokens_per_s
-        num_blocks = num_tokens // self._wanted.main.block_size
-        costs = [found.costs[tier] for tier in self.others(found)]
-        saved_s = [cost.found_part * (compute_s - cost.first_s - num_blocks * cost.block_s) for cost in costs]
-        return max(saved_s) >= _ASKING_S or self._num_asking % _ASKED == 0
+        if (now := self._clock()) >= self._costs_at + _KEPT_S:
+            self._costs, self._costs_at = self._costs_of_others(), now
+        compute_s, num_blocks = num_tokens / self.tokens_per_s, num_tokens // self._wanted.main.block_size
+        saved_s = [cost.found_part * (compute_s - cost.first_s - num_blocks * cost.block_s) for cost in self._costs]
+        return max(saved_s, default=0.0) >= _ASKING_S or self._num_asking % _ASKED == 0
+
+    def _costs_of_others(self) -> list[LoadCost]:
+        found = self._kv.lookup_nowait(self._nothing)
+        return [found.costs[tier] for tier in self.others(found)]
 
     def for_answers(self, needs: list[GroupNeed], num_found: int, num_more: int) -> tuple[float, float]:
         """Say how long a request waits for what tiers that others use say of so many tokens more.
