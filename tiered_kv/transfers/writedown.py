@@ -460,9 +460,9 @@ _TICK_S: Final = 1.0
 """How often it looks by itself: leases and tiers that are well again tell nobody."""
 _LEAST_WAIT_S: Final = 0.001
 """Between two looks: it may not be due yet by as little as a clock does not tell."""
-_PIECES: Final = 8
-"""Of a window: what is written as it has waited for long enough goes piece by piece, each in its time. Windows would
-take the interpreter from the engine's thread for several of its steps."""
+_PIECE: Final = 64
+"""Blocks of what has waited for long enough that are written at once, each piece in its time. A window of small ones
+would take the interpreter from an engine's thread for several of its steps; fewer of them cost nearly as much."""
 _AT_ONCE: Final = 2
 """Windows on their way: while one is written, the next one is encoded."""
 
@@ -506,7 +506,7 @@ class Cleaner:
         is_in_the_way = False
         for tier, waiting in self._chain.waiting.items():
             if (waiting.num_before(mark) or is_in_the_way) and self._can_write(tier):
-                if n := await self._write_window(tier, waiting):
+                if n := await self._write_window(tier, waiting, self._chain.window_blocks):
                     return n
                 is_in_the_way = True
         return 0
@@ -528,8 +528,10 @@ class Cleaner:
             if (wait_s := bandwidth.wait_s()) > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            part = 1 if self._is_low(tier, waiting) else _PIECES
-            if not (n := await self._write_window(tier, waiting, part=part)):
+            most = self._chain.window_blocks
+            if not self._is_low(tier, waiting):
+                most = min(most, _PIECE)
+            if not (n := await self._write_window(tier, waiting, most)):
                 return  # until the next tick, or until something was written and made room
             bandwidth.take(n * self._chain.stride_bytes)
             left -= n
@@ -561,13 +563,13 @@ class Cleaner:
             return True
         return not all(storage.health.is_shedding for storage in self._chain.back)
 
-    async def _write_window(self, tier: MemoryTier, waiting: Waiting, *, part: int = 1) -> int:
-        """Begin to write a window, or so small a part of one, of what waits longest, when it is our turn; say how much.
+    async def _write_window(self, tier: MemoryTier, waiting: Waiting, most: int) -> int:
+        """Begin to write so many blocks at most of those that wait longest, when it is our turn; say how many.
 
         None where they go to the CPU tier, which is full, and nowhere past it.
         """
         await self._turns.acquire()
-        if not (n := self._begin_window(tier, waiting, max(1, self._chain.window_blocks // part))):
+        if not (n := self._begin_window(tier, waiting, most)):
             self._turns.release()
         return n
 
