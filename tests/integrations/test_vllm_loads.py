@@ -179,17 +179,17 @@ def test_a_step_listens_to_no_tier_that_answers_late(monkeypatch: pytest.MonkeyP
     """One that hangs costs the first request's step its patience, and no other's."""
     far = {"medium": "tests.integrations.test_vllm_paying:FarAway", "capacity": "8MiB"}
     with opened(ROOMY, far, lookup_timeout_s=0.001) as engine:
-        monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.001)
+        monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.1)
         engine.scheduling._loads.begin_step()  # noqa: SLF001 - ours
         listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
         for number in range(16):
             engine.ask(str(number), LENGTH + number, 1)
             engine.settle()
-            until_it_answers_later_than(0.001, "FarAway", engine)
+            until_it_answers_later_than(0.1, "FarAway", engine)
         assert listened.count == 1
 
 
-def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_comes_back_is_heard_of_though_few_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where for long nothing was found few requests ask; once one of them has found its own all do again."""
     shared = {"medium": "memory", "capacity": "8MiB"}
     with opened(SMALL, shared) as engine:
@@ -210,9 +210,7 @@ def test_what_comes_back_is_heard_of_though_nobody_waits_for_it(monkeypatch: pyt
             engine.scheduling.kv.flush()
 
         numbers = count()
-        for number in range(64):
-            serve(str(number))
-        for number in range(64, 96):
+        for number in range(96):
             serve(str(number))
         assert (asked[0], sum(asked[-32:])) == (True, 2)
         for number in range(32):

@@ -56,7 +56,7 @@ class SchedulingSide:
         self._step = Step()
         self._coming: dict[str, Tracked] = {}  # those that have not had their turn
         self._tracked: dict[str, Tracked] = {}
-        self._loads: PendingLoads  # likewise
+        self._loads: PendingLoads  # once it is open
         self._storing: PendingStores  # likewise
         self._pool: Any = None
         self._known: object = None  # which blocks vLLM's prefix cache has
