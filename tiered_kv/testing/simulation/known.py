@@ -55,6 +55,7 @@ class _Block:
         is_in_memory: It is in memory with room for all, and none of the calls that take it away was made since.
         used: When it was last asked for.
         num_uses: Stores and loads that had it: 2 at most, and only if they came shortly one after the other.
+        used_again_at: At which moment they became 2.
         last_use: Which of all uses was its last.
     """
 
@@ -72,6 +73,7 @@ class _Block:
     is_in_memory: bool = False
     used: float = -math.inf
     num_uses: int = 0
+    used_again_at: int = 0
     last_use: int = 0
 
     @property
@@ -199,6 +201,8 @@ class Known:
     def _use(self, block: _Block) -> None:
         self._num_uses += 1
         is_soon = block.last_use and self._num_uses - block.last_use <= _MOST_BETWEEN_USES
+        if is_soon and block.num_uses < 2:
+            block.used_again_at = self.moment()
         block.num_uses = 2 if is_soon else max(1, block.num_uses)
         block.last_use = self._num_uses
 
@@ -238,11 +242,12 @@ class Known:
         num_uses: int = 1,
         despite_trouble: bool = False,
     ) -> None:
-        """Blocks stored by the moment ``before``, and used so often, are promised to survive the end of the process."""
+        """Blocks stored and used so often by the moment ``before`` are promised to survive the end of the process."""
         for block in map(self._of, names):
             if (
                 since <= block.stored_at <= before
                 and block.num_uses >= num_uses
+                and (num_uses == 1 or block.used_again_at <= before)
                 and block.is_whole
                 and not block.is_apart
                 and not block.is_damaged
