@@ -95,6 +95,15 @@ def test_no_step_reads_a_wrong_byte_of_the_second_runner(
     assert answer["loaded"] > 1_000
 
 
+def test_who_waits_for_room_is_looked_up_now_and_then(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Where many wait and are preempted vLLM asks for one of them in each step; what is gone by its turn is no harm."""
+    crowded: dict[str, Any] = {"shape": "full", "prompts": 200, "store_when": "computed", "num_blocks": 40}
+    runs = [asked(tiny_llama, clock=clock, **crowded) for clock in ("hours", "still")]
+    each_step, rarely = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    assert [(each["wrong"], each["held"]) for each in (each_step, rarely)] == [([], 0)] * 2
+    assert rarely["looked"] < each_step["looked"] / 2
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_connector_is_seen(seen: dict[str, Any], fault: str) -> None:
     """The test above would find it: within some hundred prompts wrong bytes are read, or vLLM itself objects."""

@@ -5,6 +5,7 @@ step looks at every token that attention would read: a block of another prefix, 
 Runs in vLLM's environment, one run after the other; each JSON is that of a `Wanted`, and the answer is a list.
 """
 
+import itertools
 import json
 import os
 import random
@@ -42,6 +43,8 @@ class Wanted:
         num_blocks: Of vLLM's.
         runner: Which of vLLM's model runners: the second one writes to new blocks before it tells whose they were.
         late: Whether stores are copied some steps late, and as late as may be where somebody waits for them.
+        clock: By which what was found is looked for anew: it stands still, so that a request is told the same for as
+            long as it waits for room, or hours go by from step to step.
         engine: More arguments of the engine.
     """
 
@@ -55,6 +58,7 @@ class Wanted:
     num_blocks: int = 120
     runner: int = 1
     late: bool = False
+    clock: Literal["", "still", "hours"] = ""
     engine: dict[str, Any] = field(default_factory=dict)
 
 
@@ -179,8 +183,11 @@ class Engine:
         assert hello is not None
         self.scheduling.open([hello])
         self.wrong: list[str] = []
-        self.num_tokens = self.num_loaded = self.num_loaded_bytes = self.num_hints = 0
+        self.num_tokens = self.num_loaded = self.num_loaded_bytes = self.num_hints = self.num_looked = 0
         self._count()
+        if wanted.clock:
+            times = itertools.repeat(0.0) if wanted.clock == "still" else itertools.count(step=3600.0)
+            self.scheduling._loads._clock = times.__next__  # noqa: SLF001 - ours
         self._prefixes: dict[str, Prefixes] = {}
         self._names = 0
         self._pool = self.scheduler.kv_cache_manager.block_pool
@@ -203,6 +210,13 @@ class Engine:
             hints(num_actions, num_ignored)
 
         self.scheduling.counts.hints = count_hints
+        look = self.scheduling._loads._find  # noqa: SLF001 - ours
+
+        def count_looks(*of: Any) -> Any:
+            self.num_looked += 1
+            return look(*of)
+
+        self.scheduling._loads._find = count_looks  # noqa: SLF001 - ours
 
     def _make_groups(self, shape: str, cache_config: Any) -> None:
         """Name the layers of each group, and configure what vLLM does for such a model."""
@@ -442,7 +456,7 @@ def run(wanted: Wanted) -> dict[str, Any]:
     return {
         "wrong": engine.wrong[:3], "raised": raised, "held": held, "tokens": engine.num_tokens,
         "loaded": engine.num_loaded, "loaded_bytes": engine.num_loaded_bytes, "token_bytes": engine.token_bytes,
-        "hints": engine.num_hints,
+        "hints": engine.num_hints, "looked": engine.num_looked,
     }  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """When the connector for vLLM loads: what is in memory in the step that computes the rest, all else beside steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
-from tests.integrations.test_vllm_stores import ROOMY, Counted, opened
+from tests.integrations.test_vllm_stores import ROOMY, Copies, Counted, opened, step_settled
 from tests.support.caches import inside
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 from tiered_kv import Outcomes
@@ -133,6 +133,88 @@ def test_what_was_planned_for_a_request_without_blocks_is_let_go() -> None:
         assert planned[0].plan.moves == ()  # type: ignore[attr-defined]
         engine.settle()
         assert loads == [False]
+
+
+class Looked:
+    """Counts what the scheduler's side asks the cache, and has no time go by but by ``now``."""
+
+    def __init__(self, engine: SmallVLLM) -> None:
+        self.count, self.now = 0, 0.0
+        engine.scheduling._loads._clock = lambda: self.now  # noqa: SLF001 - ours
+        kv = engine.scheduling.kv
+        for name in ("membership", "lookup_nowait"):
+            setattr(kv, name, self._counted(getattr(kv, name)))
+
+    def _counted(self, call: Callable[..., object]) -> Callable[..., object]:
+        def counted(*args: object, **options: object) -> object:
+            self.count += 1
+            return call(*args, **options)
+
+        return counted
+
+
+def test_who_waits_for_blocks_is_looked_up_now_and_then() -> None:
+    """VLLM asks in each step until it has room; what has changed meanwhile is found all the same."""
+    with stored_once(ROOMY, num_blocks=15) as engine:
+        engine.ask("first", 8 * BLOCK_SIZE, 1, prompt="b")
+        engine.settle()
+        engine.settle_loop()
+        engine.settle_copies()
+        engine.scheduling.counts.take()
+        long = engine.ask("long", 11 * BLOCK_SIZE, 6 * BLOCK_SIZE)
+        two = engine.ask("two", 12 * BLOCK_SIZE, 1, prompt="b")
+        looked, tracked = Looked(engine), engine.scheduling._tracked  # noqa: SLF001 - ours
+        engine.step()
+        assert (looked.count > 0, tracked["two"].num_found) == (True, 8 * BLOCK_SIZE)
+        looked.count = 0
+        engine.step(8)
+        assert (looked.count, two in engine.waiting) == (0, True)
+        keys = engine.scheduling.naming.keys(engine.groups[0], two, 4, 8)
+        engine.scheduling.kv.evict(keys)
+        looked.now = 1.0
+        engine.step()
+        assert tracked["two"].num_found == 4 * BLOCK_SIZE
+        engine.abort(long.request_id)
+        engine.settle()
+        assert engine.scheduling.counts.take().data["load_blocks"] == 4
+
+
+def test_what_is_on_its_way_is_found_once_it_is_there() -> None:
+    """Of a request that waits, as another with its prompt, whose blocks are being copied, has taken the room."""
+    with opened(ROOMY, num_blocks=13) as engine:
+        copies = Copies(engine)
+        long = engine.ask("long", 11 * BLOCK_SIZE, 2 * BLOCK_SIZE, prompt="a")
+        Looked(engine)
+        step_settled(engine, 2)
+        engine.ask("two", 12 * BLOCK_SIZE, 1, prompt="a")
+        tracked = engine.scheduling._tracked  # noqa: SLF001 - ours
+        step_settled(engine, 2)
+        assert tracked["two"].num_found == 0
+        copies.end()
+        step_settled(engine, 3)
+        assert tracked["two"].num_found == 11 * BLOCK_SIZE
+        engine.abort(long.request_id)
+        engine.settle()
+
+
+@pytest.mark.parametrize("what", ["cleared", "other weights"])
+def test_who_is_told_again_what_is_gone_computes_it(what: str) -> None:
+    """It has waited for blocks of vLLM's, and what was found for it is evicted meanwhile: nobody reads it."""
+    with stored_once(ROOMY, num_blocks=8) as engine:
+        long = engine.ask("long", 5 * BLOCK_SIZE, 2 * BLOCK_SIZE)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        Looked(engine)
+        engine.step(2)
+        assert two in engine.waiting
+        if what == "cleared":
+            engine.scheduling.kv.clear()
+        else:
+            engine.scheduling.forget()
+        engine.scheduling.counts.take()
+        engine.abort(long.request_id)
+        engine.settle()
+        said = engine.scheduling.counts.take()
+        assert said is None or not said.data.get("load_blocks")
 
 
 def test_what_a_first_load_lacks_is_computed() -> None:

@@ -321,8 +321,10 @@ def test_who_waits_for_room_in_memory_computes_once_loading_pays_no_more(
         serve(engine, "again", *map(str, range(8)))
         engine.scheduling._paying._num_tokens, engine.scheduling._paying._seconds = 10.0, 1.0  # noqa: SLF001 - ours
         monkeypatch.setattr(type(engine.scheduling._loads), "num_bringing", 1000)  # noqa: SLF001 - likewise
+        now = 0.0
+        engine.scheduling._loads._clock = lambda: now  # noqa: SLF001 - likewise
         engine.ask("again, later", 8 * BLOCK_SIZE, 1, prompt="again")
-        engine.step(2)
+        engine.step()
         assert engine.waiting
         lookup = engine.scheduling.kv.lookup_nowait
 
@@ -331,6 +333,9 @@ def test_who_waits_for_room_in_memory_computes_once_loading_pays_no_more(
             return LookupResult(found.num_blocks, found.runs, 0, found.block_size, {"nvme": LoadCost(9.0, 9.0)})
 
         engine.scheduling.kv.lookup_nowait = slow
+        engine.step()
+        assert engine.waiting
+        now = 1.0
         engine.step()
         assert not engine.waiting
         engine.settle()

@@ -18,7 +18,7 @@ from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.planner import Planner
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
-from tiered_kv.integrations.vllm.messages import Load, LoadOrder, Step, Tracked
+from tiered_kv.integrations.vllm.messages import Finding, Load, LoadOrder, Step, Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
 from tiered_kv.transfers.jobs import Job
@@ -32,6 +32,11 @@ _ASKING: Final = bytes([BlockState.ASKING])
 _PATIENCE_S: Final = 0.002
 """A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
 _LOOK_AGAIN_S: Final = 0.0003
+_TOLD_AGAIN_S: Final = 0.02
+"""For so long who waits for blocks of vLLM's is told what was found, and not looked for anew: that would take some
+tenths of a millisecond of each step. What is gone by then is computed; what has come since is found soon."""
+_WAITS_AGAIN_S: Final = 0.25
+"""Likewise, who waits for room in memory: by then loading may pay no more, as a tier may have come to hang."""
 _FIRST_BYTES: Final = 64 << 20
 """A step loads so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
 
@@ -50,6 +55,7 @@ class PendingLoads:
         *,
         memory: dict[str, int],
         describe: Callable[[Any, EngineGroup, BlockKeys], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with none.
 
@@ -62,6 +68,7 @@ class PendingLoads:
             paying: What pays.
             memory: The slots of the cache's own memory tiers, by name.
             describe: Tells routers what blocks are.
+            clock: In seconds, by which what was found is looked for anew.
         """
         self._kv = kv
         self._planner = planner
@@ -70,6 +77,7 @@ class PendingLoads:
         self._naming = naming
         self._paying = paying
         self._describe = describe
+        self._clock = clock
         self._loads: dict[str, Load] = {}  # not handed to the workers yet
         self._moving: dict[int, Load] = {}
         self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
@@ -98,19 +106,31 @@ class PendingLoads:
         tracked.num_found = tracked.num_noted = 0
         if not can_load or not self._configuration.loads or not tracked.may_load:
             return 0, False
-        num_found = self._find(tracked, first)
-        if not num_found:
+        said = tracked.said
+        again = said if said is not None and self._holds(said, tracked.request, first) else None
+        tracked.said = again or self._find(tracked, first)
+        if not (num_found := tracked.said.num_found):
             return num_found, False
         tracked.num_found = num_found
-        return num_found, not self._plan_first(tracked, num_found)
+        return num_found, again is not None or not self._plan_first(tracked, num_found)
 
-    def _find(self, tracked: Tracked, first: int) -> int | None:
+    def _holds(self, said: Finding, request: Any, first: int) -> bool:
+        """Say whether what was found is to be told again: vLLM, or memory, has had no room for the request since."""
+        if said.of != (first, request.num_tokens) or self._clock() >= said.until_s:
+            return False
+        if said.num_found is not None:
+            return True
+        num_coming = self.num_bringing
+        return num_coming > 0 and num_coming + said.num_more > self._most_bringing
+
+    def _find(self, tracked: Tracked, first: int) -> Finding:
         """Look behind so many tokens, decide what of it pays, and count the look-up once its answer is final."""
         wanted, request = self._configuration, tracked.request
+        of = first, request.num_tokens
         most = (request.num_tokens - 1) // wanted.step * wanted.step
         if most <= first and not wanted.tail_tokens:
             self._want(tracked, first)
-            return 0
+            return Finding(of, 0)
         needs = [self._naming.need(group, request, first, most) for group in wanted.groups]
         num_found, may_be_more = self._longest(needs, asks=tracked.asks)
         if may_be_more and self._hears_soon(tracked, needs, num_found, most - first - num_found):
@@ -119,24 +139,33 @@ class PendingLoads:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
         if self._waits(tracked, needs, num_found, most - first - num_found if may_be_more else 0):
-            return None
+            return Finding(of, None)
         if not tracked.is_counted:
             tracked.is_counted = True
             main = needs[wanted.main.number].keys
             self._kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
             self._want(tracked, first + num_found)
+        until_s = 0.0 if self._comes(needs, num_found) else self._clock() + _TOLD_AGAIN_S
         if not num_found:
-            return 0
+            return Finding(of, 0, until_s)
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
             needs = [self._naming.need(group, request, first, first + num_found) for group in wanted.groups]
             decided = first, num_found, self._paying.num_worth(needs, num_found)
-        if decided[2] and self._brings_enough(request, first, decided[2]):
+        if decided[2] and (num_more := self._brings_too_much(request, first, decided[2])):
             tracked.is_worth = None  # by its turn the tier may have come to be slow, or to hang
-            return None
+            return Finding(of, None, self._clock() + _WAITS_AGAIN_S, num_more)
         if decided is not tracked.is_worth:
             tracked.is_worth = decided
             self._paying.declined(num_found - decided[2])
-        return decided[2]
+        return Finding(of, decided[2], until_s)
+
+    def _comes(self, needs: list[GroupNeed], num_found: int) -> bool:
+        """Say whether more is on its way to memory: of a request that was preempted its blocks may just be stored."""
+        keys, at = needs[self._configuration.main.number].keys, num_found // self._configuration.main.block_size
+        behind = keys[at : at + 1]
+        return len(behind) > 0 and any(
+            self._kv.membership(behind, tier=tier)[0] == BlockState.PENDING for tier in self._memory
+        )
 
     def _longest(self, needs: list[GroupNeed], *, asks: bool = True) -> tuple[int, bool]:
         """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
@@ -217,18 +246,18 @@ class PendingLoads:
         if tracked.is_wanted is None:
             tracked.is_wanted = self._paying.wants(tracked.request, num_known)
 
-    def _brings_enough(self, request: Any, first: int, num_found: int) -> bool:
-        """Say whether so much is in memory for loads that a request more would take its room from the others.
+    def _brings_too_much(self, request: Any, first: int, num_found: int) -> int:
+        """Return how many blocks a request brings, if so much is in memory for loads that it would take others' room.
 
         What is in memory for it already takes none: it need not wait for what others are loading, which may hang.
         """
         num_coming, groups = self.num_bringing, self._configuration.groups
         num_more = -(-num_found // self._configuration.main.block_size) * len(groups)
         if not num_coming or num_coming + num_more <= self._most_bringing:
-            return False
+            return 0
         needs = [self._naming.need(group, request, first, first + num_found) for group in groups]
         num_more = sum(len(need.needed) - self._num_in_memory(need.needed) for need in needs)
-        return num_more > 0 and num_coming + num_more > self._most_bringing
+        return num_more if num_coming + num_more > self._most_bringing else 0
 
     def _num_in_memory(self, keys: BlockKeys) -> int:
         by_tier = self._kv.lookup_nowait(keys).by_tier

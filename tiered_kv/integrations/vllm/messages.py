@@ -111,6 +111,7 @@ class Tracked:
         may_load: False once a load brought less than was found: it would find the same again, and again.
         may_store: False once other weights are served than those that have computed what it has.
         is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
+        said: What vLLM was told last of what was found, until it has room for the request.
         is_measured: Whether it was seen how long its prompt takes, or that is being seen.
         is_wanted: Whether what it computes is to be stored, as others' blocks are of use; None before it was seen.
         num_due: Blocks of it that no job holds yet: vLLM's, to be copied.
@@ -133,10 +134,28 @@ class Tracked:
     may_store: bool = True
     is_wanted: bool | None = None
     is_worth: tuple[int, int, int] | None = None
+    said: "Finding | None" = None
     is_measured: bool = False
     num_due: int = 0
     stores: "set[Store]" = field(default_factory=set)
     leaving: "list[Due]" = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found for a request, which vLLM asks for in each step until it has room.
+
+    Attributes:
+        of: Behind how many tokens it was looked, of how many.
+        num_found: Tokens behind them; None to be asked again later.
+        until_s: Until when that is told again.
+        num_more: Blocks that memory has no room for: it is told again while that is so.
+    """
+
+    of: tuple[int, int]
+    num_found: int | None
+    until_s: float = 0.0
+    num_more: int = 0
 
 
 @dataclass

@@ -265,7 +265,7 @@ class SchedulingSide:
             if self._hinting is not None:
                 self._hinting.forget()
             for tracked in self._tracked.values():
-                tracked.may_store = False
+                tracked.may_store, tracked.said = False, None
             self._kv.advance_epoch(f"{self._configuration.model.weights}, changed: {uuid.uuid4()}")
 
     def close(self) -> None:
@@ -294,7 +294,7 @@ class SchedulingSide:
         self._storing.deliver(step, scheduled)
         for name in step.preempted:
             if (tracked := self._tracked.get(name)) is not None:
-                tracked.patience_s = None
+                tracked.patience_s = tracked.said = None
                 self._paying.give_up(name)
                 self._storing.give_up(tracked)
 
