@@ -22,6 +22,7 @@ from tiered_kv import (
     RecordsRefused,
 )
 from tiered_kv.media.backend import Block
+from tiered_kv.media.record import Cipher
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
@@ -29,7 +30,7 @@ OLD, NEW, NAMES = "01" * 32, "02" * 32, "03" * 32
 N = 12
 
 
-def keys(*hexadecimal: str, cipher: str = "aes-256-gcm") -> Encryption:
+def keys(*hexadecimal: str, cipher: Cipher = "aes-256-gcm") -> Encryption:
     """Return encryption with these keys, the first of which writes; names are the same whichever it is."""
     return Encryption(keys=hexadecimal, cipher=cipher, names_key=NAMES)
 
@@ -48,7 +49,7 @@ def bytes_under(path: Path) -> bytes:
 
 @pytest.mark.parametrize("kind", ["nvme", "shared_fs"])
 @pytest.mark.parametrize("cipher", ["aes-256-gcm", "aes-256-gmac"])
-async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: str) -> None:
+async def test_only_who_has_the_key_reads(tmp_path: Path, kind: str, cipher: Cipher) -> None:
     """No payload is on the medium in the clear; with the key every byte comes back, with another one nothing does."""
     engine, prefix = AnyEngine(), prompt(N, salt="tenant")
     async with open_any(engine, cpu(4), medium(kind, tmp_path, keys(OLD, cipher=cipher))) as kv:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ from tiered_kv.tiers.health import StorageHealth
 from tiered_kv_backends.nvme import NVMeBackend
 
 N = 12
-KEYS = {"keys": ["01" * 32]}
+KEYS: dict[str, Any] = {"keys": ["01" * 32]}
 
 
 def scrubbed(path: Path, **settings: object) -> dict[str, object]:
@@ -175,7 +176,7 @@ async def test_what_opens_later_is_scrubbed_then(tmp_path: Path) -> None:
 
 async def test_a_removed_key_leaves_nothing_broken(tmp_path: Path) -> None:
     """Records that the tier's keys do not open any more are not broken: it says why they go, and the others stay."""
-    names = {"names_key": "03" * 32}
+    names: dict[str, Any] = {"names_key": "03" * 32}
     mine, both = Encryption(**KEYS, **names), Encryption(keys=["02" * 32, *KEYS["keys"]], **names)
     engine, keys = await filled(tmp_path, encryption=mine)
     others = prompt(N, seed=1)

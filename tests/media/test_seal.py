@@ -24,7 +24,7 @@ from tiered_kv import (
     parse_record,
 )
 from tiered_kv.media.backend import Block
-from tiered_kv.media.record import HEADER_BYTES, encode, examine, key_in, verify
+from tiered_kv.media.record import HEADER_BYTES, Cipher, encode, examine, key_in, verify
 from tiered_kv.media.seal import NameCipher, Seal
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -63,7 +63,7 @@ def with_right_checksum(record: bytearray) -> bytearray:
 
 
 @BOTH
-def test_what_was_sealed_is_read_again(cipher: str) -> None:
+def test_what_was_sealed_is_read_again(cipher: Cipher) -> None:
     """With the key the payload is what it was, in place; without it nothing of it is in an encrypted record."""
     seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
     record = sealed(seal)
@@ -119,10 +119,10 @@ def test_a_record_of_version_2_is_another_ones() -> None:
     [
         lambda secret: Encryption(keys_file=secret).make_seal(),
         lambda secret: Encryption(names_key_file=secret).make_seal(),
-        lambda secret: Encryption(**{secret.rstrip("="): 1}),
+        lambda secret: Encryption(**{secret.rstrip("="): 1}),  # type: ignore[arg-type]
         lambda secret: Encryption(keys_from=secret),
         lambda secret: Encryption(keys=[OLD.hex()], cipher=secret),
-        lambda secret: Encryption(keys=[OLD.hex()], cipher=[secret]),
+        lambda secret: Encryption(keys=[OLD.hex()], cipher=[secret]),  # type: ignore[arg-type]
         lambda secret: sealed_by(nvme_with(secret)),
         lambda secret: NVMeBackend.Settings.of(nvme_with({secret: 1})),
         lambda secret: NVMeBackend.Settings.of(nvme_with({"cipher": secret})),
@@ -208,7 +208,7 @@ def test_a_names_key_alone_hides_names_and_seals_nothing() -> None:
 
 
 @BOTH
-def test_every_flipped_bit_is_seen_whatever_its_checksum_says(cipher: str) -> None:
+def test_every_flipped_bit_is_seen_whatever_its_checksum_says(cipher: Cipher) -> None:
     """Who has no key can change nothing, in the header's used part or the payload, and go unseen."""
     seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
     record = sealed(seal)
@@ -220,7 +220,7 @@ def test_every_flipped_bit_is_seen_whatever_its_checksum_says(cipher: str) -> No
 
 
 @BOTH
-def test_forged_and_swapped_records_fail(cipher: str) -> None:
+def test_forged_and_swapped_records_fail(cipher: Cipher) -> None:
     """Another block's record under this name, another tenant's, one without a seal, one of a key of the forger's."""
     seal = Encryption(keys=[OLD.hex()], cipher=cipher).make_seal()
     mine = sealed(seal)

@@ -11,7 +11,9 @@ from typing import assert_type
 
 from pydantic import ByteSize
 
-from tiered_kv import CacheLimits, CPUTier, GPUTier, Size, StorageTierSettings, TieredKVSettings, default_size
+from tiered_kv import (
+    CacheLimits, CPUTier, Encryption, GPUTier, Size, StorageTierSettings, TieredKVSettings, default_size
+)
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
 tiers = [
@@ -23,6 +25,18 @@ assert_type(CPUTier().max_capacity, ByteSize | None)
 settings = TieredKVSettings(tiers=tiers, limits=CacheLimits(bounce="256MiB", window=1 << 24))
 assert_type(settings.limits.bounce, ByteSize)
 NVMeSettings(path="/mnt/kv", capacity="1TiB", scrub_bandwidth="1GB")  # type: ignore[arg-type]  # the path alone
+
+
+def keys_of_a_server() -> list[bytes]:
+    return [bytes(32)]
+
+
+Encryption(keys=["..."], names_key="...")
+Encryption(keys_file="/run/secrets/kv-keys", names_key_file="/run/secrets/kv-names")
+Encryption(keys_from=keys_of_a_server, cipher="aes-256-gmac")
+Encryption(keys_from="package.module:name")
+Encryption(keys=["..."], cipher="rot13")  # type: ignore[arg-type]
+Encryption(key="...")  # type: ignore[call-arg]
 
 
 class OwnSettings(StorageTierSettings):
@@ -41,7 +55,7 @@ CPUTier(capacity=None)  # type: ignore[arg-type]
 
 @pytest.mark.slow
 def test_strict_mypy_takes_what_the_documentation_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sizes as text or numbers, without a plugin; what a field then has is a size; what is no size is an error."""
+    """Sizes as text or numbers, keys as text, without a plugin; what is none is an error. A field then has a size."""
     program, none = tmp_path / "program.py", tmp_path / "mypy.ini"
     program.write_text(PROGRAM)
     # torch and numpy, which have no sizes, would take most of the time.

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, Self, get_args
+from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack, get_args
 
 from pydantic import ImportString, SecretStr, field_validator, model_validator
 
@@ -25,6 +25,15 @@ KeySource = Callable[[], Sequence[bytes | str]]
 _LONGEST_NAME: Final = 20
 """Characters of what may be a setting's name, mistyped: a key has twice as many."""
 _NAME_IN_A_MODULE: Final = re.compile(r"[^\W\d]\w*(\.\w+)*[.:]\w+")
+
+
+class _EncryptionArguments(TypedDict, total=False):
+    keys: Sequence[str | SecretStr]
+    keys_file: str | os.PathLike[str] | None
+    keys_from: KeySource | str | None
+    names_key: str | SecretStr | None
+    names_key_file: str | os.PathLike[str] | None
+    cipher: Cipher
 
 
 class Encryption(Checked):
@@ -50,6 +59,9 @@ class Encryption(Checked):
     cipher: Cipher = "aes-256-gcm"
     """``"aes-256-gcm"`` encrypts; ``"aes-256-gmac"`` leaves payloads as they are, and only tells whether they, and
     their headers, were written with a key. Both are read, whichever is written."""
+
+    def __init__(self, **arguments: Unpack[_EncryptionArguments]) -> None:
+        super().__init__(**arguments)
 
     @model_validator(mode="before")
     @classmethod
