@@ -743,3 +743,18 @@ def test_prefixes_end_inside_of_blocks_where_vllm_has_states_there(groups: tuple
     """Beside full attention, where its hashes are finer than its blocks."""
     with opened(ROOMY, groups=groups) as engine:
         assert engine.scheduling._configuration.tail_tokens == num_tokens  # noqa: SLF001 - there is no other way
+
+
+def test_a_prompt_of_many_windows_is_kept_until_all_of_it_is_copied() -> None:
+    """A job of the connector's is of all its blocks at once, however small the windows of other transfers are."""
+    with opened(ROOMY, limits={"window": 2 * STRIDE, "bounce": 20 * STRIDE}) as engine:
+        LateCopies(engine.workers[0], random.Random(0))
+        engine.ask("long", 100 * BLOCK_SIZE, 1, prompt="long")
+        for number in range(8):  # which take blocks as soon as they are free, and scribble there
+            engine.ask(f"other {number}", 30 * BLOCK_SIZE, 2)
+        engine.settle()
+        engine.settle_loop()
+        again = engine.ask("again", 100 * BLOCK_SIZE + 1, 2, prompt="long")
+        assert found(engine, again) == 100
+        engine.settle()  # which looks at what was loaded
+        assert engine.scheduling.counts.take().data["load_blocks"] == 100
