@@ -256,13 +256,13 @@ def test_prompts_are_measured_as_long_as_they_take() -> None:
     assert of.paying.tokens_per_s == pytest.approx(2000, rel=0.01)
 
 
-def asked(of: Paying, count: int, num_known: int = 0) -> int:
+def asked(of: Paying, count: int, num_known: int = 0, *, has_asked: bool = True) -> int:
     """Have so many new prompts asked for; return of how many what they compute is stored."""
     num_wanted = 0
     for number in range(count):
         request = Request(f"{of.now} {number}", 64, 1)
         request.know(64)
-        num_wanted += of.paying.wants(request, num_known)
+        num_wanted += of.paying.wants(request, num_known, has_asked=has_asked)
         of.paying.stored(16)
     of.now += 1
     return num_wanted
@@ -285,6 +285,16 @@ def test_stores_go_on_where_that_is_wanted(when: str) -> None:
 
 def serve(engine: SmallVLLM, *names: str) -> None:
     """Have prompts of eight blocks computed, one after the other."""
+def test_who_has_not_asked_all_tiers_says_nothing_of_what_comes_back() -> None:
+    """What it wants may be in one that others use too: stores stop by those alone that have asked."""
+    of = Paying()
+    assert asked(of, 1000, has_asked=False) == 1000
+    assert asked(of, 63) == 63
+    assert asked(of, 640) <= 80
+    assert asked(of, 1, num_known=16, has_asked=False) == 1
+    assert asked(of, 20) == 20
+
+
     for name in names:
         engine.ask(f"{name} {len(engine.orders)}", 8 * BLOCK_SIZE, 1, prompt=name)
         engine.settle()

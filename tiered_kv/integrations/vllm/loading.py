@@ -244,7 +244,7 @@ class PendingLoads:
 
     def _want(self, tracked: Tracked, num_known: int) -> None:
         if tracked.is_wanted is None:
-            tracked.is_wanted = self._paying.wants(tracked.request, num_known)
+            tracked.is_wanted = self._paying.wants(tracked.request, num_known, has_asked=tracked.asks)
 
     def _brings_too_much(self, request: Any, first: int, num_found: int) -> int:
         """Return how many blocks a request brings, if so much is in memory for loads that it would take others' room.

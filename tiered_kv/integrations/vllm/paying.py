@@ -228,13 +228,14 @@ class Paying:
         )  # fmt: skip
         return choice.num_blocks * keys.block_size
 
-    def wants(self, request: Any, num_known: int) -> bool:
+    def wants(self, request: Any, num_known: int, *, has_asked: bool = True) -> bool:
         """Say whether to store what a request computes, of which so many tokens were in vLLM's cache, or in the tiers.
 
         Not where for long nothing that was stored was asked for again; one such request, and all are stored again.
-        Asked once for each request.
+        What a request wants may be in tiers that others use too: where it has not asked these, and has found nothing,
+        that says nothing. Asked once for each request.
         """
-        self._num_requests += 1
+        self._num_requests += has_asked
         if num_known:
             self._num_in_vain = self._num_requests = 0
         if self._wanted.connector.store_when != "auto" or self._num_in_vain < self._most_in_vain:
