@@ -2,13 +2,15 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.support.caches import until
+from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKey, BlockKeys
 from tiered_kv.values.results import LoadCost, LookupResult, TierRun
@@ -283,8 +285,6 @@ def test_stores_go_on_where_that_is_wanted(when: str) -> None:
     assert asked(Paying(store_when=when), 640) == 640
 
 
-def serve(engine: SmallVLLM, *names: str) -> None:
-    """Have prompts of eight blocks computed, one after the other."""
 def test_who_has_not_asked_all_tiers_says_nothing_of_what_comes_back() -> None:
     """What it wants may be in one that others use too: stores stop by those alone that have asked."""
     of = Paying()
@@ -295,6 +295,27 @@ def test_who_has_not_asked_all_tiers_says_nothing_of_what_comes_back() -> None:
     assert asked(of, 20) == 20
 
 
+def test_what_a_server_has_is_known_anew_once_it_has_restarted(tmp_path: Path) -> None:
+    """Shared tiers that it did not have before are asked as requests come; while it is away they are not forgotten."""
+    cpu, shared = {"medium": "cpu", "capacity": 64 * STRIDE}, {"medium": "memory", "capacity": "8MiB"}
+    with ExitStack() as servers:
+        servers.enter_context(serving(tmp_path, cpu))
+        with opened(connect=f"unix://{tmp_path / 'kv.sock'}") as engine:
+            engine.step()
+            paying, kv = engine.scheduling._paying, engine.scheduling.kv  # noqa: SLF001 - ours
+            assert not paying.has_others
+            servers.close()
+            with serving(tmp_path, cpu, shared):
+                kv.call(until, lambda: kv.cache.is_attached)
+                engine.step()
+                assert paying.has_others
+            kv.call(until, lambda: not kv.cache.is_attached)
+            engine.step()
+            assert paying.has_others
+
+
+def serve(engine: SmallVLLM, *names: str) -> None:
+    """Have prompts of eight blocks computed, one after the other."""
     for name in names:
         engine.ask(f"{name} {len(engine.orders)}", 8 * BLOCK_SIZE, 1, prompt=name)
         engine.settle()

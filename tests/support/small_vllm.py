@@ -254,14 +254,19 @@ class SmallVLLM:
         store_when: str = "computed",
         has_cache: bool = False,
         writes_first: bool = False,
+        connect: str = "",
         **settings: Any,  # noqa: ANN401 - of the connector
     ) -> None:
         """Start it over tiers, one step behind its own output if ``is_async``, with a prefix cache if ``has_cache``.
+
+        With ``connect`` a host's server there has the tiers.
 
         With ``writes_first`` as vLLM's second model runner: it empties what it hands out anew, and begins states there,
         before its workers hear who was preempted.
         """
         below = {"tiers": list(tiers), **({"limits": limits} if limits else {})}
+        if connect:
+            below = {"connect": connect}
         configuration = VLLM.configuration.Configuration(
             connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
             below=VLLM.configuration.below_of(below),

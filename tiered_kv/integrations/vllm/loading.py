@@ -6,7 +6,7 @@ Called by the scheduler's thread only, which waits for none of it, but for a mom
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -80,12 +80,16 @@ class PendingLoads:
         self._clock = clock
         self._loads: dict[str, Load] = {}  # not handed to the workers yet
         self._moving: dict[int, Load] = {}
-        self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
-        # Tiers whose blocks are planned at once: a server's answers come later.
-        self._memory = list(memory) if configuration.below.settings is not None else []
+        self.know(memory)
         self._beginning: list[Job] = []  # in this step, of what these have
         self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
         self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
+
+    def know(self, memory: Mapping[str, int]) -> None:
+        """Take note of the cache's own memory tiers, and of their slots."""
+        self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
+        # Tiers whose blocks are planned at once: a server's answers come later.
+        self._memory = list(memory) if self._configuration.below.settings is not None else []
 
     def come(self, tracked: Tracked) -> None:
         """Have shared tiers asked for what a request will want, if that may pay: by its turn they may have answered."""

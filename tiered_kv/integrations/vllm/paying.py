@@ -64,7 +64,7 @@ class Paying:
             clock: In seconds.
 
         Attributes:
-            has_others: Whether there are tiers that others use too.
+            has_others: Whether there are tiers that others use too, as far as is known: see `know`.
         """
         self._kv = kv
         self._wanted = configuration
@@ -73,11 +73,15 @@ class Paying:
         self._num_tokens = self._seconds = 0.0
         self._num_copied = self._copy_s = 0.0
         self._computing: dict[str, tuple[Any, int, float]] = {}
-        self._most_in_vain = _TURNOVERS * num_memory_slots
         self._num_in_vain = self._num_requests = self._num_asking = 0
         main = configuration.main
         self._nothing = BlockKeys.from_hashes([], block_size=main.block_size, group=main.number)
-        self._costs, self._costs_at = self._costs_of_others(), clock()
+        self.know(num_memory_slots)
+
+    def know(self, num_memory_slots: int) -> None:
+        """Take note of the tiers that there are: with a host's server, of those of the one that is there by now."""
+        self._most_in_vain = _TURNOVERS * num_memory_slots
+        self._costs, self._costs_at = self._costs_of_others(), self._clock()
         self.has_others = bool(self._costs)
 
     @property

@@ -111,12 +111,16 @@ class SchedulingSide:
             planner.register_worker(rank=hello.rank, pid=hello.pid)
         self._watch_pool()
         self._hear_hints()
-        tiers = {each.tier: each.num_slots for each in self.kv.stats().tiers}
-        memory = {name: tiers.get(name, 0) for name, medium in cache.media.items() if medium in OWN_MEDIA}
+        memory = self._memory()
         self._paying = Paying(self._kv, wanted, self.counts, num_memory_slots=sum(memory.values()))
         self._loads = PendingLoads(
             self._kv, planner, wanted, self.counts, self.naming, self._paying, memory=memory, describe=self._describe
         )
+
+    def _memory(self) -> dict[str, int]:
+        """Return the slots of the cache's own memory tiers, by name; of a host's server that is away there are none."""
+        tiers = {each.tier: each.num_slots for each in self.kv.stats().tiers}
+        return {name: tiers.get(name, 0) for name, medium in self.kv.cache.media.items() if medium in OWN_MEDIA}
 
     def use_pool(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, in which those that requests leave behind are held until they are copied."""
@@ -207,6 +211,10 @@ class SchedulingSide:
         if self._planner is not None:
             if (slabs := self._planner.slabs()) is not self._slabs:  # a server's are others once it has restarted
                 step.slabs = self._slabs = slabs
+                if slabs:  # a server may have been away until now
+                    memory = self._memory()
+                    self._loads.know(memory)
+                    self._paying.know(sum(memory.values()))
             self._loads.wait_planned()
             self._hear_of_jobs()
             self._loads.begin_step()
