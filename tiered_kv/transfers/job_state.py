@@ -131,6 +131,7 @@ class HeldStore:
         self._reservation = reservation
         self._hint = hint
         self._came = chain.unwritten.now
+        chain.unwritten.num_held += 1
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answers = (self._answer,)
 
@@ -173,6 +174,7 @@ class HeldStore:
             yield self.chain.host.name, num_blocks, now
 
     def _count(self, moved: Mask, wanted: slice) -> None:
+        self.chain.unwritten.num_held -= 1
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
         reason = Reason.NOT_MOVED if len(self._batch) else Reason.NO_ROOM
