@@ -163,6 +163,8 @@ class WriteDown:
         if not self.is_done:
             self._chain.fates.note(self._batch.names, Fate.DROPPED, "queue full")
             self._lose(self._batch)
+            for storage in self._chain.through if self._to is None else self._to:
+                self._chain.admit_again(storage, self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped={Reason.QUEUE_FULL: n})
         for storage in self._to or ():
