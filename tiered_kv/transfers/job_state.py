@@ -57,6 +57,11 @@ class HeldLoad:
         self._batch = batch
         self._lease = lease
         self._brought = brought
+        self._is_overtaken = False
+
+    def overtaken(self) -> None:
+        """Take note that the weights have changed, before `end`: what was wanted counts as missed for that."""
+        self._is_overtaken = True
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
@@ -84,6 +89,8 @@ class HeldLoad:
         first = wanted.start + prefix_of(moved[wanted])
         if first >= min(wanted.stop, len(moved)):
             return ""
+        if self._is_overtaken:
+            return Reason.EPOCH_ADVANCED
         if self.chain.host.index.ready(self._batch.names[first : first + 1])[0]:
             return Reason.NOT_MOVED
         return self.faults[-1].reason if self.faults else self.chain.why_missing(self._batch[first : first + 1])
@@ -161,6 +168,9 @@ class HeldStore:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
         self._answer.cancel()
+
+    def overtaken(self) -> None:
+        """Do nothing: what is stored is named by the weights that computed it."""
 
     def disown(self) -> None:
         """Have nobody wait for the blocks: what becomes of them nobody will say. The slots are held until `end`."""
@@ -313,6 +323,8 @@ class Underway:
         if is_load and not self.request.is_current():
             moved[:] = False
             errors.append(Reason.EPOCH_ADVANCED)
+            for held in self._held:
+                held.overtaken()
         for held in self._held:
             held.end(moved, self._wanted)
         if is_load:
