@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import GPULoadStoreSpec, Outcomes, StorageTierSettings, TierStore
 from tiered_kv.tiers.chain import Chain
 
@@ -46,6 +46,26 @@ async def test_every_kind_of_use_counts() -> None:
         kv.touch(KEYS)
         await until(lambda: slots.num_records == 8)
         await until_idle(kv)
+
+
+async def test_what_a_full_queue_dropped_is_written_at_the_next_use() -> None:
+    """It was used often enough already; once it is there no use writes it again."""
+    engine, slots = Engine(), picky(2)
+    limits = SMALL_LIMITS.model_copy(update={"store_queue": 4 * PAYLOAD_BYTES})
+    async with open_cache(CPU, slots, engine=engine, limits=limits) as kv:
+        await keep(kv, engine, KEYS)
+        slots.on_write.hold()
+        kv.touch(KEYS[:4])
+        await until(lambda: slots.on_write.num_held == 1)
+        kv.touch(KEYS[4:])
+        assert kv.stats()["slots"].dropped_because == {"queue full": 4}
+        slots.on_write.release()
+        await until(lambda: kv.stats().transfers == 0)
+        kv.touch(KEYS[4:])
+        await until(lambda: slots.num_records == 8)
+        kv.touch(KEYS)
+        await until_idle(kv)
+        assert slots.on_write.num_blocks == 8
 
 
 async def test_what_left_memory_is_written_when_it_is_stored_again() -> None:

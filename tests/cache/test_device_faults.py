@@ -195,6 +195,35 @@ async def test_a_copy_that_hangs_keeps_no_flush_and_no_resize_waiting(
         await until_idle(kv)
 
 
+async def test_a_drain_says_what_a_copy_that_hung_lost_by_a_resize(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its slots were given up, as nobody waited for it: what it brings in the end goes nowhere, and is lost."""
+    engine, medium, keys = Engine(), ScriptedBackend(), prompt(4)
+    begun, goes_on, gather = threading.Event(), threading.Event(), Placed.gather
+
+    def hang(placed: Placed, memory: EngineMemory) -> None:
+        begun.set()
+        goes_on.wait()
+        gather(placed, memory)
+
+    monkeypatch.setattr(Placed, "gather", hang)
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES, store_timeout_s=SOON_S)
+    computed = threading.Event()
+    async with open_cache(CPU, medium, engine=engine, limits=limits) as kv:
+        try:
+            handle = kv.start_store(keys, engine.compute(keys), after=computed)
+            computed.set()
+            await asyncio.to_thread(begun.wait)
+            await kv.resize("cpu", 2 * PAYLOAD_BYTES)
+            assert not handle.done
+        finally:
+            goes_on.set()
+        await handle
+        await kv.flush()
+        assert medium.num_records == 2
+        assert not await kv.drain()
+        await until_idle(kv)
+
+
 async def test_memory_says_when_it_is_ready() -> None:
     """By an event on the loop, with the bytes; the cache serves before."""
     engine, emit = Engine(), Recorder()

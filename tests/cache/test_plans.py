@@ -282,6 +282,22 @@ async def test_a_load_overtaken_by_new_weights_brings_nothing() -> None:
         await until_idle(kv)
 
 
+async def test_a_load_overtaken_by_new_weights_counts_as_missed_for_that() -> None:
+    """As one without a plan does, in a cache of this process, which knows of the weights."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await kv.store(KEYS, engine.fill(KEYS, range(N)))
+        job = planner.plan_load(KEYS, engine.spec(range(N)))
+        plan = await job.planned()
+        kv.advance_epoch("w1")
+        planner.complete(Outcomes(plan.job, 0, N))
+        assert (await job.ended()).num_blocks == 0
+        assert kv.stats().missed_because == {Reason.EPOCH_ADVANCED: N}
+        await until_idle(kv)
+
+
 async def test_answers_to_another_planner_end_no_job() -> None:
     """Of another cache, or of one before a restart: what a worker answers to one planner is nothing to the other."""
     engine, other = AnyEngine(), prompt(N, seed=1)

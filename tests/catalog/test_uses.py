@@ -90,3 +90,18 @@ def test_tiers_that_want_no_uses_cost_no_counting() -> None:
     admission = AdmissionFilter([1, 0], window=1 << 20)
     assert admission.use(names_of([1, 2])) == []
     assert admission.admits(1, names_of([3])).all()
+
+
+def test_what_a_tier_did_not_get_is_enough_by_one_more_use() -> None:
+    """Once, of what is remembered, and by no use of others; a tier that wants no uses has nothing to remember."""
+    admission = AdmissionFilter([1, 2], window=1 << 20)
+    names, many = names_of([0, 1, 2]), names_of(list(range(70_000)))
+    for _ in range(3):
+        admission.use(many)
+    admission.again(0, names)
+    admission.again(1, names[:2])
+    assert [mask.tolist() for _, mask in admission.use(names[1:])] == [[True, False]]
+    assert [mask.tolist() for _, mask in admission.use(names)] == [[True, False, False]]
+    assert [mask.tolist() for _, mask in admission.use(names)] == [[False, False, False]]
+    admission.again(1, many)
+    assert [int(mask.sum()) for _, mask in admission.use(many)] == [1 << 16]

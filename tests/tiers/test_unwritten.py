@@ -58,7 +58,7 @@ async def test_a_mark_is_between_what_came_before_and_what_came_later() -> None:
     batch, lease, came = line.waiting.take(4)
     assert batch.positions.tolist() == [0, 1]
     line.waiting.put_back(batch[:1], lease.slots[:1], lease, came)
-    line.waiting.again(batch[1:], lease.slots[1:], lease, most_tries=2)
+    line.waiting.again(batch[1:], lease.slots[1:], lease, came, most_tries=2)
     lease.release()
     line.waiting.ended(len(batch), came)
     assert line.waiting.num_before(mark) == 1
@@ -78,3 +78,23 @@ async def test_what_is_under_way_is_waited_for_by_when_it_came() -> None:
         unwritten.end(came)
         await waiting
         assert unwritten.is_written(mark) is is_written
+
+
+async def test_what_was_evicted_from_a_tier_is_unwanted_there_until_all_of_that_time_is_over() -> None:
+    """Also if it comes anew, or a worker has it yet; other blocks, other tiers and what comes later are wanted."""
+    line = Line()
+    unwritten, names = line.unwritten, BLOCKS.names
+    came = unwritten.begin()
+    unwritten.evict("disk", names[:2])
+    assert unwritten.is_wanted("disk", names[:4], came).tolist() == [False, False, True, True]
+    assert unwritten.is_wanted("store", names, came).all()
+    assert unwritten.is_wanted("disk", names, unwritten.now).all()
+    unwritten.comes_anew(names[:1], came)
+    later = unwritten.begin() - 1
+    assert unwritten.is_wanted("disk", names[:4], later).tolist() == [False, True, True, True]
+    unwritten.num_held += 1
+    unwritten.end(came)
+    assert not unwritten.is_wanted("disk", names, came).all()
+    unwritten.num_held -= 1
+    unwritten.end(later + 1)
+    assert unwritten.is_wanted("disk", names, came).all()

@@ -587,7 +587,7 @@ class BlockCache(TransferCalls):
         Args:
             keys: The blocks, in any order; those that are nowhere are no error.
             tier: The only one to evict them from, by its name in `stats`; all of them if left out. Of one tier, what
-                others have is still found.
+                others have is still found, and what is on its way down to it from them does not arrive there.
 
         Raises:
             ConfigurationError: There is no such tier.

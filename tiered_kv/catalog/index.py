@@ -645,6 +645,10 @@ class TierIndex(Occupancy):
         self._goes_when_idle = start > self.num_slots
         return np.concatenate(gone)
 
+    def is_filled_from(self, start: int) -> bool:
+        """Say whether a slot from ``start`` on is being filled."""
+        return bool((self._states[start : self.max_slots] == PENDING).any())
+
     def withhold(self, is_withheld: NDArray[np.bool_] | None) -> int:
         """Put no blocks into some slots any more, until this is called again; return how many blocks that loses.
 

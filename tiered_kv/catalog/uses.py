@@ -12,6 +12,7 @@ J. Algorithms 2005; ageing by halving as in G. Einziger, R. Friedman and B. Mane
 
 from collections.abc import Sequence
 from enum import IntEnum
+from itertools import islice
 from typing import Final
 
 import numpy as np
@@ -156,6 +157,9 @@ class UseCounts:
         return (hashes + self._rows * strides & self._mask) + self._row_starts
 
 
+_MOST_AGAIN: Final = 1 << 16
+
+
 class AdmissionFilter:
     """Which blocks are used often enough for tiers that want some uses before they take one.
 
@@ -173,6 +177,7 @@ class AdmissionFilter:
         self._least = {tier: least for tier, least in enumerate(least_uses) if least > 1}
         self.is_wanted = bool(self._least)
         self._counts = UseCounts(window if self._least else 1)
+        self._again: dict[int, dict[int, None]] = {tier: {} for tier in self._least}
 
     def admits(self, tier: int, names: Names) -> NDArray[np.bool_]:
         """Say of which blocks a tier is to have a copy."""
@@ -188,7 +193,21 @@ class AdmissionFilter:
         before = self._counts.estimate(names)
         self._counts.add(names)
         after = self._counts.estimate(names)
-        return [(tier, (before < least) & (after >= least)) for tier, least in self._least.items()]
+        enough = {tier: (before < least) & (after >= least) for tier, least in self._least.items()}
+        for tier, again in self._again.items():
+            if again:
+                hashes = hash_names(names).tolist()
+                enough[tier] |= [each in again for each in hashes]
+                for each in hashes:
+                    again.pop(each, None)
+        return list(enough.items())
+
+    def again(self, tier: int, names: Names) -> None:
+        """Have one more use be enough of blocks that a tier was to have, and did not get, as far as is remembered."""
+        if (again := self._again.get(tier)) is not None:
+            again.update(dict.fromkeys(hash_names(names).tolist()))
+            for each in list(islice(again, max(0, len(again) - _MOST_AGAIN))):
+                del again[each]
 
 
 class Ghosts:

@@ -161,7 +161,7 @@ class Calls:
             until_late: Wait no longer than that.
             in_this_task: Make it in the calling task, for a turn of the loop less: one that only the end of the cache
                 cancels, and that ends with the call.
-            is_raised: Whether the program hears of a failure by an exception, and not by an event.
+            is_raised: Whether whoever makes it tells of a failure, and no event does.
             on_late: Called at the moment when it is late.
             problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
             is_failure: Says whether the medium has failed according to a value with which nothing is wrong.
@@ -282,7 +282,7 @@ class _Underway:
     Attributes:
         doing: Which it is.
         is_let_go: Whether nothing waits for it any more: how it ends says nothing about the medium as it is now.
-        is_raised: Whether whoever made it raises what goes wrong.
+        is_raised: Whether whoever made it tells what goes wrong.
     """
 
     def __init__(

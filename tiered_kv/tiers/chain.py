@@ -214,6 +214,11 @@ class Chain:
             if admitted.any():
                 self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted], came)
 
+    def admit_again(self, storage: StorageTier, batch: Batch) -> None:
+        """Have the next use bring to a tier what of these blocks it was to have by a use before, and did not get."""
+        number = self.tiers.index(storage)
+        self._admission.again(number, batch.names[self._admission.admits(number, batch.names)])
+
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
         if tier is self.gpu and self.host.index.max_slots:

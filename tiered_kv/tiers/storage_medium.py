@@ -27,6 +27,8 @@ from tiered_kv.values.events import Emit, TierFailed, TierResumed
 from tiered_kv.values.loop_calls import LoopCalls
 
 _FIRST_RETRY_S, _LAST_RETRY_S = 0.5, 8.0
+_LAST_RETRY_AS_SET_UP_S: Final = 60.0
+"""Where it cannot work as it is set up: somebody may mend that, or another process end that has its directory."""
 _LOOKED_AT: Final = 16
 """Records of each kind, when a tier with keys opens."""
 _NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64))
@@ -107,9 +109,7 @@ class StorageMedium:
                 name = self.health.name
                 error.add_note(f"With required=false the cache opens without the tier {name!r}, and tries it again.")
             raise error
-        self.health.why_not_open = _in_words(error)
-        if self._opening is not None:  # else its end has been told
-            self.health.emit(TierFailed(self.health.name, "open", str(error), 0))
+        self._has_failed(error)
 
     async def _open(self, timeout_s: float | None) -> Exception | None:
         """Try to open it; return why it cannot be. A call that is late goes on, and is waited for by the next try."""
@@ -132,7 +132,7 @@ class StorageMedium:
 
         if self._opening is None:
             limit_s = self._services.open_timeout_s
-            making = self._calls.make("open", call, timeout_s=limit_s, is_raised=self._settings.required)
+            making = self._calls.make("open", call, timeout_s=limit_s, is_raised=True)
             self._opening = self._services.calls.spawn(making, f"opening of {self.health.name}")
         opening = self._opening
         await asyncio.wait({opening}, timeout=timeout_s)
@@ -169,13 +169,21 @@ class StorageMedium:
         started = clock()
         await asyncio.sleep(pause_s)
         while (error := await self._open(None)) is not None:
-            self.health.why_not_open = _in_words(error)
-            pause_s = min(2 * pause_s, _LAST_RETRY_S)
+            self._has_failed(error)
+            last_s = _LAST_RETRY_AS_SET_UP_S if isinstance(error, ConfigurationError) else _LAST_RETRY_S
+            pause_s = min(2 * pause_s, last_s)
             await asyncio.sleep(pause_s)  # nobody waits for this task
         for tier in tiers:
             await tier.opened(self._books)
         self.health.why_not_open = ""
         self.health.emit(TierResumed(self.health.name, clock() - started))
+
+    def _has_failed(self, error: Exception) -> None:
+        """Take note of why it is not open; tell it once, however often that is tried."""
+        words = f"{type(error).__name__}: {error}"
+        if words != self.health.why_not_open:
+            self.health.why_not_open = words
+            self.health.emit(TierFailed(self.health.name, "open", words, 0))
 
     async def aclose(self) -> None:
         """Close it, within the time for that. Never raises."""
@@ -241,7 +249,3 @@ class StorageMedium:
     def _end_pools(self) -> None:
         while self._pools:
             self._pools.pop().close()
-
-
-def _in_words(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"

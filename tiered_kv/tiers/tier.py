@@ -233,6 +233,11 @@ class Expected:
             wanted[is_gone[start : start + len(hashes)]] = False
             start += len(hashes)
 
+    def has(self, names: Names) -> Mask:
+        """Say which of some blocks are expected."""
+        hashes = [each for each, _ in self._batches.values()]
+        return np.isin(hash_names(names), np.concatenate(hashes)) if hashes else np.zeros(len(names), np.bool_)
+
     def clear(self) -> None:
         """Want none of them."""
         for _, wanted in self._batches.values():

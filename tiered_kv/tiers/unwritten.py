@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.catalog.table import Slots
-from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.catalog.table import Slots, hash_names
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
+from tiered_kv.values.keys import Names
 
 
 class Unwritten:
@@ -26,6 +27,7 @@ class Unwritten:
     Attributes:
         now: When what comes now comes.
         num_late: Stores that a flush waits for no more, and that have not ended: what they keep comes only then.
+        num_held: Stores of workers that have not answered: they count as under way only then.
         num_failed: How often a block that had waited was to be written, and was not: it waits again, or is lost.
         has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
             or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
@@ -37,10 +39,12 @@ class Unwritten:
         """Begin with nothing, and a line for each of ``tiers``."""
         self.now = 0
         self.num_late = 0
+        self.num_held = 0
         self.num_failed = 0
         self.has_lost = False
         self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
         self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
+        self._unwanted: dict[str, dict[int, int]] = {}  # by tier and hash, the mark of when a block was evicted there
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
 
     @property
@@ -81,7 +85,25 @@ class Unwritten:
         self.num_late -= 1
         self._tell()
 
+    def evict(self, tier: str, names: Names) -> None:
+        """Have no copy of these blocks come to a tier that is, or is made of, what came until now."""
+        self._unwanted.setdefault(tier, {}).update(dict.fromkeys(hash_names(names).tolist(), self.mark()))
+
+    def is_wanted(self, tier: str, names: Names, came: int) -> Mask:
+        """Say which of some blocks, that came then, were not evicted from a tier since."""
+        marks = self._unwanted.get(tier)
+        if not marks:
+            return np.ones(len(names), np.bool_)
+        return np.array([marks.get(each, 0) <= came for each in hash_names(names).tolist()], np.bool_)
+
+    def comes_anew(self, names: Names, came: int) -> None:
+        """Take note that what came before comes now: where it was evicted since, it is evicted yet."""
+        for tier in self._unwanted:
+            self.evict(tier, names[~self.is_wanted(tier, names, came)])
+
     def _tell(self) -> None:
+        if self._unwanted and not self.num_late and not self.num_held and self.is_written(self.now):
+            self._unwanted.clear()
         if self._has_ended is not None:
             self._has_ended.set()
             self._has_ended = None
@@ -139,8 +161,11 @@ class Waiting:
         self._num_tries[slots] = 0
         self.on_add()
 
-    def again(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, *, most_tries: int) -> NDArray[np.bool_]:
+    def again(
+        self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int, *, most_tries: int
+    ) -> NDArray[np.bool_]:
         """Let blocks that could not be written wait for another try, behind all others; say which are to have one."""
+        self._unwritten.comes_anew(batch.names, came)
         self._num_tries[slots] += 1
         self._unwritten.num_failed += len(slots)
         again: NDArray[np.bool_] = self._num_tries[slots] < most_tries

@@ -198,9 +198,19 @@ async def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, lis
     for memory in (each for each in chain.memory if tier in (None, each.name)):
         memory.index.remove(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
+    if tier is not None and storage:  # else memory has lost it, and what has it no more writes nothing down
+        chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
     return found, await _kept_by(removals)
+
+
+def _may_go_down(chain: Chain, batch: Batch) -> Mask:
+    """Say which blocks may be on their way from memory to the tiers below it, or are to come to memory first."""
+    may = chain.expected.has(batch.names)
+    for memory in chain.memory:
+        may |= memory.index.find(batch.names)[0] >= 0
+    return may
 
 
 async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:

@@ -227,6 +227,7 @@ class DirectStore(Store):
         waiter = Waiter(Kind.STORE)
         lent = self._slots.lend(pages)
         with self._tier.expecting(part.names) as wanted:
+            still &= self._chain.unwritten.is_wanted(self._tier.name, part.names, self._came)
             wanted[~still] = False  # what was evicted while this waited for its turn
             # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
             writing = asyncio.create_task(

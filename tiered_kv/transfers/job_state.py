@@ -57,6 +57,11 @@ class HeldLoad:
         self._batch = batch
         self._lease = lease
         self._brought = brought
+        self._is_overtaken = False
+
+    def overtaken(self) -> None:
+        """Take note that the weights have changed, before `end`: what was wanted counts as missed for that."""
+        self._is_overtaken = True
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Let go of the slots; ``moved`` is what all ranks have in place, ``wanted`` what they were asked for."""
@@ -84,6 +89,8 @@ class HeldLoad:
         first = wanted.start + prefix_of(moved[wanted])
         if first >= min(wanted.stop, len(moved)):
             return ""
+        if self._is_overtaken:
+            return Reason.EPOCH_ADVANCED
         if self.chain.host.index.ready(self._batch.names[first : first + 1])[0]:
             return Reason.NOT_MOVED
         return self.faults[-1].reason if self.faults else self.chain.why_missing(self._batch[first : first + 1])
@@ -131,6 +138,7 @@ class HeldStore:
         self._reservation = reservation
         self._hint = hint
         self._came = chain.unwritten.now
+        chain.unwritten.num_held += 1
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answers = (self._answer,)
 
@@ -161,6 +169,9 @@ class HeldStore:
         self._count(np.zeros_like(self.present), wanted)
         self._answer.cancel()
 
+    def overtaken(self) -> None:
+        """Do nothing: what is stored is named by the weights that computed it."""
+
     def disown(self) -> None:
         """Have nobody wait for the blocks: what becomes of them nobody will say. The slots are held until `end`."""
         index, names = self.chain.host.index, self._batch.names[self.positions]
@@ -173,6 +184,7 @@ class HeldStore:
             yield self.chain.host.name, num_blocks, now
 
     def _count(self, moved: Mask, wanted: slice) -> None:
+        self.chain.unwritten.num_held -= 1
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
         reason = Reason.NOT_MOVED if len(self._batch) else Reason.NO_ROOM
@@ -311,6 +323,8 @@ class Underway:
         if is_load and not self.request.is_current():
             moved[:] = False
             errors.append(Reason.EPOCH_ADVANCED)
+            for held in self._held:
+                held.overtaken()
         for held in self._held:
             held.end(moved, self._wanted)
         if is_load:

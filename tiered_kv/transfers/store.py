@@ -374,6 +374,7 @@ class Store(Revocable):
             self._close_one()
             return
         if not self._is_waited_for:
+            chain.unwritten.comes_anew(self._batch.names, self._came)
             self._is_waited_for, self._came = True, chain.unwritten.begin()
             chain.unwritten.late_ended()
         if self._request.hint is not None:

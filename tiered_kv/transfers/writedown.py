@@ -163,6 +163,8 @@ class WriteDown:
         if not self.is_done:
             self._chain.fates.note(self._batch.names, Fate.DROPPED, "queue full")
             self._lose(self._batch)
+            for storage in self._chain.through if self._to is None else self._to:
+                self._chain.admit_again(storage, self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped={Reason.QUEUE_FULL: n})
         for storage in self._to or ():
@@ -276,7 +278,7 @@ class WriteDown:
         again = np.zeros(len(at), np.bool_)
         if self._kind is Kind.CLEAN:
             line = self._chain.waiting[gpu]
-            again = line.again(self._batch[at], self._slots[at], self._lease, most_tries=_MOST_TRIES)
+            again = line.again(self._batch[at], self._slots[at], self._lease, self._came, most_tries=_MOST_TRIES)
         self._lose(self._batch[at[~again]])
         return int(np.count_nonzero(again))
 
@@ -331,8 +333,7 @@ class WriteDown:
                     settled()
 
         def is_wanted() -> NDArray[np.bool_]:
-            found, _ = chain.host.index.find(batch.names)
-            return np.equal(found, slots)  # what was evicted by name since must not come back from below
+            return self._is_wanted(storage, batch, slots)
 
         def end(report: WriteReport | None, blocks: LentBlocks) -> None:
             blocks.give_back()
@@ -357,22 +358,28 @@ class WriteDown:
         if begun is None:
             chain.tasks.spawn(write(lent), f"write {len(batch)} blocks to {storage.name}")
 
+    def _is_wanted(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64]) -> Mask:
+        """Say which blocks were not evicted by name since: they must not come back from below."""
+        found, _ = self._chain.host.index.find(batch.names)
+        return np.equal(found, slots) & self._chain.unwritten.is_wanted(storage.name, batch.names, self._came)
+
     def _settle(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64], report: WriteReport) -> None:
         """Count what became of the blocks in one tier; what waited for it and failed waits again."""
         has_waited = self._kind is Kind.CLEAN and storage.is_written_back  # else it only passes by, from the GPU pool
         waiting = self._chain.waiting.get(self._tier) if has_waited else None
         num_again = 0
         if waiting is not None:
-            again = waiting.again(batch[report.failed], slots[report.failed], self._lease, most_tries=_MOST_TRIES)
+            failed = (report.failed & self._is_wanted(storage, batch, slots)).nonzero()[0]
+            again = waiting.again(batch[failed], slots[failed], self._lease, self._came, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
-            report.failed[report.failed.nonzero()[0][again]] = False
+            report.failed[failed[again]] = False
             if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
         if (lost := report.dropped | report.failed).any():
-            found, _ = self._chain.host.index.find(batch.names[lost])
-            self._chain.unwritten.has_lost |= bool((found == slots[lost]).any())  # the others were evicted by name
+            wanted = self._is_wanted(storage, batch[lost], slots[lost])
+            self._chain.unwritten.has_lost |= bool(wanted.any())
         self._tally.add(storage, deferred=num_again, dropped=report.drops(), **report.counts())
         self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
         self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)

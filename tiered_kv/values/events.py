@@ -121,7 +121,10 @@ class BlocksLookedUp(Event):
 
 @dataclass(frozen=True)
 class BlocksLoaded(Event):
-    """A load ended; ``missed_because`` says what befell the first block that it did not bring, if there is one."""
+    """A load ended; ``missed_because`` says what befell the first block that it did not bring, if there is one.
+
+    Not of one that is planned for workers, nor are stores told of that are: a `JobResult` says what these did.
+    """
 
     name: ClassVar[str] = "blocks.loaded"
     blocks: int

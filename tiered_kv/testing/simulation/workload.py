@@ -208,6 +208,8 @@ class Requests(Asking, Keeping):
         async def end() -> None:
             # Pins end by themselves, and tiers that were at fault are tried again.
             await asyncio.sleep(max(6.0, self._pinned_until - self.now + 0.1))
+            # Who explains a block holds what it reads of a disk, without a transfer.
+            await asyncio.sleep(max(0.0, *(disk.stalls_until - self.now + 0.1 for disk in world.disks)))
             await kv.flush()
             while world.store.num_calls or kv.stats().transfers or any(tier.dirty for tier in kv.stats().tiers):
                 await asyncio.sleep(1.0)  # a call that stalls keeps the store out of use, and what is owed to it untold

@@ -1,0 +1,128 @@
+"""What is on its way to a tier when it is evicted from that tier alone does not arrive there; others have it yet."""
+
+import asyncio
+
+import pytest
+
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
+from tests.support.caches import inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
+from tiered_kv import BackendUnavailableError, TieredKV
+from tiered_kv.tiers.gate import Kind, Waiter
+
+CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+GPU = {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
+KEYS = prompt(4)
+LAZY = SMALL_LIMITS.model_copy(update={"low_water": 0.0, "clean_after_s": 1e6})
+"""The cleaner does nothing by itself."""
+Scripted = ScriptedBackend | ScriptedSlotBackend
+
+
+async def found_below(kv: TieredKV) -> int:
+    """Evict from memory, and say how many blocks are found then."""
+    for tier in kv.stats().tiers[:-1]:
+        await kv.evict(KEYS, tier=tier.tier)
+    return (await kv.lookup(KEYS)).num_blocks
+
+
+@pytest.mark.parametrize("kind", [ScriptedSlotBackend, ScriptedBackend])
+async def test_what_waits_for_its_turn_to_be_written(kind: type[Scripted]) -> None:
+    """As soon as the tier has time for it nobody wants it there; memory has it, and a store that drops it says so."""
+    engine, medium = Engine(), kind(name="below")
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        budget = inside(kv).chains[0].storage[0].budget
+        give_back = await budget.take(budget.limit, Waiter(Kind.STORE))
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: budget.room.num_waiting == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS[1:], tier="below"))
+        await until(evicting.done)
+        give_back()
+        below = (await stored.settled())[-1]
+        assert (below.written, below.dropped) == (1, 3)
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        assert await found_below(kv) == medium.num_records == 1
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("kind", [ScriptedSlotBackend, ScriptedBackend])
+async def test_what_waits_for_the_cleaner(kind: type[Scripted]) -> None:
+    """It does not come by a flush, which has nothing left to write then; what comes later does."""
+    engine, medium = Engine(), kind(name="below", write="back")
+    async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS[1:], tier="below")
+        assert await kv.flush()
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        assert await found_below(kv) == medium.num_records == 1
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await kv.flush()
+        assert await found_below(kv) == 4
+        assert await kv.drain(), "none was lost"
+
+
+async def test_what_comes_anew_while_others_wait_is_written() -> None:
+    """Blocks are evicted everywhere and stored anew, as what came before the eviction still waits for the cleaner."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")
+    async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
+        await kv.store(prompt(4, seed=1), engine.compute(prompt(4, seed=1)))
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS, tier="below")
+        await kv.evict(KEYS)
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await kv.flush()
+        assert await found_below(kv) == 4
+
+
+async def test_what_could_not_be_written_is_not_tried_again() -> None:
+    """The write was under way when its blocks were evicted, and fails: nothing waits for another try."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")
+    async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        medium.on_write.fail_next(BackendUnavailableError("busy"))
+        medium.on_write.hold()
+        flushing = asyncio.create_task(kv.flush())
+        await until(lambda: medium.on_write.num_held == 1)
+        evicting = asyncio.create_task(kv.evict(KEYS, tier="below"))
+        await asyncio.sleep(0)
+        medium.on_write.release()
+        await evicting
+        await flushing
+        await kv.flush()
+        assert await found_below(kv) == medium.num_records == 0
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+async def test_what_waits_in_the_gpu_pool(write: str) -> None:
+    """It goes to the host, and no further."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write=write)
+    async with open_cache(GPU, CPU | {"write": write}, medium, engine=engine, limits=LAZY) as kv:
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        evicting = asyncio.create_task(kv.evict(KEYS, tier="below"))
+        await storing
+        await evicting
+        await kv.flush()
+        await kv.evict(KEYS, tier="gpu")
+        assert (await kv.lookup(KEYS)).num_blocks == 4
+        assert await found_below(kv) == medium.num_records == 0
+        await until_idle(kv)
+
+
+async def test_what_has_no_place_yet() -> None:
+    """A store that waits for slots when its blocks are evicted from a tier leaves them out there."""
+    engine, disk = Engine(num_pages=128), ScriptedSlotBackend(64)
+    async with open_cache(disk, engine=engine, limits=SMALL_LIMITS) as kv:
+        disk.on_write.hold()
+        others = [kv.start_store(keys, engine.compute(keys)) for keys in (prompt(8, seed=seed) for seed in range(1, 5))]
+        await until(lambda: inside(kv).chains[0].room.num_waiting > 0)
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        evicting = asyncio.create_task(kv.evict(KEYS, tier="slots"))
+        await until(evicting.done)
+        disk.on_write.release()
+        for each in (*others, storing):
+            await (await each).settled()
+        assert kv.lookup_nowait(KEYS).num_blocks == 0
+        assert kv.lookup_nowait(prompt(8, seed=1)).num_blocks == 8
+        await keep(kv, engine, KEYS)
+        assert kv.lookup_nowait(KEYS).num_blocks == 4
+        await until_idle(kv)
