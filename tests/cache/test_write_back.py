@@ -672,6 +672,26 @@ def test_each_block_is_written_in_its_time() -> None:
     virtual.run(main)
 
 
+def test_what_comes_to_be_old_enough_at_once_is_written_one_piece_after_the_other() -> None:
+    """No step of an engine bears two pieces; but what lags behind is written as fast as can be."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0, "window": 32 * PAYLOAD_BYTES})
+        async with open_cache(cpu(64), slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            for number in range(4):
+                await kv.store(keys := prompt(4, seed=number), engine.compute(keys))
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(5.0)
+            for number in range(4):
+                assert slots.num_records == 4 * (number + 1)
+                await asyncio.sleep(0.02)
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
 def test_the_cleaner_heeds_its_bandwidth() -> None:
     """Over a while it writes no more than it may, and flush() passes that over."""
 

@@ -470,6 +470,9 @@ _LEAST_WAIT_S: Final = 0.001
 _PIECE: Final = 64
 """Blocks of what has waited for long enough that are written at once, each piece in its time. A window of small ones
 would take the interpreter from an engine's thread for several of its steps; fewer of them cost nearly as much."""
+_GAP_S: Final = 0.02
+"""Between two pieces, longer than most steps of an engine's: none has to bear two. Not where it lags behind."""
+_MOST_LAG_S: Final = 0.5
 _AT_ONCE: Final = 2
 """Windows on their way: while one is written, the next one is encoded."""
 
@@ -535,13 +538,14 @@ class Cleaner:
             if (wait_s := bandwidth.wait_s()) > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            most = self._chain.window_blocks
-            if not self._is_low(tier, waiting):
-                most = min(most, _PIECE)
+            is_low, lag_s = self._is_low(tier, waiting), waiting.oldest_s() - self._chain.limits.clean_after_s
+            most = self._chain.window_blocks if is_low else min(self._chain.window_blocks, _PIECE)
             if not (n := await self._write_window(tier, waiting, most)):
                 return  # until the next tick, or until something was written and made room
             bandwidth.take(n * self._chain.stride_bytes)
             left -= n
+            if not is_low and lag_s < _MOST_LAG_S:
+                await asyncio.sleep(_GAP_S)
 
     def _until_due_s(self) -> float:
         """Say how long it is until something is due, or may be: what is due already waits for something else."""
