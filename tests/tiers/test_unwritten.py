@@ -2,10 +2,12 @@
 
 import asyncio
 
+import pytest
 import torch
 
 from tests.support.engine import prompt
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.tiers import unwritten as module
 from tiered_kv.tiers.tier import Batch, MemoryTier, Naming
 from tiered_kv.tiers.unwritten import Unwritten
 from tiered_kv.values.keys import Shard, epoch_digest
@@ -98,3 +100,13 @@ async def test_what_was_evicted_from_a_tier_is_unwanted_there_until_all_of_that_
     unwritten.num_held -= 1
     unwritten.end(later + 1)
     assert unwritten.is_wanted("disk", names, came).all()
+
+
+def test_of_what_was_evicted_from_a_tier_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where stores go on without end their time is never over."""
+    monkeypatch.setattr(module, "_MOST_UNWANTED", 2)
+    unwritten, names = Line().unwritten, BLOCKS.names
+    came = unwritten.begin()
+    for part in (names[:2], names[:1], names[2:3]):
+        unwritten.evict("disk", part)
+    assert unwritten.is_wanted("disk", names[:3], came).tolist() == [False, True, False]

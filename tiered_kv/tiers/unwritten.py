@@ -7,6 +7,8 @@ counted by when they came, so that whoever wants all of it written waits for wha
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,9 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
 from tiered_kv.values.keys import Names
+
+_MOST_UNWANTED: Final = 1 << 16
+"""Blocks of a tier that are remembered as evicted there, the last ones, where stores go on without end."""
 
 
 class Unwritten:
@@ -87,7 +92,12 @@ class Unwritten:
 
     def evict(self, tier: str, names: Names) -> None:
         """Have no copy of these blocks come to a tier that is, or is made of, what came until now."""
-        self._unwanted.setdefault(tier, {}).update(dict.fromkeys(hash_names(names).tolist(), self.mark()))
+        marks, mark = self._unwanted.setdefault(tier, {}), self.mark()
+        for each in hash_names(names).tolist():
+            marks.pop(each, None)  # the last one stands behind all others
+            marks[each] = mark
+        for each in list(islice(marks, max(0, len(marks) - _MOST_UNWANTED))):
+            del marks[each]
 
     def is_wanted(self, tier: str, names: Names, came: int) -> Mask:
         """Say which of some blocks, that came then, were not evicted from a tier since."""
