@@ -74,13 +74,13 @@ class Books:
     def _find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
         if len(names) == 1:
             slots = np.array([self._table.find_one(names)])
-            return slots, self._states.take(slots)
+            return slots, self._states[slots]
         if len(names):
             first, run = self._ready_run(names)
             if run == len(names):
                 return np.arange(first, first + run), self._states[first : first + run].copy()
         slots = self._table.find(names)
-        return slots, self._states.take(slots)
+        return slots, self._states[slots]
 
     def first_state(self, names: Names) -> int:
         """Return the `SlotState` of a non-empty batch's first name, which alone is looked for."""
@@ -94,9 +94,9 @@ class Books:
 
     def unready_prefix(self, names: Names) -> int:
         """Count the leading names whose blocks cannot be read."""
-        is_ready = self._states.take(self._table.find(names)) == READY
-        first = int(is_ready.argmax())
-        return first if is_ready[first] else len(names)
+        is_ready = self._states[self._table.find(names)] == READY
+        first = is_ready.tobytes().find(1)
+        return first if first >= 0 else len(names)
 
     def ready_prefix(self, names: Names) -> int:
         """Count the leading names whose blocks can be read."""
@@ -110,7 +110,7 @@ class Books:
             return done
         while done < len(names):
             slots = self._table.find(names[done : done + _CHUNK])
-            unready = (self._states.take(slots) != READY).nonzero()[0]
+            unready = (self._states[slots] != READY).nonzero()[0]
             if len(unready):
                 return done + int(unready[0])
             done += len(slots)

@@ -25,7 +25,7 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.policies.make_policy import GuardedPolicy
 from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
-from tiered_kv.catalog.table import Slots, first_occurrences, unique
+from tiered_kv.catalog.table import Slots, ascending, first_occurrences, names_at, unique
 from tiered_kv.system import system
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.hints import ReuseHint
@@ -149,15 +149,15 @@ class Occupancy(Books):
         self._num_leases[slots] += 1
 
     def _release(self, held: Slots, *, is_use: bool) -> None:
-        tail_first = held[::-1]  # of a prefix the head is the most useful: it goes last
+        tail_first = held[::-1].copy()  # of a prefix the head is the most useful: it goes last
         own = self._own(tail_first)
         if is_use and len(own):
             self._policy.use(own)
-        num_leases = self._num_leases.take(tail_first) - 1
+        num_leases = self._num_leases[tail_first] - 1
         self._num_leases[tail_first] = num_leases
         is_plain = len(own) == len(tail_first) and not num_leases.any() and not self._any_to_go(own)
         is_plain = is_plain and not self._goes_when_idle
-        if is_plain and (self._states.take(tail_first) == READY).all():  # as a rule: nobody else has them, and all stay
+        if is_plain and (self._states[tail_first] == READY).all():  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._policy.unpark(tail_first)
             return
@@ -210,7 +210,7 @@ class Occupancy(Books):
         self._policy.evict(victims, names)
         self._states[victims] = FREE
         self._ready -= shortage
-        return names, np.sort(np.concatenate((self._free.take(n - shortage), victims)))
+        return names, ascending(np.concatenate((self._free.take(n - shortage), victims)))
 
     def _idle(self, slots: Slots) -> Slots:
         """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
@@ -239,11 +239,11 @@ class Occupancy(Books):
             self._hold(filled)
             self._release(filled, is_use=False)
         elif len(filled):
-            self._policy.unpark(filled[::-1])  # of a prefix the head goes last
+            self._policy.unpark(filled[::-1].copy())  # of a prefix the head goes last
         return there
 
     def _make_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        is_live = self._states.take(slots) == PENDING
+        is_live = self._states[slots] == PENDING
         filled = slots[is_live]
         with self.lock:
             self._states[filled] = READY
@@ -457,7 +457,7 @@ class TierIndex(Occupancy):
         else:
             slots = np.where(is_ready, slots, -1)
             held = unique(slots[is_ready])
-        num_leases = self._num_leases.take(held)
+        num_leases = self._num_leases[held]
         idle = held if not num_leases.any() else held[num_leases == 0]
         self._want(held)
         self._policy.park(self._own(idle)[::-1])
@@ -478,7 +478,7 @@ class TierIndex(Occupancy):
             self._policy.use(used)  # a policy's time goes on with whatever is asked for
             return
         self._want(used)
-        num_leases = self._num_leases.take(used)
+        num_leases = self._num_leases[used]
         if not num_leases.any():
             self._policy.touch(used)
             return
@@ -513,12 +513,11 @@ class TierIndex(Occupancy):
         is_ready = states == READY
         here = self._own(unique(slots[is_ready]))[::-1]
         idle = here[self._num_leases[here] == 0]
-        absent = (slots < 0).nonzero()[0]
-        absent = absent[first_occurrences(names.take(absent, axis=0))][::-1]
+        absent = _absent(names, slots)[::-1]
         self._any_goes_first = True
         self._goes_first[here] |= _RESIDENT
         self._policy.park(idle)
-        self._policy.hold(here, names.take(absent, axis=0))
+        self._policy.hold(here, names_at(names, absent))
         self._policy.unpark(idle, cold=True)
 
     def leaving(self, names: Names) -> None:
@@ -550,15 +549,14 @@ class TierIndex(Occupancy):
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
         """
         found, states = self.find(names)
-        absent = (found < 0).nonzero()[0]
-        wanted = absent[first_occurrences(names.take(absent, axis=0))] if len(absent) else absent
+        wanted = _absent(names, found)
         with self.lock:
             self._found = None  # and once more in the end: a policy may raise in between
             if transient:
                 evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
-            self._table.insert(names.take(wanted, axis=0), taken)
+            self._table.insert(names_at(names, wanted), taken)
             self._states[taken] = PENDING
             self._found = None
         self._pending += len(taken)
@@ -572,10 +570,8 @@ class TierIndex(Occupancy):
     def fits(self, names: Names) -> bool:
         """Say whether `reserve` would find room now for what is absent of a batch. Changes nothing."""
         found, states = self.find(names)
-        absent = (found < 0).nonzero()[0]
-        num_wanted = len(first_occurrences(names.take(absent, axis=0))) if len(absent) else 0
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
-        return num_wanted <= len(self._free) + num_evictable
+        return len(_absent(names, found)) <= len(self._free) + num_evictable
 
     def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there.
@@ -774,6 +770,12 @@ class TierIndex(Occupancy):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, self._release)
+
+
+def _absent(names: Names, found: Slots) -> Slots:
+    """Return the positions of those names, each once, for which no slot was ``found``."""
+    absent = (found < 0).nonzero()[0]
+    return absent[first_occurrences(names_at(names, absent))] if len(absent) else absent
 
 
 def _policy_of(policy: str | type[Policy], num_slots: int) -> Policy:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import FREE, Books
+from tiered_kv.catalog.table import names_at
 from tiered_kv.values.keys import Names
 
 T = TypeVar("T")
@@ -126,7 +127,7 @@ def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     tiers = np.full(len(names), -1, dtype=np.int64)
     left = np.arange(len(names))
     for tier, index in enumerate(indexes):
-        ready = index.ready(names if len(left) == len(names) else names.take(left, axis=0))
+        ready = index.ready(names if len(left) == len(names) else names_at(names, left))
         tiers[left[ready]] = tier
         left = left[~ready]
         if not len(left):

@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.table import Slots
+from tiered_kv.catalog.table import Slots, ascending
 from tiered_kv.values.errors import ConfigurationError
 
 _Links = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -39,9 +39,7 @@ class FreeSlots:
     def take(self, n: int) -> Slots:
         """Take ``n <= len(self)`` slots, in ascending order."""
         self._len -= n
-        slots = self._stack[self._len : self._len + n].astype(np.int64)
-        slots.sort()
-        return slots
+        return ascending(self._stack[self._len : self._len + n].astype(np.int64))
 
     def give(self, slots: Slots) -> None:
         """Give slots back, none of them free already."""
@@ -98,7 +96,7 @@ class SlotQueue:
 
     def holds(self, slots: Slots) -> NDArray[np.bool_]:
         """Say of each slot whether it is in the queue."""
-        is_held: NDArray[np.bool_] = self._next.take(slots) != _ABSENT
+        is_held: NDArray[np.bool_] = self._next[slots] != _ABSENT
         return is_held
 
     def push(self, slots: Slots) -> None:
@@ -118,7 +116,7 @@ class SlotQueue:
                 before, behind = preceding[slot], following[slot]
                 following[before], preceding[behind], following[slot] = behind, before, _ABSENT
             return
-        breaks = (self._next.take(slots[:-1]) != slots[1:]).nonzero()[0]
+        breaks = (self._next[slots[:-1]] != slots[1:]).nonzero()[0]
         firsts = slots[np.concatenate(([0], breaks + 1))].tolist()
         lasts = slots[np.concatenate((breaks, [len(slots) - 1]))].tolist()
         for first, last in zip(firsts, lasts, strict=True):

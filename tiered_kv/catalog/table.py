@@ -7,6 +7,12 @@ compared exactly before any of them is called found, so a weak or hostile distri
 wrong answer.
 
 Pure data: no locks; one thread at a time.
+
+numpy lets other threads run in `take`, `arange`, `sort`, `argmax`, `searchsorted`, in moving rows of an array and in
+converting an index, even if there are only two elements; in indexing from some hundred on. Transfers take some dozens
+of such calls a window on the event loop's thread: beside transfers at full speed it let go of the interpreter 14,000
+times a second, and where another thread of the cache came first it had it back 0.4 ms later. So the catalog does
+without these for few blocks.
 """
 
 from operator import mul
@@ -22,10 +28,13 @@ Slots = NDArray[np.int64]
 
 _WAYS: Final = 8
 _ROW: Final = np.dtype("V32")  # numpy copies an opaque row with one memcpy, which `take` and `put` of four words do not
+_BUCKET: Final = np.dtype((np.void, 8 * _WAYS))
 _FEW: Final = 32
 """Of so many names Python finds repeats sooner than numpy begins."""
 _FEW_SLOTS: Final = 64
-"""Likewise, of slots."""
+"""Likewise, of slots. More rows are taken in a third of the time that it takes to index them."""
+_COUNTED: Final = np.arange(_FEW_SLOTS)
+_COUNTED.flags.writeable = False
 _SLOT_BITS: Final = np.uint64(32)
 _SLOT_LIMIT: Final = np.uint64(1 << 32)
 _LANE_BITS: Final = 3
@@ -52,10 +61,17 @@ def _hash_first(names: Names) -> int:
     return mixed
 
 
+def names_at(names: Names, at: Slots | NDArray[np.bool_]) -> Names:
+    """Return copies of the names at some positions, or of those that a mask says."""
+    rows = _rows(names)
+    rows = rows[at] if len(at) <= _FEW_SLOTS or at.dtype == np.bool_ else rows.take(at)
+    return rows.view(np.uint64).reshape(-1, 4)
+
+
 def first_occurrences(names: Names) -> Slots:
     """Positions in the batch, ascending, at which a name appears for the first time."""
     if len(names) <= _FEW and len(set(_rows(names).tolist())) == len(names):
-        return np.arange(len(names))
+        return _COUNTED[: len(names)]
     hashes = np.sort(hash_names(names))
     if not (hashes[1:] == hashes[:-1]).any():
         return np.arange(len(names))
@@ -81,6 +97,13 @@ def unique(slots: Slots) -> Slots:
     return slots[np.sort(order[np.diff(ordered, prepend=-1).nonzero()[0]])]
 
 
+def ascending(slots: Slots) -> Slots:
+    """Return slots in ascending order."""
+    if len(slots) < 2:
+        return slots
+    return np.array(sorted(slots.tolist()), np.int64) if len(slots) <= _FEW else np.sort(slots)
+
+
 class NameTable:
     """A map from names to the slots ``0 <= slot < capacity``, at most one name a slot and one slot a name.
 
@@ -94,8 +117,9 @@ class NameTable:
         self._shift = np.uint64(64 - bits)
         self._shift_int = 64 - bits
         # Written to, so that the pages exist: at a million slots the faults of one random batch took 100 ms.
-        self._names = np.full((max(capacity, 1), 4), 0, dtype=np.uint64).view(_ROW).reshape(-1)
+        self._names = _rows(np.full((max(capacity, 1), 4), 0, dtype=np.uint64))
         self._buckets = np.full((1 << bits, _WAYS), 0, dtype=np.uint64)
+        self._bucket_rows = self._buckets.view(_BUCKET).reshape(-1)
         self._spilled = np.full(1 << bits, 0, dtype=np.int32)  # names of this bucket that live in `_stash`
         self._stash: dict[bytes, int] = {}
 
@@ -103,14 +127,14 @@ class NameTable:
         """Return each name's slot, or -1: ``(n,)`` int64."""
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
-        entries = self._buckets.take(buckets, axis=0)
+        entries = self._entries_of(buckets)
         tags = (hashes << _SLOT_BITS).repeat(_WAYS).reshape(entries.shape)  # numpy is slow to spread so few columns
         entries ^= tags  # where the tag agrees, the slot (plus one) is all that is left
         matches = (entries < _SLOT_LIMIT).ravel().nonzero()[0]
-        slots = entries.reshape(-1).take(matches).view(np.int64)
+        slots = entries.reshape(-1)[matches].view(np.int64)
         slots -= 1
         # Nearly every batch is a whole hit or a whole miss: one comparison of the bytes settles a hit.
-        if len(matches) == len(names) and self._names.take(slots).tobytes() == names.tobytes():
+        if len(matches) == len(names) and self.names(slots).tobytes() == names.tobytes():
             return slots
         return self._settle(names, buckets, matches >> _LANE_BITS, slots)
 
@@ -126,7 +150,8 @@ class NameTable:
 
     def names(self, slots: Slots) -> Names:
         """Return copies of the names that were last inserted at these slots."""
-        return self._names.take(slots).view(np.uint64).reshape(-1, 4)
+        rows = self._names[slots] if len(slots) <= _FEW_SLOTS else self._names.take(slots)
+        return rows.view(np.uint64).reshape(-1, 4)
 
     def run_at(self, slot: int, names: Names) -> int:
         """Count the leading names that lie at ``slot, slot + 1, ...``; a removed name counts as still lying there."""
@@ -154,17 +179,15 @@ class NameTable:
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
         flat = self._buckets.reshape(-1)
-        left = np.arange(len(names))
+        left = _COUNTED[: len(names)] if len(names) <= _FEW_SLOTS else np.arange(len(names))
         while len(left):
-            free = self._buckets.take(buckets[left], axis=0) == 0
-            lanes = free.argmax(axis=1)
-            places = (buckets[left] << _LANE_BITS) + lanes
-            full = flat.take(places) != 0
+            places = (buckets[left] << _LANE_BITS) + _first_zeros(self._entries_of(buckets[left]))
+            full = flat[places] != 0
             if full.any():
                 self._spill(names, slots, buckets, left[full])
                 left, places = left[~full], places[~full]
             flat[places] = entries[left]
-            left = left[flat.take(places) != entries[left]]  # of several names at one place the last one stays: go on
+            left = left[flat[places] != entries[left]]  # of several names at one place the last one stays: go on
 
     def remove(self, slots: Slots) -> None:
         """Forget the names at these slots, each of which holds one, none twice."""
@@ -172,7 +195,7 @@ class NameTable:
         hashes = hash_names(names)
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
-        matches = (self._buckets.take(buckets, axis=0) == entries[:, None]).ravel().nonzero()[0]
+        matches = (self._entries_of(buckets) == entries[:, None]).ravel().nonzero()[0]
         rows = matches >> _LANE_BITS
         self._buckets.reshape(-1)[(buckets[rows] << _LANE_BITS) + (matches & (_WAYS - 1))] = 0
         if len(matches) < len(slots):
@@ -188,6 +211,12 @@ class NameTable:
         self._spilled.fill(0)
         self._stash.clear()
 
+    def _entries_of(self, buckets: Slots) -> NDArray[np.uint64]:
+        """Return copies of the entries of some buckets: ``(n, 8)``."""
+        rows = self._bucket_rows
+        entries = rows[buckets] if len(buckets) <= _FEW_SLOTS else rows.take(buckets)
+        return entries.view(np.uint64).reshape(-1, _WAYS)
+
     def _bucket_of(self, hashes: NDArray[np.uint64]) -> Slots:
         return (hashes >> self._shift).view(np.int64)
 
@@ -196,11 +225,10 @@ class NameTable:
         slots = np.empty(len(names), dtype=np.int64)
         slots.fill(-1)
         if len(candidates):
-            held = self._names.take(candidates).view(np.uint64).reshape(-1, 4)
-            same = (held == names.take(rows, axis=0)).all(axis=1)
+            same = (self.names(candidates) == names_at(names, rows)).all(axis=1)
             same &= candidates >= 0  # an empty entry looks like a match to a name whose tag is 0
             slots[rows[same]] = candidates[same]
-        if self._stash and (spilled := self._spilled.take(buckets)).any():
+        if self._stash and (spilled := self._spilled[buckets]).any():
             for row in ((slots < 0) & (spilled > 0)).nonzero()[0].tolist():
                 slots[row] = self._stash.get(names[row].tobytes(), -1)
         return slots
@@ -209,6 +237,16 @@ class NameTable:
         for row in rows.tolist():
             self._stash[names[row].tobytes()] = int(slots[row])
             self._spilled[buckets[row]] += 1
+
+
+def _first_zeros(entries: NDArray[np.uint64]) -> Slots:
+    """Return the first lane of each row that holds 0, or any if none does."""
+    is_free = entries == 0
+    if len(is_free) > _FEW:
+        lanes: Slots = is_free.argmax(axis=1)
+        return lanes
+    held = is_free.tobytes()
+    return np.array([max(0, held.find(1, row, row + _WAYS) - row) for row in range(0, len(held), _WAYS)], np.int64)
 
 
 def _rows(names: Names) -> NDArray[np.void]:

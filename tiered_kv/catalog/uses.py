@@ -88,7 +88,7 @@ class History:
 
     def fates(self, names: Names) -> NDArray[np.uint8]:
         """Return the `Fate` of each name, ``(n,)``."""
-        return self._fates.take(self._table.find(names))
+        return self._fates[self._table.find(names)]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -229,13 +229,13 @@ class Ghosts:
         """Remember how often each was used, at least once; when; and of which kind it is, whatever that is."""
         places, tags = self._places(names)
         self._tags[places], self._used_at[places], self._kinds[places] = tags, used_at, kinds
-        self._num_uses[places] = np.minimum(num_uses, 255)
+        self._num_uses[places] = np.minimum(num_uses, 255).astype(np.uint8)
 
     def recall(self, names: Names) -> tuple[Uses, Times, NDArray[np.uint8]]:
         """Return what `add` was told of each: 0 uses of what is not remembered."""
         places, tags = self._places(names)
-        num_uses = self._num_uses.take(places) * (self._tags.take(places) == tags)
-        return num_uses.astype(np.int32), self._used_at.take(places), self._kinds.take(places)
+        num_uses = self._num_uses[places] * (self._tags[places] == tags)
+        return num_uses.astype(np.int32), self._used_at[places], self._kinds[places]
 
     def clear(self) -> None:
         """Forget all."""

@@ -15,6 +15,7 @@ many lives there were, and at which ages they ended in another use; `LHDPolicy` 
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from heapq import heapify, heappop, heappush
 from itertools import accumulate
 from typing import Any, Final
@@ -35,6 +36,8 @@ _A_TIER: Final = 16
 _LEAST_WIDTH: Final = 64
 _LOSS: Final = 0.1
 """Hits that may be lost before LRU's order is taken, as a part of the slots."""
+_FEW: Final = 32
+"""So many slots are told apart one by one sooner than numpy begins, and without letting go of the interpreter."""
 _NOTED_AT_ONCE: Final = 64
 """Batches of blocks, at most, that are judged together: those of one window, until somebody asks."""
 _FIRST_PAUSE: Final = 4
@@ -104,7 +107,7 @@ class AgainstLRU:
         np.subtract.at(self._counts, used_at[is_known] // self._width % _WINDOWS, 1)
         in_lru = is_known & (used_at >= self._since)
         ends = np.cumsum([0, *(len(each) for _, _, each, _ in noted)])
-        known_of, in_lru_of = (np.diff(np.concatenate(([0], each.cumsum())).take(ends)) for each in (is_known, in_lru))
+        known_of, in_lru_of = (np.diff(np.concatenate(([0], each.cumsum()))[ends]) for each in (is_known, in_lru))
         for (now, _, _, is_hit), num_known, num_lru in zip(noted, known_of.tolist(), in_lru_of.tolist(), strict=True):
             gained = num_known - num_lru if is_hit else -num_lru
             if gained or self._prefers_lru:
@@ -145,6 +148,7 @@ Counts = NDArray[np.float64]
 
 _STARTS: Final[Counts] = np.concatenate(([0.0], _YOUNGEST * 2.0 ** (np.arange(NUM_AGES) / _AGES_AN_OCTAVE)))
 _BOUNDS: Final = np.ceil(_STARTS[1:NUM_AGES]).astype(np.int64)
+_BOUNDS_ONE_BY_ONE: Final[list[int]] = _BOUNDS.tolist()
 _LENGTHS: Final[Counts] = np.diff(_STARTS)
 _IS_LATER: Final = np.triu(np.ones((NUM_AGES, NUM_AGES), np.bool_))
 _MOST_CERTAIN: Final = 0.999
@@ -153,6 +157,8 @@ _TOLD_COUNTS: Final = 16.0
 
 def age_classes(ages: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the class of each age, two an octave from 16 on: ``(n,)``, below `NUM_AGES`."""
+    if len(ages) <= _FEW:
+        return np.array([bisect_right(_BOUNDS_ONE_BY_ONE, age) for age in ages.tolist()], np.int64)
     return _BOUNDS.searchsorted(ages, side="right")
 
 
@@ -279,6 +285,7 @@ class Lives:
 
 _Said = tuple[str, int, int | None]
 
+# Looked up by indexes of numpy's own type: to convert others it lets go of the interpreter.
 _LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
 """By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
 _ONE_MORE: Final = np.minimum(np.arange(1, 257), 255).astype(np.uint8)
@@ -296,8 +303,6 @@ _LEAST_GHOSTS: Final = 1 << 15
 """A small tier learns how long blocks stay away only if it remembers more of them; 14 bytes each."""
 _LEARN_EVERY: Final = 512
 """Blocks used; to compute densities takes some 100 us."""
-_FEW: Final = 32
-"""So many slots are told apart one by one sooner than numpy begins."""
 _TOUCHED_AT_ONCE: Final = 512
 """Blocks. With 64 a load of four took 8 % more than by LRU, with so many 3 %; to learn from them takes 0.25 ms."""
 _SAME: Final = 1.1
@@ -378,7 +383,7 @@ class LHDPolicy(Policy):
         self._begin_moment(is_use=True)
         if not len(slots):
             return
-        num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
+        num_uses, used_at = self._num_uses[slots], self._used_at[slots]
         self._let_go(slots)
         self._against_lru.count(self._now, 0, used_at, is_hit=True)
         self._lives.end(self._classes_of(slots, num_uses), self._now - used_at)
@@ -404,17 +409,17 @@ class LHDPolicy(Policy):
         lengths = [len(each) for each in touched]
         moments = list(accumulate(lengths[:-1], initial=self._now))
         times = np.array(moments).repeat(lengths)
-        num_uses, used_at = self._num_uses.take(slots), self._used_at.take(slots)
+        num_uses, used_at = self._num_uses[slots], self._used_at[slots]
         is_last = _follow_repeats(slots, times, num_uses, used_at) if len(touched) > 1 else None
         moved = slots if is_last is None else slots[is_last]
-        for number, batch in _by_number(self._queue_of.take(moved), moved):
+        for number, batch in _by_number(self._queue_of[moved], moved):
             self._queues[number].remove(batch)
         self._let_go(slots)
         start = 0
         for moment, n in zip(moments, lengths, strict=True):
             self._against_lru.count(moment, 0, used_at[start : start + n], is_hit=True)
             start += n
-        self._lives.end(_LEVELS.take(num_uses), times - used_at)
+        self._lives.end(_LEVELS[num_uses.astype(np.intp)], times - used_at)
         levels = self._begin(slots, num_uses)
         self._used_at[slots] = times
         self._advance(moments[-1] - self._now)
@@ -438,7 +443,7 @@ class LHDPolicy(Policy):
         lost = used_at[known[~was_held]]
         self._against_lru.count(self._now, len(absent) - len(known), lost, is_hit=False)
         num_uses = np.minimum(num_uses, 254) + 1
-        self._lives.begin(_LEVELS.take(num_uses))
+        self._lives.begin(_LEVELS[num_uses.astype(np.intp)])
         self._ghosts.add(absent, num_uses, np.full(len(absent), self._now), np.full(len(absent), _HELD))
         self._num_passed += len(absent)
 
@@ -462,7 +467,7 @@ class LHDPolicy(Policy):
         if self._touched:
             self._settle()
         self._num_evictable -= len(slots)
-        for number, batch in _by_number(self._queue_of.take(slots), slots):
+        for number, batch in _by_number(self._queue_of[slots], slots):
             self._queues[number].remove(batch)
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
@@ -475,7 +480,7 @@ class LHDPolicy(Policy):
             self._queue_of[slots] = _COLD
             self._queues[_COLD].push_cold(slots)
             return
-        numbers = self._classes_of(slots, self._num_uses.take(slots))
+        numbers = self._classes_of(slots, self._num_uses[slots])
         self._queue_of[slots] = numbers
         for number, batch in _by_number(numbers, slots):
             self._queues[number].push(batch)
@@ -485,32 +490,33 @@ class LHDPolicy(Policy):
         self._settle()
         chosen = [self._queues[_COLD].head(n, skip=keep)]
         missing = n - len(chosen[0])
-        fronts: dict[int, tuple[Slots, NDArray[np.int64]]] = {}
+        fronts: dict[int, tuple[Slots, list[int]]] = {}
         numbers = [number for number in self._class_numbers() if len(self._queues[number])]
         if len(numbers) == 1:
             return np.concatenate((chosen[0], self._queues[numbers[0]].head(missing, skip=keep)))
-        firsts = self._keys(numbers, np.array([self._queues[number].first for number in numbers], np.int64))
+        first = np.array([self._queues[number].first for number in numbers], np.int64)
+        firsts = self._keys(np.array(numbers, np.int64), first)
         waiting = [(key, number, -1) for key, number in zip(firsts.tolist(), numbers, strict=True)]
         heapify(waiting)
         while missing:
             _, number, start = heappop(waiting)
             if start < 0:  # only looked at from afar so far
                 slots = self._queues[number].head(missing, skip=keep)
-                keys = np.maximum.accumulate(self._keys(number, slots))
+                keys = np.maximum.accumulate(self._keys(number, slots)).tolist()
                 fronts[number] = slots, keys
                 if len(slots):
-                    heappush(waiting, (int(keys[0]), number, 0))
+                    heappush(waiting, (keys[0], number, 0))
                 continue
             slots, keys = fronts[number]
             stop = len(slots)
             if waiting:
                 key, other, _ = waiting[0]
-                stop = int(keys.searchsorted(key, side="right" if number < other else "left"))
+                stop = bisect_right(keys, key) if number < other else bisect_left(keys, key)
             stop = min(max(stop, start + 1), start + missing)
             chosen.append(slots[start:stop])
             missing -= stop - start
             if stop < len(slots):
-                heappush(waiting, (int(keys[stop]), number, stop))
+                heappush(waiting, (keys[stop], number, stop))
         return np.concatenate(chosen)
 
     def evict(self, slots: Slots, names: Names) -> None:
@@ -552,12 +558,12 @@ class LHDPolicy(Policy):
 
     def _begin(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> Classes:
         """Let a life begin, of blocks that were used so often before this use; return their levels."""
-        num_uses = _ONE_MORE.take(num_uses)
+        num_uses = _ONE_MORE[num_uses.astype(np.intp)]
         self._num_uses[slots] = num_uses
         self._used_at[slots] = self._now
         if self._kinds_known:
             self._kinds[slots] = 0  # what was said of them was said of the time until now
-        levels: Classes = _LEVELS.take(num_uses)
+        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
         self._lives.begin(levels)
         return levels
 
@@ -569,12 +575,12 @@ class LHDPolicy(Policy):
     def _classes_of(self, slots: Slots, num_uses: NDArray[np.integer[Any]]) -> Classes:
         """Return the classes of blocks that are here; nearly always nothing was ever said of any."""
         if self._kinds_known:
-            return self._classes(self._kinds.take(slots), num_uses)
-        levels: Classes = _LEVELS.take(num_uses)
+            return self._classes(self._kinds[slots], num_uses)
+        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
         return levels
 
     def _classes(self, kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
-        levels: Classes = _LEVELS.take(num_uses)
+        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
         return kinds * np.uint8(_NUM_LEVELS) + levels
 
     def _kind_of(self, hint: ReuseHint, elapsed_s: float) -> int:
@@ -623,13 +629,14 @@ class LHDPolicy(Policy):
             self._learned = (self._learned + 1) % (len(self._kinds_known) + 1)
             self._due[self._learned] = self._lives.of(_of_kind(self._learned))
 
-    def _keys(self, numbers: int | list[int], slots: Slots) -> NDArray[np.int64]:
+    def _keys(self, numbers: int | Slots, slots: Slots) -> NDArray[np.int64]:
         """Return by what blocks of these queues go, the least first: density, and when they were used."""
         self._compute_densities()
         used_at = self._used_at[slots]
         if self._against_lru.prefers_lru:
             return used_at
-        keys: NDArray[np.int64] = self._ranks[numbers, age_classes(self._now - used_at)] + used_at
+        places = numbers * NUM_AGES + age_classes(self._now - used_at)
+        keys: NDArray[np.int64] = self._ranks.reshape(-1)[places] + used_at
         return keys
 
 
