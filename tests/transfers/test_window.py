@@ -11,7 +11,8 @@ from numpy.typing import NDArray
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
-from tiered_kv import BlockKeys, CacheLimits, GPULoadStoreSpec
+from tiered_kv import BlockKey, BlockKeys, CacheLimits, GPULoadStoreSpec
+from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.tiers.gate import Kind
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.window import Bringer, Landed, Presence
@@ -42,6 +43,28 @@ async def test_what_is_read_is_never_longer_than_a_window() -> None:
         assert len(window.batch) == chain.window_blocks == 4
         assert not window.is_last
         bringer.abandon(window)
+        await until_idle(kv)
+
+
+async def test_a_long_load_goes_in_larger_windows_but_for_its_ends() -> None:
+    """Each window costs the loop as much; the first and the last are usual ones, as nothing overlaps them."""
+    sizes: list[int] = []
+
+    class Sizes(ScriptedBackend):
+        async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+            sizes.append(len(keys))
+            return await super().read(keys, into)
+
+    engine = Engine(num_pages=256)
+    limits = CacheLimits(window=2 * PAYLOAD_BYTES, bounce=64 * PAYLOAD_BYTES, promote=False)
+    async with open_cache(Sizes(), engine=engine, limits=limits) as kv:
+        keys = prompt(100)
+        await keep(kv, engine, keys)
+        loaded = await kv.load(keys, GPULoadStoreSpec(range(100, 200)))
+        assert (loaded.num_blocks, sum(sizes)) == (100, 100)
+        assert (sizes[0], max(sizes)) == (2, 8)  # four usual windows at most
+        assert sizes[-1] <= 2
+        assert len(sizes) < 25  # and not 50
         await until_idle(kv)
 
 

@@ -193,6 +193,16 @@ class Blocks(Sequence[Block]):
         self._made: list[Block | None] = [None] * num_blocks
         self._make = make
 
+    @classmethod
+    def some(cls, blocks: Sequence[Block], at: Sequence[int]) -> Sequence[Block]:
+        """Return those of ``blocks`` at ascending positions, each once."""
+        return blocks if len(at) == len(blocks) else cls(len(at), lambda n: blocks[at[n]])
+
+    @classmethod
+    def read_only(cls, blocks: Sequence[Block]) -> "Blocks":
+        """Return the same memory, see `Block.read_only`."""
+        return cls(len(blocks), lambda n: blocks[n].read_only())
+
     def __len__(self) -> int:
         return len(self._made)
 

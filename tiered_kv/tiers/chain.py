@@ -38,6 +38,10 @@ from tiered_kv.values.results import TierRun
 FROM_ENGINE: Final = 0
 """As a source of blocks, among the numbers of storage tiers: none of these."""
 _ASKED_AT_ONCE: Final = 1024
+_LAST_WINDOWS: Final = 4
+"""In no less than so many what is left goes."""
+_LONGEST: Final = 4
+"""Times a usual window."""
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
 """Remembered for admission: 16 to 32 bytes each."""
@@ -104,6 +108,7 @@ class Chain:
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
         most = transient // max(4, num_takers)
         self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
+        self._most_window = max(size, min(_LONGEST * size, most))
         self._least_share = size if num_takers * size <= transient else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
@@ -112,6 +117,14 @@ class Chain:
     def stride_bytes(self) -> int:
         """Bytes of a host slot."""
         return self.host.slab.stride_bytes
+
+    def next_window(self, num_done: int, num_left: int) -> int:
+        """Return how many blocks the next window of a transfer has at most, which has moved some and has some left.
+
+        Each window costs the loop about as much, however many blocks are in it, so a long transfer goes in larger ones:
+        but for its first and its last, which nothing overlaps.
+        """
+        return max(self.window_blocks, min(num_done, num_left // _LAST_WINDOWS, self._most_window))
 
     # Finding.
 
@@ -268,7 +281,7 @@ class Chain:
         index = self.host.index
         kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
         usable = index.num_transient_free - max(kept, self._set_aside(source))
-        if usable < min(len(batch), self.window_blocks):
+        if usable < min(len(batch), self._most_window):
             return None
         return self.reserve(self.host, batch, transient=True, source=source)
 

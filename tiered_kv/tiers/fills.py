@@ -155,7 +155,7 @@ class Fills:
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""
         slots, _ = self._host.index.find(batch.names)
-        return self._sources.take(slots)
+        return self._sources[slots]
 
     def announce(self, fill: Fill, reservation: Reservation) -> None:
         """Let others find and join a fill of host slots."""

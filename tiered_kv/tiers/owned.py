@@ -162,7 +162,7 @@ class OwnedTier(StorageTier, BookedTier):
         return False
 
     async def _read_blocks(
-        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> ReadReport:
         """Read and verify. A block that is not what the index says is removed, see `take_out`.
 
@@ -172,7 +172,7 @@ class OwnedTier(StorageTier, BookedTier):
             at = (lease.slots >= 0).nonzero()[0]
             if not len(at):
                 return ReadReport.of(len(batch), at, [], {})
-            there, wanted, slots = [blocks[i] for i in at], batch[at], lease.slots[at]
+            there, wanted, slots = Blocks.some(blocks, at.tolist()), batch[at], lease.slots[at]
             outcomes, refused = await self._read(
                 partial(self._read_slots, slots), self.records.keys(wanted), there, waiter, on_late,
                 makes_records=self.backend.makes_records,
@@ -246,7 +246,7 @@ class OwnedTier(StorageTier, BookedTier):
 
         if self._begin_to_write(writing, blocks, written, waiter, on_late):
             return _nothing
-        work = finish(self._move_on(writing, list(blocks), on_late, waiter))
+        work = finish(self._move_on(writing, blocks, on_late, waiter))
         task = asyncio.get_running_loop().create_task(work, name=f"write {len(writing.todo)} blocks to {self.name}")
 
         give_up = partial(waiter.leave, task)  # once its turn has come the medium has the memory
@@ -264,11 +264,10 @@ class OwnedTier(StorageTier, BookedTier):
         """Have threads of the medium make and write the records; False if that has to be waited for."""
         if not self.backend.makes_records or self._stages:
             return False
-        slots, todo = writing.slots, writing.todo.tolist()
+        slots = writing.slots
         hidden = self.records.names(writing.batch.names)
-        there = blocks if len(todo) == len(blocks) else Blocks(len(todo), lambda n: blocks[todo[n]])
-        records = Blocks(len(todo), lambda n: there[n].read_only())
-        make = self.records.making(writing.batch, there, self.shape)
+        there = Blocks.some(blocks, writing.todo.tolist())
+        records, make = Blocks.read_only(there), self.records.making(writing.batch, there, self.shape)
         self._in_write[writing] = writing.batch.names, slots
         is_begun = self.calls.begin(
             "write",
@@ -285,12 +284,12 @@ class OwnedTier(StorageTier, BookedTier):
         return is_begun
 
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
+        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
         return await self._write_on(self._take_slots(batch, wanted), blocks, on_late, waiter)
 
     async def _write_on(
-        self, writing: "_SlotWrite", blocks: list[Block], on_late: Callable[[], None], waiter: Waiter
+        self, writing: "_SlotWrite", blocks: Sequence[Block], on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
         """Write to slots of the index. What is removed while it is written never commits."""
         try:
@@ -301,9 +300,9 @@ class OwnedTier(StorageTier, BookedTier):
         return report
 
     async def _move_on(
-        self, writing: "_SlotWrite", blocks: list[Block], on_late: Callable[[], None], waiter: Waiter
+        self, writing: "_SlotWrite", blocks: Sequence[Block], on_late: Callable[[], None], waiter: Waiter
     ) -> None:
-        there = [blocks[i] for i in writing.todo.tolist()]
+        there = Blocks.some(blocks, writing.todo.tolist())
         try:
             outcomes = await self._write_to(writing.batch, there, writing.slots, on_late, waiter)
         except BaseException:
@@ -364,11 +363,10 @@ class OwnedTier(StorageTier, BookedTier):
         return WriteReport(report.written, report.present, report.dropped, because, report.unwanted)
 
     async def _write_to(
-        self, batch: Batch, blocks: list[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
+        self, batch: Batch, blocks: Sequence[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
     ) -> list[Outcome]:
         if self.backend.makes_records and not self._stages:
-            make = self.records.making(batch, blocks, self.shape)
-            records = [block.read_only() for block in blocks]
+            records, make = Blocks.read_only(blocks), self.records.making(batch, blocks, self.shape)
             return await self._write_records(batch.names, records, slots, on_late, waiter, make)
         async with self._encoded(batch, blocks) as made:
             names, slots = batch.names[made.at], slots[made.at]
@@ -394,7 +392,7 @@ class OwnedTier(StorageTier, BookedTier):
         finally:
             del self._in_write[write]
 
-    def _read_slots(self, slots: Slots, into: list[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
+    def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
         more = {"verify": verify} if verify else {}
         return self.backend.read(self.group, slots, into, **more)
 

@@ -465,7 +465,7 @@ class SpareBlocks:
         taken, self._free = self._free[:n], self._free[n:]
         return taken + [Block.empty(self._shape.payload_bytes) for _ in range(n - len(taken))]
 
-    def give(self, blocks: list[Block]) -> None:
+    def give(self, blocks: Sequence[Block]) -> None:
         """Take them back."""
         self._free += blocks
 

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, Block, Outcome
+from tiered_kv.media.backend import Backend, Block, Blocks, Outcome
 from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, outcomes_problem
 from tiered_kv.tiers.gate import Waiter
@@ -473,13 +473,13 @@ class SharedTier(StorageTier):
         return await self._locate(lambda: self.backend.locate(self.records.keys(batch)), len(batch))
 
     async def _read_blocks(
-        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> ReadReport:
         """Read and verify. A block that is broken twice is deleted; until then a store may repair it."""
         at = (~self._evicted.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
             return ReadReport.of(len(batch), at, [], {})
-        wanted, there = batch[at], [blocks[i] for i in at]
+        wanted, there = batch[at], Blocks.some(blocks, at.tolist())
         keys = self.records.keys(wanted)
         outcomes, refused = await self._read(
             lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late
@@ -494,14 +494,14 @@ class SharedTier(StorageTier):
         return report
 
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
+        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
         """Write. What is being deleted is dropped: which of the two came last, nobody could tell."""
         n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
         at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
         if len(at):
-            there, chosen, serial = [blocks[i] for i in at], batch[at], self._evicted.serial
+            there, chosen, serial = Blocks.some(blocks, at.tolist()), batch[at], self._evicted.serial
             with self._is_writing(chosen.names):
                 async with self._encoded(chosen, there) as made:
                     write = partial(self.backend.write, made.keys, made.records)

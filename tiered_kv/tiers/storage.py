@@ -137,7 +137,9 @@ class StorageTier(Tier):
         """Say which blocks a store need not write; otherwise as `find`."""
         return await self.find(batch)
 
-    async def read(self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]) -> ReadReport:
+    async def read(
+        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
+    ) -> ReadReport:
         """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
         read, report = self._begin_to_count(len(batch), waiter), ReadReport.nothing_of(len(batch))
         no_more = partial(self.speed.end, read, is_well=False)  # of one that is late the breakers take care
@@ -178,14 +180,14 @@ class StorageTier(Tier):
 
     @abstractmethod
     async def _read_blocks(
-        self, batch: Batch, blocks: list[Block], waiter: Waiter, on_late: Callable[[], None]
+        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> ReadReport:
         """Read and verify, once it is our turn; call ``on_late`` when the medium is late with it."""
 
     async def write(
         self,
         batch: Batch,
-        blocks: list[Block],
+        blocks: Sequence[Block],
         is_wanted: Callable[[], Mask],
         on_late: Callable[[], None],
         waiter: Waiter,
@@ -234,7 +236,7 @@ class StorageTier(Tier):
 
     @abstractmethod
     async def _write_blocks(
-        self, batch: Batch, blocks: list[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
+        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
     ) -> WriteReport:
         """Write those of the blocks that are wanted, once it is our turn."""
 
@@ -308,9 +310,9 @@ class StorageTier(Tier):
 
     async def _read(
         self,
-        call: Callable[[list[Block], Verify | None], Awaitable[list[Outcome]]],
+        call: Callable[[Sequence[Block], Verify | None], Awaitable[list[Outcome]]],
         keys: list[BlockKey],
-        blocks: list[Block],
+        blocks: Sequence[Block],
         waiter: Waiter,
         on_late: Callable[[], None],
         *,
@@ -394,7 +396,7 @@ class StorageTier(Tier):
         return self._codec is not None or self.records.encrypts
 
     @asynccontextmanager
-    async def _encoded(self, batch: Batch, blocks: list[Block]) -> AsyncIterator[Encoded]:
+    async def _encoded(self, batch: Batch, blocks: Sequence[Block]) -> AsyncIterator[Encoded]:
         """Make the records; lend them until the backend has let go of them."""
         keys = self.records.keys(batch)
         staged = self._spare_blocks.take(len(keys)) if self._stages else blocks

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.table import hash_names
+from tiered_kv.catalog.table import hash_names, names_at
 from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError, Reason
@@ -51,7 +51,8 @@ class Batch:
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
         spaces = None if self.spaces is None else self.spaces[at]
-        return Batch(self.namespace, self.names[at], self.positions[at], spaces)
+        names = self.names[at] if isinstance(at, slice) else names_at(self.names, at)
+        return Batch(self.namespace, names, self.positions[at], spaces)
 
 
 class Naming:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.table import names_at
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
@@ -197,7 +198,7 @@ class Load(InTask):
         index, names = self._chain.host.index, landed.window.batch.names[: landed.num_blocks]
         is_kept = (landed.host >= 0) & (landed.host < index.max_slots)
         if self._bringer.may_keep and is_kept.any():
-            self._head.append(index.lease(names[is_kept]))
+            self._head.append(index.lease(names_at(names, is_kept)))
 
     def _let_go_of_head(self) -> None:
         self._chain.release(*self._head)
@@ -218,7 +219,7 @@ class Load(InTask):
 
     def _window(self, begun: int) -> int:
         """Blocks of the next window: more where nothing has to be read, as each costs the event loop 0.2 ms."""
-        size = self._chain.window_blocks
+        size = self._chain.next_window(begun, len(self._batch) - begun)
         ahead = self._batch.names[begun : begun + self._chain.resident_blocks]
         resident = max(tier.index.ready_prefix(ahead) for tier in (self._gpu, self._chain.host) if tier is not None)
         if resident >= size:

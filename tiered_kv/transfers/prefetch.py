@@ -109,7 +109,7 @@ class Prefetch(Revocable):
         started, done = asyncio.get_running_loop().time(), 0
         try:
             while not self.revoked and done < len(self._batch):
-                part = self._batch[done : done + self._chain.window_blocks]
+                part = self._batch[done : done + self._chain.next_window(done, len(self._batch) - done)]
                 arrived = await self._bring(done, part)
                 done += arrived
                 if arrived < len(part):

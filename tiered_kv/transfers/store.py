@@ -126,7 +126,7 @@ class Store(Revocable):
             if self._is_refused():
                 done = len(self._batch)
             while done < len(self._batch):
-                stop = done + self._window()
+                stop = done + self._window(done)
                 part, pages, wanted = self._batch[done:stop], self._request.pages[done:stop], self._wanted[done:stop]
                 known: Mask = np.zeros(len(part), np.bool_)
                 # Where there is room nothing waits: let others run between windows.
@@ -251,9 +251,10 @@ class Store(Revocable):
     async def _wait(self) -> tuple[TierStore, ...]:
         return await asyncio.shield(self._settled)
 
-    def _window(self) -> int:
+    def _window(self, done: int = 0) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
-        size = self._chain.window_blocks if self._goes_down else self._chain.resident_blocks
+        left = len(self._batch) - done
+        size = self._chain.next_window(done, left) if self._goes_down else self._chain.resident_blocks
         for most in self._may_keep.values():
             if most > 0:
                 return min(size, most)

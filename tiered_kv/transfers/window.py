@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
+from tiered_kv.catalog.table import names_at
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
@@ -250,13 +251,14 @@ class Bringer:
 
     async def _begin(self, window: Window, *, may_wait: bool) -> bool:
         missing = self._hold_resident(window)
-        if len(missing) and len(window.batch) > self.chain.window_blocks:
+        size = self.chain.next_window(window.start, len(self._batch) - window.start)
+        if len(missing) and len(window.batch) > size:
             # It was to be as long as what was resident, and some of that has left: what is read is never so long.
             self.chain.release(*window.held)
             window.held = []
             window.source[:] = -1
             window.host[:] = -1
-            self._cut(window, int(missing[0]) or self.chain.window_blocks)
+            self._cut(window, int(missing[0]) or size)
             missing = self._hold_resident(window)
         if not len(missing):
             return True
@@ -350,7 +352,7 @@ class Bringer:
             faults += chain.fills.faults_of(fill)
         host = window.host
         arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]
-        lease = chain.host.index.lease(batch.names[arrived])
+        lease = chain.host.index.lease(names_at(batch.names, arrived))
         host[arrived] = lease.slots
         absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
@@ -396,14 +398,14 @@ class Bringer:
         left = (window.source < 0).nonzero()[0]
         if not len(left):
             return
-        lease = self.chain.host.index.lease(window.batch.names[left])
+        lease = self.chain.host.index.lease(names_at(window.batch.names, left))
         window.held.append(lease)
         window.host[left] = lease.slots
         window.source[left[lease.slots >= 0]] = len(self.chain.memory) - 1
 
     def _are_holes(self, at: NDArray[np.int64]) -> Mask:
         """Say which blocks of the transfer are not on the host, and not on their way there."""
-        slots, _ = self.chain.host.index.find(self._batch.names[at])
+        slots, _ = self.chain.host.index.find(names_at(self._batch.names, at))
         return np.less(slots, 0)
 
     def _cut(self, window: Window, n: int) -> None:

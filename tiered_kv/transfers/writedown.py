@@ -343,7 +343,7 @@ class WriteDown:
         async def write(blocks: LentBlocks) -> None:
             report = None
             try:
-                report = await storage.write(batch, list(blocks), is_wanted, lambda: settle(None), waiter)
+                report = await storage.write(batch, blocks, is_wanted, lambda: settle(None), waiter)
             finally:
                 end(report, blocks)
 

@@ -195,7 +195,7 @@ class DirectoryStore:
         Raises:
             BackendUnavailableError: The disk or the directory is gone.
         """
-        files = self._group(group, slots, blocks)
+        files = self._group(group, slots, None if make else blocks)  # else they are looked at where they are made
         check_lengths(names, blocks)
         await files.until_erased(slots)
         files.mark(slots, WRITING)
@@ -347,8 +347,9 @@ class DirectoryStore:
         is, calls are as long as they may be: a disk is as busy with few long ones, and each costs a thread's turn at
         the interpreter.
         """
-        order = slots.argsort(kind="stable")
-        sorted_slots, positions, end = slots[order].tolist(), order.tolist(), len(order)
+        sorted_slots = slots.tolist()
+        positions, end = sorted(range(len(slots)), key=sorted_slots.__getitem__), len(slots)
+        sorted_slots.sort()
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
         share = max(-(-end // num_free), least_bytes // slab.shape.stride_bytes, 1)
         share = min(share, slab.call_blocks)

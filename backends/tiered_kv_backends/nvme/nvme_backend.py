@@ -14,6 +14,7 @@ import numpy as np
 from tiered_kv.media.backend import (
     BackendContext,
     Block,
+    Blocks,
     Make,
     Missing,
     Outcome,
@@ -158,7 +159,7 @@ class NVMeBackend(SlotBackend):
 
         def write(store: DirectoryStore, at: Slots, local: Slots) -> Awaitable[list[Outcome]]:
             made = None if make is None else lambda positions: make(at[positions].tolist())
-            return store.write(group, local, names[at], [blocks[i] for i in at], sequences[at], made)
+            return store.write(group, local, names[at], Blocks.some(blocks, at.tolist()), sequences[at], made)
 
         return await self._move(slots, write)
 
