@@ -58,7 +58,7 @@ class CacheLimits(Checked):
     """How long a store may keep its caller waiting for its blocks to be copied; what is not copied then is dropped."""
     window: Bytes = default_size(16 * _MIB)
     """Bytes moved as one piece: while one window is copied to the GPU, the next one is read. Long transfers go in
-    windows of up to four times as much, but for their first and last. A block that is larger is a piece of its own, but
+    windows of twice as much, but for their first and last. A block that is larger is a piece of its own, but
     a size that is set may not be less than a block."""
     bounce: Bytes = default_size(160 * _MIB)
     """Bytes of host memory for blocks that only pass through. Holds at least one window; with ten of them a tier may

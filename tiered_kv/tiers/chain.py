@@ -40,8 +40,8 @@ FROM_ENGINE: Final = 0
 _ASKED_AT_ONCE: Final = 1024
 _LAST_WINDOWS: Final = 4
 """In no less than so many what is left goes."""
-_LONGEST: Final = 4
-"""Times a usual window."""
+_LONGEST: Final = 2
+"""Times a usual window: two of them are what one tier reads at once, and with fewer under way a disk waits."""
 _LEAST_USES: Final = 1 << 12
 _MOST_USES: Final = 1 << 20
 """Remembered for admission: 16 to 32 bytes each."""
