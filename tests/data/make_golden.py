@@ -40,7 +40,7 @@ def golden_ledger(path: Path) -> bytes:
 
 
 def sealed_record() -> bytes:
-    """Return a record of `tests/test_encryption.py`; its nonce is random, so that this is another one each time."""
+    """Return a record of `tests/media/test_seal.py`; its nonce is random, so that this is another one each time."""
     seal, payload = Seal([bytes([1]) * 32]), bytes(range(251)) * 13
     space = Namespace(bytes([7]) * 32, epoch=bytes([8]) * 32, salt=bytes([9]) * 32, shard=Shard(1, 2))
     block = Block.empty(len(payload))

@@ -467,6 +467,9 @@ class AskedCalls(BlockCache):
     that share them, and raise `BackendUnavailableError` if the server has not answered: it may not have been done.
     ``explain`` knows one state more, ``"server away"``. ``stats`` is of the model's cache in the server, and
     ``count_lookup`` counts in its metrics.
+
+    A coroutine of the face is ``_asked``, what returns at once ``_asked_now``, what answers nothing ``_noted``, what
+    returns a handle ``_started``. Without ``away`` it raises while no server is there.
     """
 
     lookup = _asked(BlockCache.lookup, away=_nothing_found)

@@ -30,14 +30,10 @@ too, and named its block in the clear; nothing reads it any more."""
 
 SIGNED_BYTES = 512
 """The part of the header in use; its last 8 bytes are its own xxh3-64. The rest of the 4 KiB is zero."""
-_FIELDS = struct.Struct("<8sIIQQ32s32s32s32sII16s16s16s16s16s16s")
 _CHECKSUM = struct.Struct("<Q")
 _CHECKSUM_AT = SIGNED_BYTES - _CHECKSUM.size
 _VERSIONS: Final = frozenset({FORMAT_VERSION, SEALED_VERSION})
-_TAG = slice(_FIELDS.size - 32, _FIELDS.size - 16)
 _ZEROS = bytes(16)
-_HASH = slice(struct.calcsize("<8sIIQQ32s32s32s"), struct.calcsize("<8sIIQQ32s32s32s32s"))
-_SUM = slice(struct.calcsize("<8sIIQQ32s32s32s32sII16s"), struct.calcsize("<8sIIQQ32s32s32s32sII16s16s"))
 _PADDING = bytes(HEADER_BYTES)
 _PART_BYTES: Final = 64 << 10
 _SHORT_BYTES: Final = 256 << 10
@@ -73,6 +69,21 @@ class _Fields(NamedTuple):
     @property
     def is_sealed(self) -> bool:
         return self.version == SEALED_VERSION
+
+
+_KINDS: Final = ("8s", "I", "I", "Q", "Q", *("32s",) * 4, "I", "I", *("16s",) * 6)
+"""Of these fields, as `struct` writes them."""
+_FIELDS = struct.Struct("<" + "".join(_KINDS))
+
+
+def _place_of(name: str) -> slice:
+    """Return which bytes of a header a field takes."""
+    at = _Fields._fields.index(name)
+    start, stop = (struct.calcsize("<" + "".join(_KINDS[:end])) for end in (at, at + 1))
+    return slice(start, stop)
+
+
+_HASH, _SUM, _TAG = map(_place_of, ("hash", "checksum", "tag"))
 
 
 class _Plain:

@@ -97,7 +97,7 @@ class Fates:
         self._num_noted = 0
 
     def load_ended(self, batch: "Batch", loaded: int, why_not_more: str, seconds: float) -> None:
-        """Count a load that has ended, with its blocks, and tell of it."""
+        """Count a load that has ended, with its blocks, and tell of it. Of plans `count_load` is told, by rank."""
         self.count_load(batch, loaded, why_not_more)
         self.load_seconds.saw(seconds)
         if self.on_use is not None:

@@ -56,7 +56,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self._expected = Expected()
-        self._evicted = Tombstones()  # while the medium is not open
+        self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
         self._paying: asyncio.Task[bool] | None = None
@@ -82,7 +82,7 @@ class OwnedTier(StorageTier, BookedTier):
     async def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use what was found on the medium. What was evicted meanwhile is not there any more."""
         index = books[self.group]
-        evicted, self._evicted = self._evicted, Tombstones()
+        evicted, self._tombstones = self._tombstones, Tombstones()
         if evicted.is_cleared or evicted.num_lost:  # too many to remember which: better none than one of these
             index.clear()
         elif (names := evicted.names()) is not None:
@@ -102,7 +102,7 @@ class OwnedTier(StorageTier, BookedTier):
 
     @override
     def may_have(self, batch: Batch) -> Mask:
-        return self.index.ready(batch.names) if self.health.is_open else ~self._evicted.holds(batch)
+        return self.index.ready(batch.names) if self.health.is_open else ~self._tombstones.holds(batch)
 
     @override
     async def locate(self, batch: Batch) -> LoadStoreSpec | None:
@@ -427,7 +427,7 @@ class OwnedTier(StorageTier, BookedTier):
     def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
         """Make blocks unfindable at once. Of what is in no books the medium may know as well: see what is owed."""
         if not self.health.is_open:
-            self._evicted.add(batch)
+            self._tombstones.add(batch)
         is_all_known = bool(self.index.ready(batch.names).all())
         self.index.remove(batch.names)
         self._expected.forget(batch.names)
@@ -443,7 +443,7 @@ class OwnedTier(StorageTier, BookedTier):
     @property
     def _has_paid(self) -> bool:
         """Whether the medium has nothing left that it should not have."""
-        return not self._evicted and not self._journal.is_owing
+        return not self._tombstones and not self._journal.is_owing
 
     @contextmanager
     def expecting(self, names: Names) -> Iterator[Mask]:
@@ -486,7 +486,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._expected.clear()
         self._journal.owe()
         if not self.health.is_open:
-            self._evicted.add_all()
+            self._tombstones.add_all()
 
         async def clear() -> bool:
             if busy := [done for _, done in self._writing.values()]:

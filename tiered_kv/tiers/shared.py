@@ -343,7 +343,7 @@ class SharedTier(StorageTier):
         self.backend = backend
         self.suspects = Suspects(parts.health.clock)
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
-        self._evicted = Tombstones()
+        self._tombstones = Tombstones()
         self._deleting: dict[object, Batch] = {}
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
@@ -384,7 +384,7 @@ class SharedTier(StorageTier):
 
     @override
     def may_have(self, batch: Batch) -> Mask:
-        return ~(self.suspects.absent(batch.names) | self._evicted.holds(batch))
+        return ~(self.suspects.absent(batch.names) | self._tombstones.holds(batch))
 
     @override
     async def find_for_store(self, batch: Batch) -> Mask:
@@ -432,14 +432,14 @@ class SharedTier(StorageTier):
         found = await self.find(batch, silent)
         if not silent and not found.all():
             # What is evicted is not asked for: its tombstone may be lifted before an answer comes, which is older.
-            is_left = ~(found | self._evicted.holds(batch) | self.suspects.absent(batch.names))
+            is_left = ~(found | self._tombstones.holds(batch) | self.suspects.absent(batch.names))
             is_left[: int(np.argmin(found)) + 1] = False
             behind = np.flatnonzero(is_left)
             if len(behind):
                 found[behind] = await self._ask_each(batch[behind], silent)
         if faults is not None:
             faults += silent
-        return found & ~self._evicted.holds(batch)
+        return found & ~self._tombstones.holds(batch)
 
     async def _answer(self, batch: Batch) -> None:
         with self.answers.asking(batch.names) as question:
@@ -476,7 +476,7 @@ class SharedTier(StorageTier):
         self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
     ) -> ReadReport:
         """Read and verify. A block that is broken twice is deleted; until then a store may repair it."""
-        at = (~self._evicted.holds(batch)).nonzero()[0]  # since the medium was asked
+        at = (~self._tombstones.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
             return ReadReport.of(len(batch), at, [], {})
         wanted, there = batch[at], Blocks.some(blocks, at.tolist())
@@ -501,7 +501,7 @@ class SharedTier(StorageTier):
         at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
         if len(at):
-            there, chosen, serial = Blocks.some(blocks, at.tolist()), batch[at], self._evicted.serial
+            there, chosen, serial = Blocks.some(blocks, at.tolist()), batch[at], self._tombstones.serial
             with self._is_writing(chosen.names):
                 async with self._encoded(chosen, there) as made:
                     write = partial(self.backend.write, made.keys, made.records)
@@ -509,10 +509,10 @@ class SharedTier(StorageTier):
                 written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                 dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
                 self.suspects.wrote(batch.names[written])
-                self._evicted.lift(batch[written], serial)
+                self._tombstones.lift(batch[written], serial)
                 self._asking.clear()  # what is asked from now on is not to be answered as of before
                 # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
-                self.answers.forget(batch.names[written & ~self._evicted.holds(batch)])
+                self.answers.forget(batch.names[written & ~self._tombstones.holds(batch)])
         return WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted)
 
     def lacks(self, batch: Batch) -> Mask:
@@ -527,11 +527,11 @@ class SharedTier(StorageTier):
 
         In a tier that is only read it stays as long as anything of it is remembered.
         """
-        num_lost = self._evicted.num_lost
-        self._evicted.add(batch)
+        num_lost = self._tombstones.num_lost
+        self._tombstones.add(batch)
         self._asking.clear()
         self.answers.forget(batch.names)
-        serial = self._evicted.serial
+        serial = self._tombstones.serial
 
         return self._delete_evicted(batch, serial, num_lost)
 
@@ -539,17 +539,17 @@ class SharedTier(StorageTier):
         """Begin to delete what could not be deleted."""
         if self._deleting or self.settings.read_only or self.health.is_off("delete"):
             return
-        if (batch := self._evicted.oldest(_DELETED_AT_ONCE)) is not None:
-            evicted = self._evicted
+        if (batch := self._tombstones.oldest(_DELETED_AT_ONCE)) is not None:
+            tombstones = self._tombstones
             self._tasks.spawn(
-                self._delete_evicted(batch, evicted.serial, evicted.num_lost), f"delete again: {self.name}"
+                self._delete_evicted(batch, tombstones.serial, tombstones.num_lost), f"delete again: {self.name}"
             )
 
     @override
     async def pay(self) -> bool:
-        evicted = self._evicted
-        while not self.settings.read_only and (batch := evicted.oldest(_DELETED_AT_ONCE)) is not None:
-            if not await self._delete_evicted(batch, evicted.serial, evicted.num_lost):
+        tombstones = self._tombstones
+        while not self.settings.read_only and (batch := tombstones.oldest(_DELETED_AT_ONCE)) is not None:
+            if not await self._delete_evicted(batch, tombstones.serial, tombstones.num_lost):
                 return False
         if self._is_unsure:
             answer = await self._have_deleted([])
@@ -570,8 +570,8 @@ class SharedTier(StorageTier):
         for start in range(0, len(batch), _DELETED_AT_ONCE):
             part = batch[start : start + _DELETED_AT_ONCE]
             await self._until_written(part.names)
-            if self._evicted.num_lost == num_lost:  # else there is no telling what was written since
-                part = part[self._evicted.holds(part)]
+            if self._tombstones.num_lost == num_lost:  # else there is no telling what was written since
+                part = part[self._tombstones.holds(part)]
             if len(part):
                 answer = await self._delete(part, serial)
                 if not answer.is_well:
@@ -589,7 +589,7 @@ class SharedTier(StorageTier):
             del self._deleting[deletion]
         self._is_unsure |= answer.value is False
         if answer.is_well:
-            self._evicted.lift(batch, serial)
+            self._tombstones.lift(batch, serial)
         return answer
 
     async def _have_deleted(self, keys: Sequence[BlockKey]) -> Answer[bool | None]:

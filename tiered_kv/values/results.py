@@ -254,7 +254,7 @@ class LoadResult:
         num_bytes: Payload bytes of what is in place, as the engine has them.
         seconds: From the call to its end, on the cache's clock.
         faults: What kept blocks from being in place, if something but a plain miss did: a bypassed tier that may have
-            them is named too, once.
+            them is named too, once. What befell the first one that is not in place comes last, without gaps.
         missed_because: What befell the first block that is not in place, as in `CacheStatistics.missed_because`, also
             of a plain miss; empty if all are. `TieredKV.explain` says more.
     """

@@ -37,7 +37,10 @@ class Policy(ABC):
 
     @abstractmethod
     def add(self, slots: Slots, names: Names) -> None:
-        """New blocks are in these slots, in no order that counts. They start parked, and get places when unparked."""
+        """New blocks are in these slots. They start parked, and get places when unparked: the head of a prompt last.
+
+        A block is parked whenever it is leased. A policy whose order is not that of use keeps the places itself.
+        """
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
@@ -93,7 +96,10 @@ class Policy(ABC):
 
     @abstractmethod
     def order(self) -> Slots:
-        """Return all evictable blocks, roughly the least recently used first. Walks the tier: for checkpoints only."""
+        """Return all evictable blocks, the first to go first: after a restart they are added in this order.
+
+        Walks the tier: for checkpoints only, which put what is leased last.
+        """
 
     @abstractmethod
     def clear(self) -> None:
