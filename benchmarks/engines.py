@@ -40,12 +40,14 @@ LAYERS, HIDDEN_SIZE = 12, 1024
 """Of the model for the first token: 48 KiB of KV a token."""
 
 
-DECODED = {"": (2, 128), "_22ms": (4, 256)}
-"""Layers and hidden size of the models that decode: a tiny one, and one of some 22 ms a step on two cores."""
+DECODED = {"": (2, 128), "_22ms": (6, 256)}
+"""Layers and hidden size of the models that decode: a tiny one, and one of some 22 ms a step on two fast cores."""
 DECODE_BARS = {
     "decode_cpu_over_none": 1.15, "decode_nvme_over_none": 1.2, "decode_cpu_over_none_22ms": 1.05,
     "decode_nvme_over_none_22ms": 1.05, "decode_host_over_none_22ms": 1.15, "longest_step_over_none": 1.3,
 }  # fmt: skip
+HURT = (4, 256)
+"""Of the one that hostile settings are for."""
 HOSTILE_BARS = {"throughput": 0.97, "ttft_p99": 1.05}
 """Over an engine without a connector, in the worst of all settings."""
 
@@ -194,7 +196,7 @@ def decode(vllm: Environment, num_rounds: int, num_requests: int, num_tokens: in
 def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[str]) -> dict[str, float]:
     """Return the throughput and the 99th of 100 first tokens with our connector over those without, by setting."""
     with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
-        vllm.run("make_llama.py", f"{folder}/model", 0, *DECODED["" if share < 1 else "_22ms"])
+        vllm.run("make_llama.py", f"{folder}/model", 0, *(DECODED[""] if share < 1 else HURT))
         asked = f"{folder}/model", num_rounds, share, *names
         rounds = vllm.run(str(HERE / "_engines_hostile.py"), *asked, timeout_s=7200)
     found: dict[str, float] = {}
