@@ -85,8 +85,8 @@ async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> Non
             if requests.ending or not await _break(requests, keys):
                 continue
             await _until_held(requests, patience_s=_ONE_PASS_S * (numbers[2] >> i & 3))
-            if requests.ending or (region := memory.take()) is None:
-                continue
+            if requests.ending or not _num_on_disk(requests, keys) or (region := memory.take()) is None:
+                continue  # a scrub was sooner: nothing shows when the eviction has begun
             quiet = Quiet(requests)
             evicting = asyncio.ensure_future(kv.evict(keys))
             while _num_on_disk(requests, keys):  # noqa: ASYNC110 - a turn or two of the loop
