@@ -107,13 +107,15 @@ class CephServer:
     def kill(self) -> None:
         """End the gateway on the spot."""
         _end(self._process_id("client.rgw.a"), signal.SIGKILL)
+        self._process_file("client.rgw.a").unlink()
 
     def start(self) -> None:
-        """Start the gateway and wait until it answers."""
+        """Start the gateway and wait until it answers; one that ends instead is no longer waited for."""
         self._run("radosgw", "-n", "client.rgw.a")
         try:
+            _wait_until(self._has_begun, "the gateway to begin")
             _wait_until(self._answers, "the gateway to answer")
-        except TimeoutError as error:
+        except (TimeoutError, ChildProcessError) as error:
             error.add_note((self.folder / "log" / "client.rgw.a.log").read_text()[-2000:])
             raise
 
@@ -179,7 +181,20 @@ class CephServer:
         return next(line.partition(" = ")[2] for line in lines if line.startswith(f"{name} = "))
 
     def _process_id(self, name: str) -> int:
-        return int((self.folder / "run" / f"{name}.pid").read_text())
+        return int(self._process_file(name).read_text())
+
+    def _process_file(self, name: str) -> Path:
+        return self.folder / "run" / f"{name}.pid"
+
+    def _has_begun(self) -> bool:
+        file = self._process_file("client.rgw.a")
+        return file.exists() and file.read_text() != ""
+
+    def _has_ended(self) -> bool:
+        try:
+            return _is_zombie(self._process_id("client.rgw.a"))
+        except FileNotFoundError:  # it takes the file along when it ends by itself
+            return True
 
     def _answers(self) -> bool:
         try:
@@ -187,6 +202,8 @@ class CephServer:
         except urllib.error.HTTPError:
             return True
         except OSError:
+            if self._has_ended():
+                raise ChildProcessError("the gateway ended") from None
             return False
         return True
 

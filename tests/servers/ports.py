@@ -8,18 +8,33 @@ from pathlib import Path
 
 # A port that the kernel gave and took back is soon given again, to any connection that another test makes meanwhile.
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_reserved: list[socket.socket] = []
 _LOWEST = 10_000
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on, none of those that the kernel gives, and not twice in a process."""
+    """Return a port that nobody listens on, none of those that the kernel gives, and to nobody else while we live."""
     for port in _numbers:
+        if not _reserve(port):
+            continue
         try:
             socket.create_server(("127.0.0.1", port)).close()
         except OSError:
             continue
         return port
     raise AssertionError("an endless line of numbers has no end")
+
+
+def _reserve(port: int) -> bool:
+    """Say whether no test that runs anywhere on this machine has the port; an abstract name ends with its process."""
+    mark = socket.socket(socket.AF_UNIX)
+    try:
+        mark.bind(f"\0tiered_kv-tests-port-{port}")
+    except OSError:
+        mark.close()
+        return False
+    _reserved.append(mark)
+    return True
 
 
 def _candidates() -> range:
