@@ -203,7 +203,7 @@ class Waiting:
         self.num_taken += n
         self._unwritten.begin(came)
         spaces = self._namespaces[lease.slots]
-        is_mixed = bool(np.any(spaces != spaces[0]))
+        is_mixed = spaces.tolist().count(spaces[0]) < n  # which asks those that are not the same object, and no others
         batch = Batch(spaces[0], names, self._positions[lease.slots], spaces if is_mixed else None)
         return batch, lease, came
 

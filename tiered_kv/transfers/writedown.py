@@ -316,9 +316,9 @@ class WriteDown:
             let_go: Called then, and once the medium has let go of their memory.
         """
         chain, batch, slots = self._chain, self._batch, self._slots
-        chain.fates.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
         mine = self._is_for(storage, batch)
         if not mine.all():
+            chain.fates.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
             self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
             batch, slots = batch[mine], slots[mine]
         is_settled = False
@@ -367,8 +367,8 @@ class WriteDown:
         """Count what became of the blocks in one tier; what waited for it and failed waits again."""
         has_waited = self._kind is Kind.CLEAN and storage.is_written_back  # else it only passes by, from the GPU pool
         waiting = self._chain.waiting.get(self._tier) if has_waited else None
-        num_again = 0
-        if waiting is not None:
+        num_again, is_done = 0, not report.dropped.any() and not report.failed.any()
+        if waiting is not None and not is_done:
             failed = (report.failed & self._is_wanted(storage, batch, slots)).nonzero()[0]
             again = waiting.again(batch[failed], slots[failed], self._lease, self._came, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
@@ -377,12 +377,12 @@ class WriteDown:
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
+        self._tally.add(storage, deferred=num_again, dropped=report.drops(), **report.counts())
         if (lost := report.dropped | report.failed).any():
             wanted = self._is_wanted(storage, batch[lost], slots[lost])
             self._chain.unwritten.has_lost |= bool(wanted.any())
-        self._tally.add(storage, deferred=num_again, dropped=report.drops(), **report.counts())
-        self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
-        self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
+            self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
+            self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
 
 
 def write_down(
@@ -467,9 +467,10 @@ _TICK_S: Final = 1.0
 """How often it looks by itself: leases and tiers that are well again tell nobody."""
 _LEAST_WAIT_S: Final = 0.001
 """Between two looks: it may not be due yet by as little as a clock does not tell."""
-_PIECE: Final = 64
+_PIECE: Final = 32
 """Blocks of what has waited for long enough that are written at once, each piece in its time. A window of small ones
-would take the interpreter from an engine's thread for several of its steps; fewer of them cost nearly as much."""
+would take the interpreter from an engine's thread for several of its steps, and 64 of them make a step half as long
+again; fewer than 32 cost nearly as much."""
 _GAP_S: Final = 0.02
 """Between two pieces, longer than most steps of an engine's: none has to bear two. Not where it lags behind."""
 _MOST_LAG_S: Final = 0.5
@@ -534,11 +535,13 @@ class Cleaner:
     async def _clean(self, tier: MemoryTier, waiting: Waiting) -> None:
         bandwidth = self._chain.limits.clean_bandwidth
         left = len(waiting)  # what comes back was tried, and has to wait for the next time
-        while left > 0 and self._is_due(tier, waiting) and self._can_write(tier):
+        while left > 0 and len(waiting) and self._can_write(tier):
+            is_low, lag_s = self._is_low(tier, waiting), self._lag_s(waiting)
+            if not is_low and lag_s < 0:
+                return
             if (wait_s := bandwidth.wait_s()) > 0:
                 await asyncio.sleep(wait_s)
                 continue
-            is_low, lag_s = self._is_low(tier, waiting), waiting.oldest_s() - self._chain.limits.clean_after_s
             most = self._chain.window_blocks if is_low else min(self._chain.window_blocks, _PIECE)
             if not (n := await self._write_window(tier, waiting, most)):
                 return  # until the next tick, or until something was written and made room
@@ -560,7 +563,11 @@ class Cleaner:
     def _is_due(self, tier: MemoryTier, waiting: Waiting) -> bool:
         if not len(waiting):
             return False
-        return self._is_low(tier, waiting) or waiting.oldest_s() >= self._chain.limits.clean_after_s
+        return self._is_low(tier, waiting) or self._lag_s(waiting) >= 0
+
+    def _lag_s(self, waiting: Waiting) -> float:
+        """Say for how long the first has been due."""
+        return waiting.oldest_s() - self._chain.limits.clean_after_s
 
     def _is_low(self, tier: MemoryTier, waiting: Waiting) -> bool:
         """Say whether too little of a tier could be given to new blocks."""
