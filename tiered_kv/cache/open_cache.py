@@ -205,11 +205,13 @@ class OpenCache:
         """
         marks = {chain: chain.unwritten.mark() for chain in self.chains}
         num_failed = [chain.unwritten.num_failed for chain in self.chains]
-        if answers := [each for jobs in list(self._planners) for each in jobs.answers()]:
+        answers = [each for jobs in list(self._planners) for each in jobs.answers()]
+        await write_all(marks, self.cleaners)  # first what is here: a worker may answer too late, or never
+        if answers:
             await asyncio.wait(answers)
-        if any(answer.cancelled() for answer in answers):
-            raise ClosedError("this TieredKV was closed before a worker had copied out what it was to store")
-        await write_all(marks, self.cleaners)
+            if any(answer.cancelled() for answer in answers):
+                raise ClosedError("this TieredKV was closed before a worker had copied out what it was to store")
+            await write_all(marks, self.cleaners)
         is_written = all(chain.unwritten.is_written(mark) for chain, mark in marks.items())
         return is_written and num_failed == [chain.unwritten.num_failed for chain in self.chains]
 
