@@ -28,7 +28,7 @@ from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 _HIT: Final = bytes([BlockState.HIT])
-_ASKING: Final = bytes([BlockState.ASKING])
+_ASKING, _PENDING = bytes([BlockState.ASKING]), bytes([BlockState.PENDING])
 _PATIENCE_S: Final = 0.002
 """A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
 _LOOK_AGAIN_S: Final = 0.0003
@@ -136,9 +136,9 @@ class PendingLoads:
             self._want(tracked, first)
             return Finding(of, 0)
         needs = [self._naming.need(group, request, first, most) for group in wanted.groups]
-        num_found, may_be_more = self._longest(needs, asks=tracked.asks)
+        num_found, may_be_more, may_come = self._longest(needs, asks=tracked.asks)
         if may_be_more and self._hears_soon(tracked, needs, num_found, most - first - num_found):
-            num_found, may_be_more = self._listen(needs)
+            num_found, may_be_more, may_come = self._listen(needs)
         if wanted.tail_tokens and not may_be_more:
             num_more, may_be_more = self._tail(request, first + num_found)
             num_found += num_more
@@ -149,7 +149,7 @@ class PendingLoads:
             main = needs[wanted.main.number].keys
             self._kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
             self._want(tracked, first + num_found)
-        until_s = 0.0 if self._comes(needs, num_found) else self._clock() + _TOLD_AGAIN_S
+        until_s = 0.0 if may_come and self._comes(needs, num_found) else self._clock() + _TOLD_AGAIN_S
         if not num_found:
             return Finding(of, 0, until_s)
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
@@ -171,14 +171,19 @@ class PendingLoads:
             self._kv.membership(behind, tier=tier)[0] == BlockState.PENDING for tier in self._memory
         )
 
-    def _longest(self, needs: list[GroupNeed], *, asks: bool = True) -> tuple[int, bool]:
-        """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more."""
+    def _longest(self, needs: list[GroupNeed], *, asks: bool = True) -> tuple[int, bool, bool]:
+        """Return for how many tokens every group has what it needs, and whether shared tiers may yet say of more.
+
+        And whether what is behind may be on its way to memory, see `_comes`.
+        """
+        size = self._configuration.main.block_size
         if not asks:
-            return self._kv.lookup_nowait(needs[0].keys).num_blocks * self._configuration.main.block_size, False
+            return self._kv.lookup_nowait(needs[0].keys).num_blocks * size, False, True
         if self._configuration.loads_parts:  # as most models: asked for each request, and again and again
             states = self._kv.membership(needs[0].keys, prefix_only=True).tobytes()
             num_blocks = len(states) - len(states.lstrip(_HIT))
-            return num_blocks * self._configuration.main.block_size, states[num_blocks : num_blocks + 1] == _ASKING
+            behind = states[num_blocks : num_blocks + 1]
+            return num_blocks * size, behind == _ASKING, behind == _PENDING
         is_asking = False
 
         def has(need: GroupNeed, *, hopes: bool) -> NDArray[np.bool_]:
@@ -199,7 +204,7 @@ class PendingLoads:
                 return int(found.value)
 
         num_found = longest(hopes=False)
-        return num_found, is_asking and longest(hopes=True) > num_found
+        return num_found, is_asking and longest(hopes=True) > num_found, True
 
     def _tail(self, request: Any, num_whole: int) -> tuple[int, bool]:
         """Return how many tokens of the block behind so many every group has, and whether that may yet be more.
@@ -215,17 +220,17 @@ class PendingLoads:
             ends = [end for end, state in zip(ends, states, strict=True) if state == BlockState.HIT]
         return max(ends, default=num_whole) - num_whole, is_asking
 
-    def _listen(self, needs: list[GroupNeed]) -> tuple[int, bool]:
-        """Look again until shared tiers have answered, for what is left of this step's patience.
+    def _listen(self, needs: list[GroupNeed]) -> tuple[int, bool, bool]:
+        """Look again, see `_longest`, until shared tiers have answered, for what is left of this step's patience.
 
         Most answers take less than a step, and who waits for the next one waits for all of it.
         """
-        began_s, (num_found, may_be_more) = time.monotonic(), (0, True)
-        while may_be_more and (left_s := self._patience_s - (time.monotonic() - began_s)) > 0:
+        began_s, found = time.monotonic(), (0, True, True)
+        while found[1] and (left_s := self._patience_s - (time.monotonic() - began_s)) > 0:
             time.sleep(min(left_s, _LOOK_AGAIN_S))
-            num_found, may_be_more = self._longest(needs)
+            found = self._longest(needs)
         self._patience_s -= time.monotonic() - began_s
-        return num_found, may_be_more
+        return found
 
     def _hears_soon(self, tracked: Tracked, needs: list[GroupNeed], num_found: int, num_more: int) -> bool:
         """Say whether a request waits in this step to hear of so many tokens more; that is decided once."""
