@@ -89,7 +89,7 @@ def test_many_blocks_do_not_wait() -> None:
     """A long prompt is stored by the step after the one that computed it."""
     with opened(ROOMY) as engine:
         engine.ask("first", 3 * BLOCK_SIZE, 64)
-        engine.step(2)
+        step_settled(engine, 2)
         engine.ask("long", VLLM.storing.MOST_DUE * BLOCK_SIZE, 64)
         engine.step()
         engine.settle_loop()
