@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import pytest
 
+from tests.support.network import network
+
 WHY_NOT = "network namespaces cannot be made here: run as root, with iproute2, where they are permitted"
 
 
@@ -30,7 +32,7 @@ def hosts(num_hosts: int) -> Iterator[list[Host]]:
     """Yield so many hosts, each of which reaches this machine and not the others; or skip."""
     if os.geteuid() or not shutil.which("ip"):
         pytest.skip(WHY_NOT)
-    with ExitStack() as stack:
+    with network(changing=True), ExitStack() as stack:
         try:
             found = [_make(stack, number) for number in range(num_hosts)]
         except subprocess.CalledProcessError as error:

@@ -8,6 +8,8 @@ from typing import Final
 import pytest
 from playwright.async_api import Browser, Page, async_playwright
 
+from tests.support.network import network
+
 _NAMES: Final = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 DESKTOP: Final = (1180, 900)
 PHONE: Final = (390, 844)
@@ -19,12 +21,13 @@ async def browser() -> AsyncIterator[Browser]:
     program = next((found for name in _NAMES if (found := shutil.which(name))), None)
     if program is None:
         pytest.skip("Chromium is missing: apt-get install chromium-headless-shell")
-    async with async_playwright() as driver:
-        started = await driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
-        try:
-            yield started
-        finally:
-            await started.close()
+    with network(changing=False):
+        async with async_playwright() as driver:
+            started = await driver.chromium.launch(executable_path=program, args=["--no-sandbox"])
+            try:
+                yield started
+            finally:
+                await started.close()
 
 
 @asynccontextmanager
