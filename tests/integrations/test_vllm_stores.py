@@ -180,9 +180,9 @@ def test_stores_that_do_not_get_on_leave_vllm_its_blocks() -> None:
 
 @pytest.mark.parametrize("storage", [False, True], ids=["memory", "storage too"])
 def test_a_step_costs_the_event_loop_two_turns_at_most(tmp_path: Path, *, storage: bool) -> None:
-    """In the middle of many steps of many requests, of which some fill a block in each."""
+    """In the middle of many steps of many requests, of which some fill a block in each. None is preempted."""
     below = [{"medium": "nvme", "path": tmp_path, "capacity": "8MiB"}] if storage else []
-    with opened(ROOMY, *below) as engine:
+    with opened(ROOMY, *below, num_blocks=1024) as engine:
         for number in range(12):
             engine.ask(f"r{number}", 1 + number, 200, salt=f"tenant {number % 3}")
         engine.step(8)
@@ -190,6 +190,7 @@ def test_a_step_costs_the_event_loop_two_turns_at_most(tmp_path: Path, *, storag
         engine.step(160)
         engine.settle_loop()
         assert turns.count <= 2 * 160
+        assert not engine.num_preemptions
 
 
 @pytest.mark.parametrize("when", ["computed", "evicted"])
@@ -611,6 +612,12 @@ def said(engine: SmallVLLM) -> dict[str, float]:
     return {} if stats is None else dict(stats.data)
 
 
+def stored_at_last(engine: SmallVLLM) -> None:
+    """Serve what was asked for, and have all of it stored that is to be."""
+    engine.settle()
+    free_at_last(engine)
+
+
 def free_at_last(engine: SmallVLLM) -> int:
     """Count the blocks that are free once what is being copied is copied, and nothing is left to do."""
     for _ in range(8):
@@ -620,6 +627,33 @@ def free_at_last(engine: SmallVLLM) -> int:
     engine.step()
     engine.settle()
     return engine.num_free
+
+
+@pytest.mark.parametrize("num_wanted", [1, 64])
+def test_what_vllm_s_own_cache_has_and_the_tiers_have_lost_is_stored_again(num_wanted: int) -> None:
+    """Whether the request that shows it ends in its first step or goes on."""
+    with opened(ROOMY, has_cache=True) as engine:
+        first = engine.ask("first", 8 * BLOCK_SIZE + 1, 1, prompt="p")
+        stored_at_last(engine)
+        engine.scheduling.kv.clear()
+        assert not found(engine, first)
+        engine.ask("again", 8 * BLOCK_SIZE + 1, num_wanted, prompt="p")
+        stored_at_last(engine)
+        assert engine.num_here == 8
+        assert found(engine, first) == 8
+
+
+@pytest.mark.parametrize("num_wanted", [1, 8])
+def test_the_tiers_hear_what_vllm_s_own_cache_serves(num_wanted: int) -> None:
+    """So that it is not the first to go there, whether requests end in their first step or go on."""
+    with opened({"medium": "cpu", "capacity": 16 * STRIDE, "policy": "lru"}, has_cache=True) as engine:
+        hot = engine.ask("hot", 8 * BLOCK_SIZE + 1, 1, prompt="hot")
+        stored_at_last(engine)
+        for number in range(6):
+            engine.ask(f"other {number}", 4 * BLOCK_SIZE + 1, 1, prompt=str(number))
+            engine.ask(f"hot {number}", 8 * BLOCK_SIZE + 1, num_wanted, prompt="hot")
+            stored_at_last(engine)
+        assert found(engine, hot) == 8
 
 
 def test_what_vllm_holds_is_not_stored_and_what_it_is_about_to_drop_is() -> None:

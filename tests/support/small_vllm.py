@@ -602,7 +602,7 @@ class SmallVLLM:
             self._give_back(self._kept.pop(name))
 
     def _end(self, request: Request) -> None:
-        if self.scheduling.end(request) or request.is_loading:
+        if self.scheduling.end(request, request.tables) or request.is_loading:
             self._kept[request.request_id] = request
         else:
             self._give_back(request)

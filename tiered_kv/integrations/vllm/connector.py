@@ -156,7 +156,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         """See the base class."""
-        return self._in_scheduler().end(request), None
+        return self._in_scheduler().end(request, block_ids), None
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         """See the base class."""

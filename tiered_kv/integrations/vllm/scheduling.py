@@ -11,7 +11,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
@@ -39,6 +39,10 @@ from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
 from tiered_kv.values.results import BlockState
 
+_MOST_USED: Final = 4
+"""Requests that wait for the tiers to hear that they are used. The first of several costs as much as the other three:
+a step leaves nothing of this code in a processor's caches."""
+
 
 class SchedulingSide:
     """The cache of all ranks, and what its scheduler asks of it."""
@@ -56,6 +60,7 @@ class SchedulingSide:
         self._step = Step()
         self._coming: dict[str, Tracked] = {}  # those that have not had their turn
         self._tracked: dict[str, Tracked] = {}
+        self._used: dict[str, Tracked] = {}  # those of which the tiers do not know what vLLM's own cache had
         self._loads: PendingLoads  # once it is open
         self._storing: PendingStores  # likewise
         self._pool: Any = None
@@ -225,7 +230,12 @@ class SchedulingSide:
                 self._gather(scheduled)
                 if self._evicting is not None:
                     self._evicting.step(self._pool, _num_taken(scheduled), self._paying.copy_cost)
-                self._storing.plan_if_due(is_idle=not scheduled.num_scheduled_tokens)
+                is_due = self._storing.is_due(is_idle=not scheduled.num_scheduled_tokens)
+                if is_due or len(self._used) >= _MOST_USED:
+                    self._gather_used(scheduled)
+                self._hold_leaving(scheduled)
+                if is_due:
+                    self._storing.plan()
             if self._hinting is not None:
                 self._hinting.step(self._storing)
         return step
@@ -249,12 +259,19 @@ class SchedulingSide:
         """Whether blocks of vLLM's are held that no request may have any more, until a step to come."""
         return self._planner is not None and self._storing.holds_blocks
 
-    def end(self, request: Any) -> bool:
-        """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so."""
+    def end(self, request: Any, tables: Sequence[list[int]]) -> bool:
+        """Take note that a request has ended; return whether vLLM has to keep its blocks until the workers say so.
+
+        Args:
+            request: vLLM's.
+            tables: Its blocks.
+        """
         self._coming.pop(request.request_id, None)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._paying.end(request.request_id)
+            if self._used.pop(request.request_id, None) is not None:
+                self._tell_used(self._gather_here(tracked, tables))
         is_kept = tracked is not None and self._planner is not None and self._storing.end(tracked)
         if self._hinting is not None:
             self._hinting.end(tracked, request)
@@ -320,23 +337,19 @@ class SchedulingSide:
             num_known, done = tracked.request.num_computed_tokens + num_tokens, tracked.num_stored
             if self._evicting is not None:
                 done = min(done, tracked.num_noted)
-            if num_known >= done - done % finest + finest or tracked.num_here:  # else no block more is full
+            if tracked.num_here:
+                self._used[name] = tracked
+            if num_known >= done - done % finest + finest:  # else no block more is full
                 self._gather_of(tracked, min(num_known, len(tracked.request.block_hashes) * hash_size), blocks)
         if any(group.is_handed_over for group in wanted.groups):
             offered = blocks.boundary_state_offloads
             computed = {name: offered[name] for name in offered if name in scheduled.num_scheduled_tokens}
             # Of others no step fills the blocks: they may be another's by now.
             self._gather_states(computed, blocks, hash_size)
-        if all(group.is_whole for group in wanted.groups):
-            return
-        for name, num_tokens in scheduled.num_scheduled_tokens.items():
-            if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
-                self._storing.hold(tracked, tracked.request.num_computed_tokens + num_tokens)
 
     def _gather_of(self, tracked: Tracked, num_known: int, tables: Any) -> None:
         """Have those of a request stored that are full with so many of its first tokens, by vLLM's block tables."""
         request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
-        num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
         before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
         for group in self._configuration.groups:
             size = group.block_size
@@ -346,14 +359,47 @@ class SchedulingSide:
                 if may_store:
                     table = tables.get_block_ids(request.request_id)[group.table]
                     self._evicting.note(self.naming.keys(group, request, noted, stop), table[noted:stop])
-            if not num_here and (stop <= first or not may_store):  # then there is nothing to compute
+            if stop > first and may_store and not group.is_handed_over and self._evicting is None:
+                table = tables.get_block_ids(request.request_id)[group.table]
+                self._storing.gather(tracked, group, first, table[first:stop])
+
+    def _gather_used(self, scheduled: Any) -> None:
+        """Do as `_gather_here` for the requests of the step whose turn has not come yet."""
+        told: list[BlockKeys] = []
+        for name in [name for name in self._used if name in scheduled.num_scheduled_tokens]:
+            told += self._gather_here(self._used.pop(name), scheduled.kv_connector_block_state.get_block_ids(name))
+        self._tell_used(told)
+
+    def _hold_leaving(self, scheduled: Any) -> None:
+        """Hold what is due or being stored of requests that give it back in their next step."""
+        if all(group.is_whole for group in self._configuration.groups):
+            return
+        for name, num_tokens in scheduled.num_scheduled_tokens.items():
+            if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
+                self._storing.hold(tracked, tracked.request.num_computed_tokens + num_tokens)
+
+    def _gather_here(self, tracked: Tracked, tables: Sequence[list[int]]) -> list[BlockKeys]:
+        """Have those stored that vLLM's own cache had of a request and the tiers lack; return what they have."""
+        request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
+        num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
+        used: list[BlockKeys] = []
+        for group in self._configuration.groups:
+            keys = self.naming.need(group, request, 0, num_here).needed
+            if not keys:
                 continue
-            here = self._use(request, group, num_here) if num_here else range(0)
-            if not may_store or group.is_handed_over or self._evicting is not None:
-                continue
-            table = tables.get_block_ids(request.request_id)[group.table]
-            self._storing.gather(tracked, group, here.start, table[here.start : here.stop])
-            self._storing.gather(tracked, group, first, table[first:stop])
+            self._describe(request, group, keys)
+            num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
+            if num_kept:
+                used.append(keys[:num_kept])
+            if may_store and not group.is_handed_over and self._evicting is None:
+                first, stop = keys.start + num_kept, keys.start + len(keys)
+                self._storing.gather(tracked, group, first, tables[group.table][first:stop])
+        return used
+
+    def _tell_used(self, used: Iterable[BlockKeys]) -> None:
+        """Have the tiers know that vLLM's own cache has served what they have as well; a step waits for no loop."""
+        for keys in used:
+            self._loop_calls.call(self.kv.cache.touch, keys)
 
     def _gather_states(
         self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], tables: Any, hash_size: int
@@ -382,20 +428,6 @@ class SchedulingSide:
                     number = at // group.block_size
                     block = tables.get_block_ids(name)[group.table][number]
                     self._storing.gather(tracked, group, number, [block], end=at)
-
-    def _use(self, request: Any, group: EngineGroup, num_tokens: int) -> range:
-        """Have the tiers know that vLLM's own cache has served these; return which blocks they lack from where on.
-
-        What they have is not stored anew: a store holds its blocks until vLLM's next step, and vLLM resets no cache
-        meanwhile.
-        """
-        keys = self.naming.need(group, request, 0, num_tokens).needed
-        if not keys:
-            return range(0)
-        self._describe(request, group, keys)
-        num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
-        self._loop_calls.call(self.kv.cache.touch, keys[:num_kept])  # a step waits for no event loop
-        return range(keys.start + num_kept, keys.start + len(keys))
 
     def _describe(self, request: Any, group: EngineGroup, keys: BlockKeys) -> None:
         """Say what blocks are, to routers."""

@@ -163,8 +163,8 @@ class PendingStores:
             if due.num_held == len(due.block_ids):
                 tracked.leaving.remove(due)
 
-    def plan_if_due(self, *, is_idle: bool) -> None:
-        """Begin a job if enough is due, or for long enough. Called once a step.
+    def is_due(self, *, is_idle: bool) -> bool:
+        """Whether enough is due, or for long enough, for a job to begin. Called once a step.
 
         Args:
             is_idle: Whether nothing is computed meanwhile: then there is nothing to spare.
@@ -175,12 +175,29 @@ class PendingStores:
         for store in copying:
             store.num_steps += store.is_told
         if not self._num_due:
-            return
+            return False
         is_slow = any(store.num_steps > _STEPS_OF_A_COPY for store in copying)
         patience = PATIENCE if is_slow and not self.frees_soon else 1
         is_enough = self._num_due >= patience * MOST_DUE or self._num_steps >= patience * MOST_STEPS
-        if is_enough or self._is_urgent or is_idle:
-            self._plan()
+        return is_enough or self._is_urgent or is_idle
+
+    def plan(self) -> None:
+        """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
+        due, self._due, self._num_due = self._due, [], 0
+        self._num_steps, self._is_urgent = 0, False
+        for group in self._configuration.groups:
+            together: list[Due] = []
+            num_blocks = 0
+            for each in due:
+                if each.group is not group:
+                    continue
+                if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
+                    self._begin(group, together)
+                    together, num_blocks = [], 0
+                together.append(each)
+                num_blocks += len(each.block_ids)
+            if together:
+                self._begin(group, together)
 
     def deliver(self, step: Step, scheduled: Any) -> None:
         """Tell the workers of what is planned, and of whose blocks are to be given up.
@@ -267,24 +284,6 @@ class PendingStores:
                 self._let_go(store)
                 del self._stores[number]
 
-    def _plan(self) -> None:
-        """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
-        due, self._due, self._num_due = self._due, [], 0
-        self._num_steps, self._is_urgent = 0, False
-        for group in self._configuration.groups:
-            together: list[Due] = []
-            num_blocks = 0
-            for each in due:
-                if each.group is not group:
-                    continue
-                if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
-                    self._begin(group, together)
-                    together, num_blocks = [], 0
-                together.append(each)
-                num_blocks += len(each.block_ids)
-            if together:
-                self._begin(group, together)
-
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
         runs = [
             self._naming.keys(group, each.tracked.request, each.first, each.stop, end=each.end) for each in gathered
@@ -339,7 +338,7 @@ class PendingStores:
     def _hurry(self, preempted: AbstractSet[str]) -> None:
         """Have a plan of all that is due of requests that were preempted, unless the event loop takes too long."""
         if any(due.tracked.request.request_id in preempted for due in self._due):
-            self._plan()
+            self.plan()
         waiting = [each for each in self._stores.values() if not each.is_told and not preempted.isdisjoint(each.names)]
         deadline = time.monotonic() + _PLAN_TIMEOUT_S
         while any(each.job.plan is None and each.job.result is None for each in waiting):
