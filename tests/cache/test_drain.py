@@ -182,6 +182,31 @@ async def test_a_worker_that_does_not_answer_keeps_nothing_else_from_the_disk() 
         await until_idle(kv)
 
 
+async def test_nobody_waits_for_the_workers_of_a_planner_that_was_closed() -> None:
+    """Their answers come no more; jobs of which they were told nothing end, and what is in memory is written."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    disk.settings = disk.settings.model_copy(update={"write": "back"})
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        planner, other = kv.planner(), small_prompt(4, seed=1)
+        planner.register_worker()
+        job, unseen = planner.plan_store(other, engine.compute(other)), planner.plan_store(small_prompt(4, seed=2))
+        await job.planned()
+        await kv.store(KEYS, engine.compute(KEYS))
+        flushing = asyncio.create_task(kv.flush())
+        await until_quiet()
+        assert not flushing.done()
+        planner.close()
+        with pytest.raises(ClosedError, match="planner"):
+            planner.plan_store(other)
+        assert await flushing
+        assert await kv.drain()
+        assert (await unseen.ended()).errors == ("the planner has ended",)
+        planner.complete(Outcomes(job.number, 0, 4))
+        await until_quiet()
+        assert kv.lookup_nowait(other).num_blocks == 0
+        assert disk.num_records == 4
+
+
 async def test_closing_ends_the_wait_for_a_worker() -> None:
     """At once, and nobody is told that what the worker was copying is written."""
     async with open_any(AnyEngine(), cpu(32)) as kv:

@@ -116,6 +116,11 @@ class Copies:
 
         worker._start = started  # noqa: SLF001 - likewise
 
+    @property
+    def num_held(self) -> int:
+        """How many have not ended."""
+        return len(self._held)
+
     def end(self) -> None:
         """Have those that were held end, and all others from now on."""
         self._is_held = False
@@ -128,6 +133,22 @@ def step_settled(engine: SmallVLLM, count: int) -> None:
     for _ in range(count):
         engine.step()
         engine.settle_loop()
+
+
+def test_a_scheduler_that_ends_waits_for_no_copy(tmp_path: Path) -> None:
+    """Nobody brings its answer any more; what is in memory is on the disk, whatever the time for it."""
+    tiers = ROOMY, {"medium": "nvme", "path": tmp_path, "capacity": "8MiB", "write": "back"}
+    with opened(*tiers, limits={"close_timeout_s": 3600.0}) as engine:
+        stored_first = engine.ask("stored", 8 * BLOCK_SIZE, 1, prompt="p")
+        stored_at_last(engine)
+        copies = Copies(engine)
+        engine.ask("being copied", 8 * BLOCK_SIZE, 64)
+        step_settled(engine, 12)
+        assert copies.num_held
+        engine.scheduling.close()
+        copies.end()
+    with opened(*tiers) as engine:
+        assert found(engine, stored_first) == 8
 
 
 def test_copies_that_are_slow_become_fewer() -> None:

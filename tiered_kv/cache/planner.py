@@ -27,7 +27,7 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 
 class Planner(ABC):
-    """What `BlockCache.planner` returns. Ends with the cache."""
+    """What `BlockCache.planner` returns. Ends with the cache, or when it is closed."""
 
     def __init__(self, jobs: JobBook) -> None:
         """Made by a cache only."""
@@ -68,7 +68,7 @@ class Planner(ABC):
         Raises:
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right, no CPU tier, or a rank without a
                 worker. Nothing is held. If a worker ends before the plan is made, the job's result says so.
-            ClosedError: The cache is not open any more.
+            ClosedError: The cache is not open any more, or the planner was closed.
         """
 
     @abstractmethod
@@ -100,12 +100,21 @@ class Planner(ABC):
         """Take one rank's answer, in any order. The job ends, soon, with the last one that has something to move.
 
         Only what every rank has copied out becomes readable; it is then written to the tiers below. Answers to jobs
-        that are over, and to a cache that is closed, are passed over.
+        that are over, and to a planner or a cache that is closed, are passed over.
 
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here.
         """
         self._jobs.complete(outcomes)
+
+    def close(self) -> None:
+        """Plan no more, and wait for no worker: for a scheduler that ends, and brings no answers any more.
+
+        What no worker has the plan of ends. What workers are copying out is in no tier, as nobody says that they did,
+        and their slots are held until they end. `BlockCache.flush` and `BlockCache.drain` wait for none of that. With
+        a host's server the client's end does as much there.
+        """
+        self._jobs.leave_soon()
 
     def poll(self, timeout_s: float = 0.0) -> list[Job]:
         """Return the jobs that were planned or have ended since they were last returned: look at ``job.result`` first.

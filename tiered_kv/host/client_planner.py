@@ -356,6 +356,10 @@ class FarJobs(JobBook):
         """See `Follower.attached`."""
         self._introductions.start_over()
 
+    @override
+    def leave(self) -> None:
+        self.close()
+
     def close(self) -> None:
         """See `Follower.close`: end every job with nothing, and watch no worker any more."""
         with self._polled.lock:

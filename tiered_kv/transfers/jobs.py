@@ -210,7 +210,18 @@ class JobBook(ABC):
             raise ConfigurationError(f"a job is completed with the Outcomes of one of its ranks, got {outcomes!r:.200}")
         number, rank = as_int("job", outcomes.job), self._rank(outcomes.rank)
         num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
-        self._take(Outcomes(number, rank, num_moved, str(outcomes.error), float(outcomes.seconds)))
+        if self._is_open:
+            self._take(Outcomes(number, rank, num_moved, str(outcomes.error), float(outcomes.seconds)))
+
+    def leave_soon(self) -> None:
+        """Begin no more jobs, and `leave`, soon."""
+        with self._polled.lock:
+            self._is_open = False
+        self._loop_calls.call(self.leave)
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Who planned is gone: end what no worker has the plan of, and wait for nobody's answers. On the event loop."""
 
     @abstractmethod
     def _take(self, outcomes: Outcomes) -> None:
@@ -280,10 +291,10 @@ class JobBook(ABC):
         """Return a new job; with the lock of ``_polled`` held. Any thread may call.
 
         Raises:
-            ClosedError: The cache is closed.
+            ClosedError: The planner or the cache is closed.
         """
         if not self._is_open:
-            raise ClosedError("this TieredKV is closed")
+            raise ClosedError("this TieredKV, or its planner, is closed")
         self._last_number += 1
         job = self._not_over[self._last_number] = Job(self, self._last_number, direction)
         return job
@@ -414,6 +425,7 @@ class Jobs(JobBook):
             for each in underway.answers
         ]
 
+    @override
     def leave(self) -> None:
         """Who planned is gone: end what no worker has the plan of.
 

@@ -295,10 +295,12 @@ class SchedulingSide:
 
     def close(self) -> None:
         """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""
-        kv, self._kv, self._planner = self._kv, None, None
+        kv, self._kv = self._kv, None
+        planner, self._planner = self._planner, None
         with suppress(ClosedError):  # the program has ended, and the cache with it
-            if kv is not None:
-                kv.drain()
+            if kv is not None and planner is not None and self._configuration.below.settings is not None:
+                planner.close()  # no step comes that would bring its workers' answers
+                kv.drain()  # a host's server goes on, and writes what it has
         with suppress(ClosedError):
             self._stack.close()
 
