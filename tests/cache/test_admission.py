@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import GPULoadStoreSpec, Outcomes, StorageTierSettings, TierStore
+from tiered_kv import GPULoadStoreSpec, Outcome, Outcomes, StorageTierSettings, TierStore
 from tiered_kv.tiers.chain import Chain
 
 KEYS = prompt(8)
@@ -66,6 +66,21 @@ async def test_what_a_full_queue_dropped_is_written_at_the_next_use() -> None:
         kv.touch(KEYS)
         await until_idle(kv)
         assert slots.on_write.num_blocks == 8
+
+
+async def test_what_a_tier_failed_to_write_is_written_at_the_next_use() -> None:
+    """Once it takes blocks again."""
+    engine, slots = Engine(), picky(2)
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slots.on_write.change_next(lambda outcomes: [Outcome.FAILED] * len(outcomes))
+        kv.touch(KEYS)
+        await kv.flush()
+        assert (slots.num_records, kv.stats()["slots"].failed) == (0, 8)
+        kv.touch(KEYS)
+        await kv.flush()
+        assert slots.num_records == 8
+        await until_idle(kv)
 
 
 async def test_what_left_memory_is_written_when_it_is_stored_again() -> None:

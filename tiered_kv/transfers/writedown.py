@@ -147,7 +147,10 @@ class WriteDown:
         for each in later:
             self._tally.add(each, deferred=len(self._batch) - num_passing, dropped={Reason.NO_ROOM: num_passing})
         wanted = chain.admitted(later, self._batch)
-        chain.unwritten.has_lost |= bool((wanted & ~stays).any())
+        if num_passing:
+            chain.unwritten.has_lost |= bool((wanted & ~stays).any())
+            for storage in chain.back:
+                chain.admit_again(storage, self._batch[~stays])
         wanted &= stays
         if wanted.any():
             chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came)
@@ -163,8 +166,6 @@ class WriteDown:
         if not self.is_done:
             self._chain.fates.note(self._batch.names, Fate.DROPPED, "queue full")
             self._lose(self._batch)
-            for storage in self._chain.through if self._to is None else self._to:
-                self._chain.admit_again(storage, self._batch)
         if self._to is None:
             self._tally.add_below(self._tier, dropped={Reason.QUEUE_FULL: n})
         for storage in self._to or ():
@@ -288,13 +289,16 @@ class WriteDown:
         return mine & self._chain.naming.shard.writes(batch.positions) if storage.is_shared else mine
 
     def _lose(self, batch: Batch) -> None:
-        """Take note that blocks go no further, if a tier below was to get one of them."""
+        """Take note that blocks go no further: perhaps a tier below was to get one of them, and may at its next use."""
         chain = self._chain
+        to = chain.written if self._to is None else self._to
         if self._to is None and chain.host.can_keep:
             is_lost = len(batch) > 0
         else:
-            is_lost = any(self._is_for(each, batch).any() for each in (chain.written if self._to is None else self._to))
+            is_lost = any(self._is_for(each, batch).any() for each in to)
         chain.unwritten.has_lost |= is_lost
+        for storage in to:
+            chain.admit_again(storage, batch)
 
     async def _reserve_host(self) -> Reservation | None:
         """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
@@ -381,6 +385,7 @@ class WriteDown:
         if (lost := report.dropped | report.failed).any():
             wanted = self._is_wanted(storage, batch[lost], slots[lost])
             self._chain.unwritten.has_lost |= bool(wanted.any())
+            self._chain.admit_again(storage, batch[lost][wanted])
             self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
             self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
 
