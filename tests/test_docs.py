@@ -25,9 +25,12 @@ import pytest
 from structlog.testing import capture_logs
 
 from tests.support import programs
-from tiered_kv import CacheLimits, TierStatistics
+from tiered_kv import CacheLimits, ConfigurationError, StorageTierSettings, TierStatistics
+from tiered_kv.catalog.policies import make_policy
 from tiered_kv.cli.configuring import all_keys
+from tiered_kv.media.record import SEALED_VERSION
 from tiered_kv.values.events import Event
+from tiered_kv.values.layout import FORMAT_VERSION
 
 REPOSITORY = Path(__file__).parents[1]
 DOCS = REPOSITORY / "docs"
@@ -134,6 +137,21 @@ def test_operators_find_every_event_and_number() -> None:
     page = (DOCS / "how-to" / "operate.md").read_text()
     wanted = [event.name for event in Event.__subclasses__()] + [field.name for field in fields(TierStatistics)]
     assert [name for name in wanted if f"`{name}`" not in page] == []
+
+
+def test_every_policy_is_explained() -> None:
+    """In the guide, and where it is set: the names are those that a wrong one is answered with."""
+    with pytest.raises(ConfigurationError) as refused:
+        make_policy("no such policy", 1)
+    names = str(refused.value).removeprefix("policy must be one of ").partition(", or a class")[0].split(", ")
+    guide = (DOCS / "how-to" / "choose-a-policy.md").read_text()
+    settings = Path(inspect.getfile(StorageTierSettings)).read_text()
+    assert [name for name in names if f'| `"{name}"`' not in guide or f'``"{name}"``' not in settings] == []
+
+
+def test_the_versions_of_records_are_the_codes() -> None:
+    """The page on formats names those that are written."""
+    assert f"| format version | {FORMAT_VERSION}; {SEALED_VERSION} if " in (DOCS / "format.md").read_text()
 
 
 def test_the_table_of_settings_is_the_codes() -> None:

@@ -179,7 +179,7 @@ TENSORS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "pages": (
         lambda: [torch.zeros(2, 8, 4, 1, 48).bfloat16(), torch.zeros(2, 9, 4, 1, 48).bfloat16()],
-        r"one number of pages, got \[8, 9\]",
+        r"one number of pages: layer 1 \(K\) has 9, layer 0 \(K\) 8",
     ),
     "sparsity": (lambda: [torch.zeros(2, 8, 4, 1, 48).bfloat16().to_sparse()] * 2, "strided"),
     "kind": (lambda: [[1, 2], [3, 4]], r"got \[\[1, 2\]"),
@@ -282,8 +282,8 @@ async def test_another_thread(cache: Cache) -> None:
     thread = threading.Thread(target=elsewhere)
     thread.start()
     thread.join()
-    others = "submit_load, submit_store, poll, lookup_nowait and membership"
-    told = f"on the event loop that opened it; other threads use {others}"
+    others = "submit_load, submit_store, poll, lookup_nowait, membership and count_lookup"
+    told = f"on the event loop that opened it; other threads use {others}, or open_blocking for all of it"
     assert [str(error) for error in errors] == [f"a TieredKV is called {told}"] * len(calls)
 
 

@@ -6,6 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from types import FrameType
 
 import pytest
@@ -121,6 +122,19 @@ async def test_a_miss_says_what_befell_the_block() -> None:
         await kv.load(prompt(8, seed=1), engine.compute(prompt(8)))
         assert scraper.sum_of("missed_blocks_total", reason="evicted") == 8
         assert kv.stats().missed_because == {"never stored": 3, "removed": 3, "evicted": 8}
+
+
+async def test_the_table_of_metrics_names_each() -> None:
+    """Of the whole cache, of a tier, of salts and of events, by the names that Prometheus has."""
+    table = (Path(__file__).parents[2] / "docs/how-to/observe.md").read_text()
+    scraper = Scraper()
+    metrics = Metrics(scraper.registry, salts=["a"], prefill_tokens_per_s=1.0)
+    async with open_cache(CPU, ScriptedBackend(), engine=Engine(), metrics=metrics):
+        families = [family.name.removeprefix("tiered_kv_") for family in scraper.registry.collect()]
+    short = [re.sub("^tier_(.*)_blocks$", r"\1", name) for name in families]
+    told = [f"`{name}`" in table or f"`{each}`" in table for name, each in zip(families, short, strict=True)]
+    assert len(families) > 50
+    assert [name for name, is_told in zip(families, told, strict=True) if not is_told] == []
 
 
 async def test_the_salts_that_are_listed_are_counted_one_by_one() -> None:

@@ -105,7 +105,7 @@ class EngineSide(ABC):
         if not is_here:
             raise ConfigurationError(
                 "a TieredKV is called on the event loop that opened it; other threads use submit_load, submit_store, "
-                "poll, lookup_nowait and membership"
+                "poll, lookup_nowait, membership and count_lookup, or open_blocking for all of it"
             )
 
 

@@ -197,7 +197,10 @@ class Remote(Generic[P, T]):
         self.arguments: tuple[str, ...] = self._arguments.__struct_fields__
         self._decode = wire.decoder(self._arguments)
         self._answer = _form(answer)
-        self._join: Callable[[list[T]], T] = _JOINS[answer if self.has_keys else type(None)]
+        joined = answer if self.has_keys else type(None)
+        if joined not in _JOINS:
+            raise TypeError(f"{call.__name__}: _JOINS does not say how answers of {joined} about parts become one")
+        self._join: Callable[[list[T]], T] = _JOINS[joined]
         self._decode_answer = wire.decoder(self._answer.passed)
 
     def bind(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # noqa: ANN401 - made when the house was

@@ -25,7 +25,7 @@ KEY_BYTES: Final = 32
 HEADER_BYTES = 4096
 MAGIC = b"TIEREDKV"
 SEALED_VERSION: Final = 3
-"""Of the format of a record that is sealed: who knows version 1 alone must not take one for KV. Version 2 was sealed
+"""Of the format of a record that is sealed: who knows plain ones alone must not take one for KV. Version 2 was sealed
 too, and named its block in the clear; nothing reads it any more."""
 
 SIGNED_BYTES = 512

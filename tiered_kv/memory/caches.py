@@ -82,14 +82,17 @@ def find_fragments(
         for tensor in tensors:
             _check_tensor(tensor, group, where, number)
         planes += _planes_of(tensors, group, axes, packed=packed, layer=number)
-    num_pages = {plane.page.num_pages for plane in planes}
-    if len(num_pages) > 1:
-        raise LayoutMismatchError(f"layers and planes must have one number of pages, got {sorted(num_pages)}")
+    num_pages = planes[0].page.num_pages
+    if (other := next((plane for plane in planes if plane.page.num_pages != num_pages), None)) is not None:
+        raise LayoutMismatchError(
+            f"layers and planes must have one number of pages: {other.name} has {other.page.num_pages}, "
+            f"{planes[0].name} {num_pages}"
+        )
     _check_apart(planes)
     parts = sorted((part for plane in planes for part in plane.parts()), key=lambda part: part.offset)
     if group.pages_per_block == 1:  # else the parts of two planes have other pages of the block between them
         parts = _merge_neighbours(parts)
-    return num_pages.pop(), tuple(Fragment(part.as_words(), part.offset) for part in parts)
+    return num_pages, tuple(Fragment(part.as_words(), part.offset) for part in parts)
 
 
 @dataclass(frozen=True, eq=False)

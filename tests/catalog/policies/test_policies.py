@@ -35,7 +35,7 @@ def test_policies_by_name_and_class() -> None:
     assert isinstance(make_policy("mq", 1), MQPolicy)
     assert isinstance(make_policy("lhd", 1), LHDPolicy)
     assert isinstance(make_policy(ARCPolicy, 1), ARCPolicy)
-    with pytest.raises(ConfigurationError, match="lru, arc, mq"):
+    with pytest.raises(ConfigurationError, match="lru, arc, mq, lhd, or a class"):
         make_policy("no such policy", 1)
 
 
