@@ -41,6 +41,60 @@ async def test_closing_ends_every_job() -> None:
     ranks.close()
 
 
+@pytest.mark.parametrize("direction", ["store", "load"])
+async def test_a_closed_planner_ends_what_no_worker_has_the_plan_of(direction: str) -> None:
+    """Though it is planned, and the engine's blocks are known: nobody has looked at it."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        await kv.store(KEYS, engine.fill(KEYS, range(N)))
+        planner, spec = kv.planner(), engine.spec(range(N))
+        planner.register_worker()
+        job = planner.plan_store(prompt(N, 1), spec) if direction == "store" else planner.plan_load(KEYS, spec)
+        await until(lambda: job in planner.poll())
+        planner.close()
+        assert (await job.ended()).num_blocks == 0
+        await until_idle(kv)
+
+
+async def test_a_closed_planner_says_so() -> None:
+    """At once and from then on; closed twice it is closed."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        for _ in range(2):
+            planner.close()
+            for _turn in range(2):
+                with pytest.raises(ClosedError, match="planner"):
+                    planner.plan_store(KEYS, engine.spec(range(N)))
+                with pytest.raises(ClosedError, match="planner"):
+                    planner.register_worker()
+                await asyncio.sleep(0)
+        assert planner.poll() == []
+
+
+async def test_a_flush_waits_for_no_worker_of_a_closed_planner() -> None:
+    """Whoever planned brings its answers no more."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await planner.plan_store(KEYS, engine.spec(range(N))).planned()
+        planner.close()
+        assert await asyncio.wait_for(kv.flush(), WAIT_S)
+
+
+async def test_a_planned_store_of_who_drains_is_dropped_for_that() -> None:
+    """And counted as any other store is."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        assert await kv.drain()
+        assert (await planner.plan_store(KEYS, engine.spec(range(N))).ended()).num_blocks == 0
+        assert kv.stats().dropped_because == {"draining": N}
+
+
 async def test_what_is_over_can_be_ended_again() -> None:
     """By its last answer once more, by a cancellation, and in a cache that is closed: none of it is an error."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

@@ -49,6 +49,7 @@ class Planner(ABC):
 
         Raises:
             ConfigurationError: No such process or rank, or the rank has a worker that is alive, and may be writing.
+            ClosedError: The cache is not open any more, or the planner was closed.
         """
 
     @abstractmethod
@@ -111,8 +112,7 @@ class Planner(ABC):
         """Plan no more, and wait for no worker: for a scheduler that ends, and brings no answers any more.
 
         What no worker has the plan of ends. What workers are copying out is in no tier, as nobody says that they did,
-        and their slots are held until they end. `BlockCache.flush` and `BlockCache.drain` wait for none of that. With
-        a host's server the client's end does as much there.
+        and their slots are held until they end. `BlockCache.flush` and `BlockCache.drain` wait for none of that.
         """
         self._jobs.leave_soon()
 
@@ -164,6 +164,7 @@ class OwnPlanner(Planner):
     @override
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         self._check_open()
+        self._seat.cache.jobs.check_open()
         self._seat.cache.jobs.workers.register(rank, system().getpid() if pid is None else pid)
 
     @override

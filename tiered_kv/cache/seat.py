@@ -282,7 +282,7 @@ def cache_statistics(chains: Sequence[Chain], fates: Fates, pins: Pins, num_tran
         missed_because=dict(fates.missed_because),
         dropped_because=dict(fates.dropped_because),
         num_preemptions=fates.preemptions,
-        pinned_bytes=pins.num_bytes,
+        pinned_bytes=pins.pinned_bytes(chains),
         page_locked_bytes=device.page_locked_bytes,
         is_pageable=device.is_pageable,
         is_device_usable=device.error is None,

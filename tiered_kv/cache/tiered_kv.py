@@ -564,6 +564,11 @@ class TieredKV(TierCalls):
         return Hints.of(self, each=1 / 8, together=1 / 4, favoured=favoured)
 
 
+def pins_of(cache: TierCalls) -> Pins:
+    """Return the pins of an open cache, with which those of engines that share it are counted."""
+    return cache._open().pins  # noqa: SLF001 - its own module's
+
+
 class SeatCalls(TierCalls):
     """The calls of an open cache, for one engine of several. It is never closed: what it moves ends with the cache.
 

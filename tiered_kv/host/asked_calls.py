@@ -426,7 +426,7 @@ def _noted(call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False)
     def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
         asking = kv._asking  # noqa: SLF001 - ours
         for part in remote.parts(remote.bind(*args, **kwargs)):
-            asking.connection.send(asking.making(remote, part, anywhere=anywhere)(0))
+            asking.connection.note(asking.making(remote, part, anywhere=anywhere)(0))
 
     return _named(noted, remote, call)
 

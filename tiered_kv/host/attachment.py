@@ -62,6 +62,11 @@ class Line:
         self._heard: deque[Reply] = deque()  # to be taken on the event loop
         self._numbers = count(1)
 
+    @property
+    def num_unsent(self) -> int:
+        """How many bytes wait for the server to read those before them."""
+        return len(self._unsent)
+
     def number(self) -> int:
         """Return a number that no other question or transfer has."""
         return next(self._numbers)
@@ -328,6 +333,11 @@ class Attachment:
     def send(self, message: wire.Message) -> None:
         """Send what needs no answer, or has one that `transfers` takes. From any thread."""
         self._line.send(message)
+
+    @property
+    def num_unsent(self) -> int:
+        """How many bytes wait for the server to read those before them."""
+        return self._line.num_unsent
 
     def number(self) -> int:
         """Return a number that no other question or transfer has."""

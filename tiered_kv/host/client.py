@@ -37,7 +37,7 @@ from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
-from tiered_kv.host.protocol import Attach, Keys
+from tiered_kv.host.protocol import Attach, Keys, Preempted
 from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
@@ -167,6 +167,7 @@ class FarCalls(AskedCalls):
         stored = await self.start_store(keys, source, after=after)
         pin = CALLS["pin"]
         pinned = await self._asking.ask(pin, lambda _: PinResult(0), None, pin.bind(keys, ttl_s=ttl_s))
+        self._connection.send(Preempted())
         self._emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
 

@@ -15,9 +15,10 @@ from typing_extensions import override
 
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection
-from tiered_kv.host.protocol import AHEAD, Cancel, Changed, Follow, Reply, Taken
+from tiered_kv.host.protocol import AHEAD, Cancel, Changed, Failed, Follow, Reply, Taken
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
 from tiered_kv.values.keys import Names
+from tiered_kv.values.log import log
 
 _TAKEN_TOGETHER: Final = AHEAD // 4
 """Messages that the server is told of at once."""
@@ -133,8 +134,11 @@ class _Stream:
         changes = self._changes()
         if changes is not None and isinstance(reply, Changed):
             changes.put(reply)
-        else:  # or refused: there are too many
-            self.end()
+            return
+        self.end()
+        if changes is not None and isinstance(reply, Failed):  # there are too many
+            log("warning", "host.changes_refused", why=reply.why)
+            changes.end()
 
     def miss(self) -> None:
         """See `Transferring.miss`: what it has is as good as it was."""

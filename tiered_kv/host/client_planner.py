@@ -34,6 +34,7 @@ from tiered_kv.host.protocol import (
     JobPlan,
     JobPlanned,
     Keys,
+    LeaveJobs,
     Mapped,
     MapSlab,
     PlanJob,
@@ -296,6 +297,7 @@ class FarJobs(JobBook):
 
     def register(self, rank: int, pid: int) -> None:
         """See `Planner.register_worker`."""
+        self.check_open()
         self._workers.register(rank, pid)
         self._loop_calls.call(self._introductions.soon)
 
@@ -306,6 +308,7 @@ class FarJobs(JobBook):
             ConfigurationError: Some rank has no worker.
             ClosedError: The client is closed.
         """
+        self.check_open()
         self._workers.pids()
         with self._polled.lock:
             job = self._new(request.direction)
@@ -359,6 +362,7 @@ class FarJobs(JobBook):
     @override
     def leave(self) -> None:
         self.close()
+        self._connection.send(LeaveJobs())
 
     def close(self) -> None:
         """See `Follower.close`: end every job with nothing, and watch no worker any more."""
@@ -531,7 +535,9 @@ class FarPlanner(Planner):
         digest = None if epoch is None else epoch_digest(epoch)
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
         per_block = self._check(stored, source)
-        refused = "draining" if self._starts.is_draining else ""
+        refused = ""
+        if self._starts.is_draining:
+            refused, self._starts.num_refused = "draining", self._starts.num_refused + len(stored)
         return self._far_jobs.begin(
             FarRequest("store", stored, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
         )

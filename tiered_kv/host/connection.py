@@ -210,6 +210,8 @@ class FarSide(EngineSide):
 
 _LOOK_S: Final = 0.5
 """How often it is looked whether a server says something that is waited for."""
+_MOST_UNSENT: Final = 1 << 22
+"""Bytes that a server has not read yet; what need not be heard is not added to more."""
 _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
 
@@ -292,6 +294,11 @@ class Connection:
     def send(self, message: wire.Message) -> None:
         """Say what has no answer. Any thread may."""
         if (there := self.there) is not None:  # which the event loop may change meanwhile
+            there.send(message)
+
+    def note(self, message: wire.Message) -> None:
+        """Say what need not be heard: nothing to a server that says nothing, or has much to read yet."""
+        if (there := self.there) is not None and not there.is_silent and there.num_unsent < _MOST_UNSENT:
             there.send(message)
 
     async def ask(self, make: Callable[[int], wire.Message], timeout_s: float | None = None) -> Answer | None:

@@ -157,6 +157,10 @@ class JobMovedKeys(Message, frozen=True, tag="job_moved_keys"):
     moved: bool
 
 
+class LeaveJobs(Message, frozen=True, tag="leave_jobs"):
+    """The client's planner has ended: see `Planner.close`."""
+
+
 AboutJob = PlanJob | BindJob | JobMoved | JobMovedKeys
 
 
@@ -548,10 +552,14 @@ class Bye(Message, frozen=True, tag="bye"):
     """No copy of this client touches the slabs any more, nor will."""
 
 
+class Preempted(Message, frozen=True, tag="preempted"):
+    """The client has swapped out a sequence: it is counted."""
+
+
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Ping | Bye | Question | AboutJob | AboutChanges
+Request = Moving | Ping | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

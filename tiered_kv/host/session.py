@@ -124,16 +124,14 @@ class Session:
         if self._has_ended:
             return
         match request:
-            case protocol.Copied():
-                self._transfers.copied(request)
+            case protocol.Copied() | protocol.Cancel() | protocol.LeaveJobs() | protocol.Preempted():
+                self._hear(request)
             case protocol.Load() | protocol.Store():
                 self._checked(request.id, send, partial(self._move, request, send))
             case protocol.StopBefore() | protocol.StoreLayer():
                 self._checked(request.id, send, partial(self._transfers.steer, request))
             case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
                 self._checked(request.id, send, partial(self._plan_or_follow, request, send))
-            case protocol.Cancel():
-                self._give_up(request.id)
             case protocol.Call(id=0):
                 self._note(request)
             case protocol.Ping():
@@ -161,7 +159,7 @@ class Session:
 
     def _move(self, request: protocol.Load | protocol.Store, send: Send) -> None:
         if self.is_ending:
-            self._transfers.refuse(request, Reason.SERVER_ENDING, send)
+            self._transfers.refuse(request, self._seat(request.keys.epoch).seat, Reason.SERVER_ENDING, send)
             return
         self._new(request.id)
         seat = self._seat(request.keys.epoch).seat
@@ -169,6 +167,18 @@ class Session:
             self._transfers.load(request, seat, send)
         else:
             self._transfers.store(request, seat, send)
+
+    def _hear(self, said: protocol.Copied | protocol.Cancel | protocol.LeaveJobs | protocol.Preempted) -> None:
+        """Take what is said of what is under way, or has happened: there is nothing to answer."""
+        match said:
+            case protocol.Copied():
+                self._transfers.copied(said)
+            case protocol.Cancel():
+                self._give_up(said.id)
+            case protocol.LeaveJobs():
+                self.jobs.leave()
+            case protocol.Preempted():
+                self._seat(b"").seat.fates.preemptions += 1
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""

@@ -78,8 +78,8 @@ class SessionChanges:
                 self._streams[id_][1].release()
 
     def end(self, id_: int) -> None:
-        """End a stream."""
-        self._streams[id_][0].cancel()
+        """End a stream; it counts no longer."""
+        self._streams.pop(id_)[0].cancel()
 
     def end_all(self) -> None:
         """The client is gone."""
@@ -231,7 +231,7 @@ class SessionJobs:
         self._by_id[id_][0].cancel(undelivered=True)
 
     def leave(self) -> None:
-        """The client is gone."""
+        """The client, or its planner, is gone."""
         self._jobs.leave()
 
     async def _tell(self, id_: int, job: Job, num_bytes: int, send: Send) -> None:

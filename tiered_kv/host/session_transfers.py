@@ -227,7 +227,7 @@ class SessionTransfers:
         chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
         if len(self._loads) >= self._limits.loads_per_client or not self._account.may_move(far.num_bytes):
-            send(_not_loaded(request, TierFault("host", Reason.TOO_MANY_LOADS, len(keys))))
+            self.refuse(request, seat, Reason.TOO_MANY_LOADS, send)
             return
         handle = start_load(
             LoadRequest(
@@ -257,10 +257,10 @@ class SessionTransfers:
         chain, batch = seat.batch(keys)
         far = FarMemory(request.id, len(keys), chain, send)
         if self._is_read_only:
-            _say_not_stored(request.id, len(keys), Reason.READ_ONLY, send)
+            self.refuse(request, seat, Reason.READ_ONLY, send)
             return
         if len(self._stores) >= self._limits.stores_per_client or not self._account.may_move(far.num_bytes):
-            _say_not_stored(request.id, len(keys), Reason.TOO_MANY_STORES, send)
+            self.refuse(request, seat, Reason.TOO_MANY_STORES, send)
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(
@@ -279,12 +279,15 @@ class SessionTransfers:
         far.begin({})
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
-    def refuse(self, request: protocol.Load | protocol.Store, why: Reason, send: Send) -> None:
-        """Say that one does not begin."""
-        num_keys = len(request.keys.block_keys())
+    def refuse(self, request: protocol.Load | protocol.Store, seat: Seat, why: Reason, send: Send) -> None:
+        """Say that one does not begin, and count it."""
+        chain, batch = seat.batch(request.keys.block_keys())
+        num_keys = len(batch)
         if isinstance(request, protocol.Load):
+            chain.fates.count_load(batch, 0, why)
             send(_not_loaded(request, TierFault("host", why, num_keys)))
         else:
+            chain.fates.count_store(num_keys, stored=0, present=0, dropped={why: num_keys})
             _say_not_stored(request.id, num_keys, why, send)
 
     def steer(self, request: protocol.Steering) -> None:

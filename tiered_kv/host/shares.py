@@ -30,7 +30,6 @@ from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
-from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
 from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Emit
@@ -53,7 +52,6 @@ class Share:
         weight: Beside those of other models.
         cache: Open, or None.
         page: What shows it, if the server has a page.
-        pins: None of its own: what the pins of all clients are counted with.
         num_clients: That are attached.
         unused_since: On the loop's clock; of no meaning while there are clients.
         opening: What opens its cache, if that is under way.
@@ -71,7 +69,6 @@ class Share:
     weight: float = 1.0
     cache: TieredKV | None = None
     page: Page | None = None
-    pins: Pins = field(default_factory=lambda: Pins(0))
     num_clients: int = 0
     unused_since: float = 0.0
     opening: "asyncio.Task[TieredKVError | None] | None" = None

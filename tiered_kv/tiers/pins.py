@@ -8,7 +8,7 @@ What a call costs grows with its blocks, and not with the pins that there are.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 from itertools import count
@@ -90,6 +90,10 @@ class Pins:
     def num_bytes(self) -> int:
         """Bytes of slots that are pinned, of all tenants."""
         return self._num_bytes.total()
+
+    def pinned_bytes(self, chains: Iterable[Chain]) -> int:
+        """Count the bytes of slots that these pins, and those beside them, hold in some chains."""
+        return sum(self._num_pinned[tier] * chain.stride_bytes for chain in chains for tier in chain.booked)
 
     def pin(self, parts: Sequence[tuple[Chain, Batch]], keys: BlockKeys, ttl_s: float) -> int:
         """Hold the prefix that is in owned tiers, for every rank; return its length.

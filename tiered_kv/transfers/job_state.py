@@ -137,6 +137,7 @@ class HeldStore:
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
+        self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
         chain.unwritten.num_held += 1
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -187,9 +188,8 @@ class HeldStore:
         self.chain.unwritten.num_held -= 1
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
-        reason = Reason.NOT_MOVED if len(self._batch) else Reason.NO_ROOM
         dropped = requested - stored - present
-        reasons = {reason: dropped} if dropped else {}
+        reasons = {Reason.NOT_MOVED if len(self._batch) else self._why_nothing: dropped} if dropped else {}
         self.chain.fates.count_store(requested, stored=stored, present=present, dropped=reasons)
 
 

@@ -155,6 +155,11 @@ class JobBook(ABC):
 
     # What is asked of jobs, by any thread.
 
+    def check_open(self) -> None:
+        """Raise `ClosedError` once the planner or the cache is closed."""
+        if not self._is_open:
+            raise ClosedError("this TieredKV, or its planner, is closed")
+
     def show(self, job: Job) -> Plan | None:
         """Return a job's plan if it has one; from then on it counts as handed out, and the job ends by its answer."""
         with self._polled.lock:
@@ -293,8 +298,7 @@ class JobBook(ABC):
         Raises:
             ClosedError: The planner or the cache is closed.
         """
-        if not self._is_open:
-            raise ClosedError("this TieredKV, or its planner, is closed")
+        self.check_open()
         self._last_number += 1
         job = self._not_over[self._last_number] = Job(self, self._last_number, direction)
         return job
@@ -361,6 +365,7 @@ class Jobs(JobBook):
             ConfigurationError: Some rank has no worker.
             ClosedError: The cache is closed.
         """
+        self.check_open()
         self.workers.pids()
         with self._polled.lock:
             job = self._new(request.direction)
@@ -383,7 +388,7 @@ class Jobs(JobBook):
     @override
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         rank = self._rank(rank)
-        if (underway := self._underway.get(job)) is not None:
+        if (underway := self._underway.get(job)) is not None and self._is_open:
             named = set(keys)
             answered: Mask = np.array([key in named for key in underway.request.keys], np.bool_)
             self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
@@ -432,11 +437,13 @@ class Jobs(JobBook):
         The rest ends with the workers' processes. They may outlive this by days: until then their slots are nobody's,
         and nobody waits for their answers.
         """
+        if self._is_left:
+            return
         self._begin_no_more()
         self._is_left = True
         for job, underway in list(self._underway.items()):
-            if underway.plan is None or not underway.may_be_out:
-                self._end_early(job, "the planner has ended")
+            if self._take_out(job, unless_out=True) is not None:
+                self._give_up(job, underway, "the planner has ended")
             else:
                 underway.disown()
         self._close_if_left()
@@ -557,7 +564,7 @@ class Jobs(JobBook):
         """Let nobody see, bind or answer a job any more that is about to end early; return it. Any thread may call."""
         with self._polled.lock:
             underway = self._underway.get(job)
-            if underway is None or (unless_out and underway.may_be_out):
+            if underway is None or (unless_out and job.is_seen and underway.may_be_out):
                 return None
             self._withdraw(job)
             return self._underway.pop(job)

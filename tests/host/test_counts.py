@@ -1,0 +1,112 @@
+"""What is counted of a server's clients, wherever it is asked for, and what does not grow while a server hangs."""
+
+import signal
+import threading
+from pathlib import Path
+
+import anyio
+
+from tests.host.test_deaths import attached_at, served
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
+from tests.support.caches import until
+from tests.support.serving import attached, serving
+from tiered_kv import Snapshot
+
+KEYS = prompt(8)
+
+
+async def test_stores_that_a_server_refuses_are_counted(tmp_path: Path) -> None:
+    """One more than a client may have under way, and any of one that reads only: they are dropped."""
+    engine, reading = AnyEngine(), AnyEngine()
+    with serving(tmp_path, cpu(32), host={"stores_per_client": 1}) as server:
+        async with attached(server, engine) as kv, attached(server, reading, read_only=True) as reader:
+            first = kv.start_store(KEYS, engine.fill(KEYS, range(8)), layerwise=True)
+            other = await kv.store(prompt(4, seed=1), engine.spec(range(8, 12)))
+            assert other.drop_reasons == {"too many stores": 4}
+            for layer in range(2):
+                first.store_layer(layer)
+            await first
+            assert (await reader.store(prompt(2, seed=2), reading.spec(range(2)))).num_dropped == 2
+            stats = kv.stats()
+            assert (stats.store_requested, stats.stored, stats.dropped) == (14, 8, 6)
+            assert stats.dropped_because == {"too many stores": 4, "read only": 2}
+
+
+async def test_loads_that_a_server_refuses_are_counted(tmp_path: Path) -> None:
+    """They are missed, for that reason."""
+    engine, used = AnyEngine(), threading.Event()
+    with serving(tmp_path, cpu(32), host={"loads_per_client": 1}) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            first = kv.start_load(KEYS, engine.spec(range(8)), after=used)
+            assert (await kv.load(KEYS, engine.spec(range(8, 16)))).missed_because == "too many loads"
+            used.set()
+            await first
+            stats = kv.stats()
+            assert (stats.requested, stats.missed_because) == (16, {"too many loads": 8})
+
+
+async def test_pins_of_all_clients_are_counted(tmp_path: Path) -> None:
+    """In what each of them is told, and in the server's own metrics."""
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine := AnyEngine()) as kv, attached(server) as other:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            assert other.pin(KEYS[:4], ttl_s=60).num_blocks == 4
+            assert kv.pin(KEYS[4:6], ttl_s=60).num_blocks == 2
+            assert kv.stats().pinned_bytes == other.stats().pinned_bytes == 6 * STRIDE
+            shares = server._shares  # noqa: SLF001 - what its page and metrics show
+            assert shares is not None
+            (share,) = shares
+            assert share.cache is not None
+            seat = share.cache._seat  # noqa: SLF001 - likewise
+            assert seat is not None
+            assert seat.statistics().pinned_bytes == 6 * STRIDE
+
+
+async def test_a_client_s_preemptions_are_counted(tmp_path: Path) -> None:
+    """As those of an engine with a cache of its own."""
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine := AnyEngine()) as kv:
+            await kv.swap_out(KEYS, engine.fill(KEYS, range(8)))
+            assert kv.stats().num_preemptions == 1
+
+
+async def test_streams_begin_anew_with_new_weights(tmp_path: Path) -> None:
+    """Those that end meanwhile do not count against a client's number."""
+    with serving(tmp_path, cpu(16), host={"leases_per_client": 3}) as server:
+        async with attached(server, AnyEngine()) as kv:
+            streams = [kv.events() for _ in range(3)]
+            for weights in ("w1", "w2"):
+                for each in streams:
+                    with anyio.fail_after(30):
+                        assert isinstance(await anext(each), Snapshot)
+                kv.advance_epoch(weights)
+
+
+async def test_one_stream_too_many_ends(tmp_path: Path) -> None:
+    """Whoever follows it does not wait for what never comes."""
+    with serving(tmp_path, cpu(16), host={"leases_per_client": 1}) as server:
+        async with attached(server, AnyEngine()) as kv:
+            one, other = kv.events(), kv.events()
+            with anyio.fail_after(30):
+                assert isinstance(await anext(one), Snapshot)
+                assert [change async for change in other] == []
+
+
+async def test_what_is_noted_to_a_server_that_hangs_is_bounded(tmp_path: Path) -> None:
+    """An engine goes on to say what it uses, for as long as that takes."""
+    keys = prompt(4000)
+    async with served(tmp_path) as one, attached_at(tmp_path, AnyEngine(), timeout_s=1.0) as kv:
+        one.send(signal.SIGSTOP)
+        there = kv._connection.there  # noqa: SLF001 - ours
+        assert there is not None
+        for _ in range(500):
+            kv.touch(keys)
+        assert 0 < there.num_unsent < 8 << 20
+        kv.lookup_nowait(KEYS)
+        await until(lambda: not kv.is_attached)
+        num_unsent = there.num_unsent
+        kv.touch(keys)
+        assert there.num_unsent == num_unsent
+        one.send(signal.SIGCONT)
+        await until(lambda: kv.is_attached)
