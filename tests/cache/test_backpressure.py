@@ -169,13 +169,13 @@ async def test_settled_may_be_awaited_by_many_and_cancelled() -> None:
 
 
 async def test_a_block_is_not_stored_twice() -> None:
-    """Two stores of the same blocks at once copy and write each of them once; the second finds them present."""
+    """Two stores of the same blocks at once copy and write each of them once; the second finds them on their way."""
     engine, medium = Engine(), ScriptedSlotBackend(name="medium")
     async with open_cache(CPU, medium, engine=engine) as kv:
         first, second = await asyncio.gather(_store(kv, engine, 0), _store(kv, engine, 0))
         assert (first.num_stored, second.num_stored, second.num_present) == (8, 0, 8)
         assert (await first.settled())[1].written == 8
-        assert (await second.settled()) == (TierStore("cpu", present=8), TierStore("medium", present=8))
+        assert (await second.settled()) == (TierStore("cpu", present=8), TierStore("medium", deferred=8))
         assert medium.on_write.num_blocks == 8
         await until_idle(kv)
 

@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -31,6 +31,8 @@ from tiered_kv import (
     Outcomes,
     TieredKV,
 )
+from tiered_kv.media.backend import Block
+from tiered_kv_backends.nvme.slab import Moved, Slab
 
 KEYS = small_prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -205,6 +207,64 @@ async def test_nobody_waits_for_the_workers_of_a_planner_that_was_closed() -> No
         await until_quiet()
         assert kv.lookup_nowait(other).num_blocks == 0
         assert disk.num_records == 4
+
+
+@pytest.mark.parametrize("says", ["flush", "drain"])
+@pytest.mark.parametrize("removes", ["evict", "clear"])
+async def test_it_says_that_a_write_that_hangs_may_bring_back_what_was_removed(removes: str, says: str) -> None:
+    """Until it has ended, and what it brought was forgotten; and the removal itself names the tier."""
+    hung, well = ScriptedSlotBackend(name="hung", timeout_s=0.3), ScriptedSlotBackend(name="well", timeout_s=3.0)
+    engine = Engine()
+    async with open_cache(CPU, hung, well, engine=engine) as kv:
+        hung.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: hung.on_write.num_held > 0 and well.num_records == 4)
+        removed = await (kv.evict(KEYS) if removes == "evict" else kv.clear())
+        assert removed.kept_by == ("hung",)
+        assert not await (kv.flush(sync=True) if says == "flush" else kv.drain(timeout_s=1.0))
+        hung.on_write.release()
+        await until_idle(kv)
+        assert hung.num_records == 0
+        assert await kv.flush(sync=True)
+
+
+def test_a_write_that_ends_after_the_close_is_not_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody could have it forgotten any more: it may have been evicted."""
+    goes_on, has_begun, has_ended = threading.Event(), threading.Event(), threading.Event()
+    write, close = Slab.write, Slab.close
+
+    def hung(self: Slab, slots: list[int], blocks: Sequence[Block]) -> Moved:
+        has_begun.set()
+        goes_on.wait(WAIT_S)
+        return write(self, slots, blocks)
+
+    def closed(self: Slab) -> None:
+        close(self)
+        has_ended.set()
+
+    monkeypatch.setattr(Slab, "close", closed)
+    disk = {"medium": "nvme", "path": tmp_path / "kv", "capacity": "4MiB", "timeout_s": 0.3}
+    limits = SMALL_LIMITS.model_copy(update={"close_timeout_s": 0.5})
+
+    async def stores() -> None:
+        async with open_cache(CPU, disk, engine=(engine := Engine()), limits=limits) as kv:
+            await keep(kv, engine, small_prompt(4, seed=1))
+            monkeypatch.setattr(Slab, "write", hung)
+            await kv.store(KEYS, engine.compute(KEYS))
+            await until(has_begun.is_set)
+            assert (await kv.evict(KEYS)).kept_by == ("nvme",)
+            assert not await kv.flush(sync=True)
+            assert not await kv.drain()
+
+    async def finds() -> int:
+        async with open_cache(CPU, disk, engine=Engine()) as kv:
+            return (await kv.lookup(KEYS)).num_blocks
+
+    asyncio.run(stores())
+    goes_on.set()
+    assert has_ended.wait(WAIT_S)
+    monkeypatch.setattr(Slab, "write", write)
+    assert asyncio.run(finds()) == 0
 
 
 async def test_closing_ends_the_wait_for_a_worker() -> None:

@@ -24,6 +24,19 @@ async def _ended(task: "asyncio.Task[RemovalResult]") -> bool:
     return task.done()
 
 
+async def test_an_eviction_that_is_cancelled_has_been_decided() -> None:
+    """With its first step: who gives up only does not wait for the media."""
+    engine = Engine()
+    async with open_cache(ScriptedSlotBackend(16), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await asyncio.sleep(0)
+        evicting.cancel()
+        await asyncio.wait([evicting])
+        assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until_idle(kv)
+
+
 # By age.
 
 

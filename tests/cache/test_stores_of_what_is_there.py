@@ -1,8 +1,11 @@
 """A store of blocks that are there already copies nothing, and is a use of them like any other."""
 
+import pytest
+
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tiered_kv import TierStore
 
 KEYS = prompt(3)
 
@@ -27,3 +30,25 @@ async def test_it_is_used_below_too() -> None:
             await keep(kv, engine, prompt(1, seed=seed))
         await until_idle(kv)
         assert ((await kv.evict(KEYS, tier="cpu")).num_blocks, (await kv.lookup(KEYS)).by_tier) == (3, {"slots": 3})
+
+
+@pytest.mark.parametrize(("how", "write"), [("failed", "through"), ("evicted", "through"), ("evicted", "back")])
+async def test_a_tier_below_gets_what_it_lacks(how: str, write: str) -> None:
+    """As it failed to be written, or was evicted there: a store says which it has, and sends the others."""
+    engine, slots = Engine(), ScriptedSlotBackend(write=write)
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        if how == "failed":
+            slots.on_write.fail_next(OSError("once"))
+        await keep(kv, engine, KEYS)
+        await kv.flush()
+        await kv.evict(KEYS, tier="slots")
+        assert slots.num_records == 0
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (stored.num_stored, stored.num_present) == (0, 3)
+        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("slots", deferred=3))
+        assert await kv.flush()
+        assert slots.num_records == 3
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("slots", present=3))
+        await until_idle(kv)
+        assert slots.num_records == 3

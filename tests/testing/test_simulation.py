@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -160,8 +160,11 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    async def evict(chain: Chain, batch: Batch, tier: str | None) -> object:
-        return np.zeros(len(batch), np.bool_)
+    async def nothing() -> list[str]:
+        return []
+
+    def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[object, Awaitable[list[str]]]:
+        return np.zeros(len(batch), np.bool_), nothing()
 
     patch.setattr("tiered_kv.tiers.upkeep.evict", evict)
 

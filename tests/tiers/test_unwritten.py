@@ -103,10 +103,10 @@ async def test_what_was_evicted_from_a_tier_is_unwanted_there_until_all_of_that_
 
 
 def test_of_what_was_evicted_from_a_tier_the_last_ones_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where stores go on without end their time is never over."""
-    monkeypatch.setattr(module, "_MOST_UNWANTED", 2)
-    unwritten, names = Line().unwritten, BLOCKS.names
+    """Where stores go on without end their time is never over. All that can be in memory at once is."""
+    monkeypatch.setattr(module, "_LEAST_UNWANTED", 0)
+    unwritten, names = Line().unwritten, Naming(bytes(32), Shard()).batch(prompt(18), epoch_digest("w0")).names
     came = unwritten.begin()
-    for part in (names[:2], names[:1], names[2:3]):
+    for part in (names[:2], names[:1], names[2:17]):
         unwritten.evict("disk", part)
-    assert unwritten.is_wanted("disk", names[:3], came).tolist() == [False, True, False]
+    assert unwritten.is_wanted("disk", names, came).tolist() == [False, True, *[False] * 15, True]

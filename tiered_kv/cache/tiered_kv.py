@@ -259,9 +259,10 @@ class TierCalls(BlockCache):
         if tier is not None and tier not in names:
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
         with seat.cache.callers.waiting():
-            ended = await asyncio.gather(*(upkeep.evict(chain, batch, tier) for chain, batch in parts))
-        num_blocks = int(np.count_nonzero(np.logical_or.reduce([found for found, _ in ended])))
-        return RemovalResult(num_blocks, tuple(dict.fromkeys(name for _, kept_by in ended for name in kept_by)))
+            removed = [upkeep.evict(chain, batch, tier) for chain, batch in parts]
+            kept_by = await asyncio.gather(*(waiting for _, waiting in removed))
+        num_blocks = int(np.count_nonzero(np.logical_or.reduce([found for found, _ in removed])))
+        return RemovalResult(num_blocks, tuple(dict.fromkeys(name for names in kept_by for name in names)))
 
     @override
     async def resize(self, tier: str, capacity: int | str) -> int:

@@ -442,8 +442,10 @@ class OwnedTier(StorageTier, BookedTier):
 
     @property
     def _has_paid(self) -> bool:
-        """Whether the medium has nothing left that it should not have."""
-        return not self._tombstones and not self._journal.is_owing
+        """Whether the medium has nothing left that it should not have, and gets nothing that was removed meanwhile."""
+        if self._tombstones or self._journal.is_owing:
+            return False
+        return all(bool((self.index.find(names)[0] == slots).all()) for names, slots in self._in_write.values())
 
     @contextmanager
     def expecting(self, names: Names) -> Iterator[Mask]:
@@ -537,8 +539,12 @@ class OwnedTier(StorageTier, BookedTier):
         return self.calls.ask("describe", self.backend.describe, {}, problem_of=_problem_of_facts)
 
     async def checkpoint(self, *, sync: bool) -> bool:
-        """Let the medium remember which blocks it holds, in order of use; say whether it does. Never raises for it."""
-        return await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
+        """Let the medium remember which blocks it holds, in order of use; say whether it does, and nothing else.
+
+        Never raises for it.
+        """
+        is_noted = await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
+        return is_noted and self._has_paid
 
     def _remembered(self) -> tuple[Names, Slots]:
         """Return the names on the medium of what a restart is to find, in order of use, and where it is."""

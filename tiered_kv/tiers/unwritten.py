@@ -19,8 +19,9 @@ from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
 from tiered_kv.values.keys import Names
 
-_MOST_UNWANTED: Final = 1 << 16
-"""Blocks of a tier that are remembered as evicted there, the last ones, where stores go on without end."""
+_LEAST_UNWANTED: Final = 1 << 16
+"""Blocks of a tier that are remembered as evicted there, the last ones, where stores go on without end: so many, and
+twice as many as there can be in memory."""
 
 
 class Unwritten:
@@ -48,6 +49,7 @@ class Unwritten:
         self.num_failed = 0
         self.has_lost = False
         self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
+        self._most_unwanted = _LEAST_UNWANTED + 2 * sum(tier.index.max_slots for tier in tiers)
         self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
         self._unwanted: dict[str, dict[int, int]] = {}  # by tier and hash, the mark of when a block was evicted there
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
@@ -96,7 +98,7 @@ class Unwritten:
         for each in hash_names(names).tolist():
             marks.pop(each, None)  # the last one stands behind all others
             marks[each] = mark
-        for each in list(islice(marks, max(0, len(marks) - _MOST_UNWANTED))):
+        for each in list(islice(marks, max(0, len(marks) - self._most_unwanted))):
             del marks[each]
 
     def is_wanted(self, tier: str, names: Names, came: int) -> Mask:

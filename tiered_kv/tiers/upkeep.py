@@ -6,8 +6,8 @@ A broken block is removed before anyone waits for it, and one that is never aske
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Final
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, Final
 
 import numpy as np
 
@@ -181,14 +181,15 @@ async def _expire(chain: Chain, tier: BookedTier) -> None:
         await asyncio.sleep(0)
 
 
-async def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, list[str]]:
+def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine[Any, Any, list[str]]]:
     """Remove blocks from one tier, or from all.
 
-    All of it is decided before the first await: a cancellation ends the wait for the media, and nothing else. They are
-    not waited for beyond their time.
+    All of it is decided when this returns: a cancellation ends the wait for the media, and nothing else. They are not
+    waited for beyond their time.
 
     Returns:
-        Which blocks were in an owned tier, and the tiers that are not known to have removed them.
+        Which blocks were in an owned tier, and what waits for the media, and returns the tiers that are not known to
+        have removed them.
     """
     found = np.zeros(len(batch), np.bool_)
     for booked in (each for each in chain.booked if tier in (None, each.name)):
@@ -202,7 +203,7 @@ async def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, lis
         chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
-    return found, await _kept_by(removals)
+    return found, _kept_by(removals)
 
 
 def _may_go_down(chain: Chain, batch: Batch) -> Mask:

@@ -178,7 +178,7 @@ class DirectStore(Store):
             if timer is not None:
                 timer.cancel()
             self._count(part, report, lacks[lacks])
-            self._count_present(len(batch) - len(part))
+            self._count_known(len(batch) - len(part))
             self._close_one()
             chain.touch_there(batch[~lacks])
             request.lane.release()
@@ -219,7 +219,7 @@ class DirectStore(Store):
         """Write one piece; ends when the medium has let go of the engine's memory."""
         known = ~self._tier.lacks(part)
         if known.any():
-            self._count_present(int(np.count_nonzero(known)))
+            self._count_known(int(np.count_nonzero(known)))
             self._present.append(part[known])
             part, pages, still = part[~known], pages[~known], still[~known]
         if not len(part):

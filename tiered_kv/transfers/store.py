@@ -21,6 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
@@ -139,7 +140,7 @@ class Store(Revocable):
                 if placing is None:
                     self._drop(self._batch[done:], Reason.NO_ROOM)
                     break
-                self._count_present(min(stop, len(self._batch)) - done - len(part))
+                self._count_known(min(stop, len(self._batch)) - done - len(part))
                 self._forget_evicted(*placing, part, wanted[~known])
                 if (placed := self._begin(*placing, part, pages)) is not None:
                     self._copy_out(placed)
@@ -170,7 +171,7 @@ class Store(Revocable):
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
         chain.count_use(batch, self._came)
-        self._count_present(len(batch) - len(part))
+        self._count_known(len(batch) - len(part))
         is_quick = may_copy_at_once(request, len(part))
         placed = self._begin(*placing, part, pages, can_join=not is_quick)
 
@@ -306,10 +307,22 @@ class Store(Revocable):
             known &= await tier.find_for_store(part)
         return known
 
-    def _count_present(self, n: int) -> None:
+    def _count_known(self, n: int) -> None:
+        """Count blocks that are below, where no tier above keeps any."""
         if n:
             self._num_present += n
             self._tally.add_all(present=n)
+
+    def _count_present(self, batch: Batch) -> None:
+        """Count what memory has. What an owned tier below lacks of it, as it failed to get it, say, is sent there."""
+        chain, n = self._chain, len(batch)
+        self._num_present += n
+        for tier in (*self._memory, *chain.storage):
+            lacking = batch[tier.lacks(batch)] if isinstance(tier, OwnedTier) else batch[:0]
+            self._tally.add(tier, present=n - len(lacking), deferred=len(lacking))
+            if isinstance(tier, OwnedTier) and len(lacking) and tier.can_keep and not tier.health.is_shedding:
+                wanted = lacking[chain.admitted([tier], lacking)]
+                chain.on_admitted(chain, tier, wanted, self._came)
 
     def _is_refused(self) -> bool:
         """Drop all of it if there is a reason."""
@@ -337,7 +350,7 @@ class Store(Revocable):
         """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
         fresh = reservation.slots >= 0
         if not fresh.all():
-            self._count_present(len(part) - int(np.count_nonzero(fresh)))
+            self._count_present(part[~fresh])
             self._present.append(part[~fresh])
             part, pages = part[fresh], pages[fresh]
         if not len(part):

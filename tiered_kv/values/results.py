@@ -282,7 +282,8 @@ class TierStore:
     """What became of a store's blocks in one tier: every block of the store is counted once.
 
     ``deferred`` blocks come there later or by others: the tier has ``write="back"``, or wants them used more often
-    (``admit_after``), or another rank writes them, of which each writes its share of what all of them hold.
+    (``admit_after``), or another rank writes them, of which each writes its share of what all of them hold; or memory
+    had them already, and the tier, which lacks them, is being given them.
     """
 
     tier: str

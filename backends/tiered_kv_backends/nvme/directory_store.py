@@ -39,6 +39,11 @@ class FileCalls:
         self._num_running = 0
         self._closed = False
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether no more calls start."""
+        return self._closed
+
     def guarded(self, function: Callable[..., T], *args: object) -> T:
         """Call ``function(*args)`` with the files open, or raise `BackendUnavailableError`."""
         with self._lock:
@@ -200,7 +205,7 @@ class DirectoryStore:
         await files.until_erased(slots)
         files.mark(slots, WRITING)
         try:
-            write = _Write(self._files, files, slots, names, sequences, make, enters=not files.num_checkpoints)
+            write = self._writing(files, slots, names, sequences, make, enters=not files.num_checkpoints)
             begin = partial(self._begin, least_bytes=_LEAST_WRITE_BYTES)
             outcomes = await _outcomes(partial(begin, self._writers, files.slab, write, slots, blocks))
             if not write.enters:
@@ -224,7 +229,7 @@ class DirectoryStore:
         if files.num_checkpoints or files.are_erased(slots):
             return False
         files.mark(slots, WRITING)
-        write = _Write(self._files, files, slots, names, sequences, make, enters=True)
+        write = self._writing(files, slots, names, sequences, make, enters=True)
 
         def moved(ended: Ended) -> None:
             files.mark(slots, HELD)
@@ -232,6 +237,19 @@ class DirectoryStore:
 
         self._begin(self._writers, files.slab, write, slots, blocks, moved, least_bytes=_LEAST_WRITE_BYTES)
         return True
+
+    def _writing(
+        self,
+        files: Group,
+        slots: Slots,
+        names: Names,
+        sequences: NDArray[np.uint64],
+        make: Make | None,
+        *,
+        enters: bool,
+    ) -> "_Write":
+        assert self._calls is not None  # noqa: S101 - `_group` has raised before
+        return _Write(self._files, self._calls, files, slots, names, sequences, make, enters=enters)
 
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
@@ -448,6 +466,7 @@ class _Write:
     def __init__(
         self,
         opened: OpenFiles,
+        calls: FileCalls,
         files: Group,
         slots: Slots,
         names: Names,
@@ -458,7 +477,7 @@ class _Write:
     ) -> None:
         self.enters = enters
         self.problem: OSError | None = None
-        self._opened = opened
+        self._opened, self._calls = opened, calls
         self._end = int(slots.max()) + 1 if len(slots) else 0
         self.error: OSError | None = None
         self._files = files
@@ -482,7 +501,10 @@ class _Write:
         return moved
 
     def enter(self) -> None:
-        """Enter what was stored in the ledger."""
+        """Enter what was stored in the ledger, unless the store was closed: nobody could have it forgotten any more."""
+        if self._calls.is_closed:
+            self.error = OSError(errno.ESHUTDOWN, "the NVMe tier was closed")
+            return
         is_stored, slots = self._stored, self._slots
         try:
             self._files.remember(
