@@ -13,7 +13,7 @@ memory is full of them: bounded by the tier, and nothing waits for it but they.
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Final
 
@@ -27,7 +27,7 @@ from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
-from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
@@ -225,50 +225,59 @@ class WriteDown:
     async def _copy_to_host(self, gpu: MemoryTier) -> None:
         """Copy blocks of the GPU pool to the host, and hold those that are there then instead."""
         chain, host, n = self._chain, self._chain.host, len(self._batch)
-        reservation = await self._reserve_host()
-        if reservation is None:
-            if self._kind is Kind.CLEAN:
-                chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
-            else:
-                self._lose(self._batch)
-                self._tally.add_below(gpu, dropped={Reason.NO_ROOM: n})
-            self._batch, self._slots = self._batch[:0], self._slots[:0]
-            return
-        fresh = reservation.slots >= 0
-        fill = Fill(n, Waiter(self._kind))
-        chain.fills.announce(fill, reservation)
-        filled: Lease | None = None
-        try:
-            if fresh.any():
-                source, target = self._slots[fresh], reservation.slots[fresh]
-                copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
-                if await _ended(copy) is None:
-                    # What was evicted from the pool meanwhile was evicted by name: it goes no further.
-                    slots, _ = gpu.index.find(self._batch.names)
-                    filled = reservation.commit(fresh & (slots == self._slots))
-        finally:
-            chain.fills.conclude(fill, reservation)
-        held = host.index.lease(self._batch.names)
+        with ExitStack() as joined:
+            reservation = await self._reserve_host(joined)
+            if reservation is None:
+                if self._kind is Kind.CLEAN:
+                    chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
+                else:
+                    self._lose(self._batch)
+                    self._count_below(dropped={Reason.NO_ROOM: n})
+                    self._tally.add(host, dropped={Reason.NO_ROOM: n})
+                self._batch, self._slots = self._batch[:0], self._slots[:0]
+                return
+            fresh = reservation.slots >= 0
+            fill = Fill(n, Waiter(self._kind))
+            chain.fills.announce(fill, reservation)
+            filled: Lease | None = None
+            try:
+                if fresh.any():
+                    source, target = self._slots[fresh], reservation.slots[fresh]
+                    copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
+                    if await _ended(copy) is None:
+                        # What was evicted from the pool meanwhile was evicted by name: it goes no further.
+                        slots, _ = gpu.index.find(self._batch.names)
+                        filled = reservation.commit(fresh & (slots == self._slots))
+            finally:
+                chain.fills.conclude(fill, reservation)
+            held = host.index.lease(self._batch.names)
         num_filled = 0
         if filled is not None:
             num_filled = int(np.count_nonzero(filled.slots >= 0))
             filled.release()
         there = held.slots >= 0
+        num_removed = int(np.count_nonzero(~there & (gpu.index.find(self._batch.names)[0] != self._slots)))
         num_again = self._wait_again(gpu, ~there)
         chain.release(self._lease)
-        num_failed = n - int(np.count_nonzero(there)) - num_again
+        num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
         num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
         num_written = max(0, num_filled - num_passing)
+        removed = {Reason.REMOVED: num_removed} if num_removed else {}
         self._tally.add(
             host,
             written=num_written,
-            present=n - num_again - num_written - num_passing - num_failed,
+            present=n - num_again - num_written - num_passing - num_failed - num_removed,
             deferred=num_again,
-            dropped={Reason.NO_ROOM: num_passing},
+            dropped={Reason.NO_ROOM: num_passing, **removed},
             failed=num_failed,
         )
-        self._tally.add_below(host, failed=num_failed)
+        self._count_below(dropped=removed, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
+
+    def _count_below(self, *, dropped: Mapping[Reason, int], failed: int = 0) -> None:
+        """Count what goes no further in the tiers that were to get it now: for others it was counted as deferred."""
+        for storage in self._chain.storage if self._to is None else self._to:
+            self._tally.add(storage, dropped=dropped, failed=failed)
 
     def _wait_again(self, gpu: MemoryTier, absent: Mask) -> int:
         """Let blocks that waited, and were not copied to the host, wait for another try; say how many do."""
@@ -300,14 +309,33 @@ class WriteDown:
         for storage in to:
             chain.admit_again(storage, batch)
 
-    async def _reserve_host(self) -> Reservation | None:
-        """Reserve host slots; wait for them only where something below the host is to have the blocks now."""
-        chain = self._chain
-        if not (chain.through if self._to is None else self._to):
-            return chain.reserve(chain.host, self._batch)
+    async def _reserve_host(self, joined: ExitStack) -> Reservation | None:
+        """Reserve host slots for what is not there; wait for them only where something below is to have the blocks now.
+
+        What others are filling is waited for: ``joined`` holds what came so. What did not come is reserved too.
+        """
+        chain, host = self._chain, self._chain.host
         try:
             async with asyncio.timeout(chain.limits.store_timeout_s):
-                return await chain.reserve_host(self._batch, Waiter(self._kind), keep=self._to is None)
+                while True:
+                    if not (chain.through if self._to is None else self._to):
+                        reservation = chain.reserve(host, self._batch)
+                    else:
+                        waiter = Waiter(self._kind)
+                        reservation = await chain.reserve_host(self._batch, waiter, keep=self._to is None)
+                    if reservation is None:
+                        return None
+                    filling = chain.fills.of(self._batch, self._kind, Priority.STORE)
+                    if not (
+                        fills := [fill for fill in filling if not fill.is_done]
+                    ):  # of one that is late comes nothing
+                        return reservation
+                    reservation.close()  # who fills them may wait for these
+                    chain.room.changed()
+                    for fill in fills:
+                        fill.join()
+                        joined.callback(fill.let_go)
+                        await fill.done()
         except TimeoutError:
             return None
 

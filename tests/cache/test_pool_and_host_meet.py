@@ -1,0 +1,77 @@
+"""Blocks of the GPU pool on their way down, of which others are just filling the host's slots: none is lost by that."""
+
+import asyncio
+
+import pytest
+
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
+from tiered_kv.testing import ScriptedDevice
+
+GPU = {"medium": "gpu", "capacity": 32 * PAYLOAD_BYTES}
+CPU = {"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}
+KEYS = prompt(4)
+ROOMY = SMALL_LIMITS.model_copy(update={"window": 4 * PAYLOAD_BYTES, "bounce": 32 * PAYLOAD_BYTES, "low_water": 1.0})
+
+
+@pytest.mark.parametrize("is_broken", [False, True], ids=["right", "broken"])
+async def test_a_store_while_a_prefetch_brings_the_same_blocks(*, is_broken: bool) -> None:
+    """What comes is present; what comes broken is replaced by what was stored."""
+    slots, engine = ScriptedSlotBackend(name="below"), Engine()
+    async with open_cache(GPU, CPU, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="gpu")
+        await kv.evict(KEYS, tier="cpu")
+        for number in range(4 if is_broken else 0):
+            slots.flip_byte(number)
+        slots.on_read.hold()
+        bringing = kv.prefetch(KEYS, to="cpu")
+        await until(lambda: slots.on_read.num_held > 0)
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        settling = asyncio.create_task(stored.settled())
+        slots.on_read.release()
+        await bringing
+        settled = await settling
+        assert [(each.written + each.present, each.failed) for each in settled] == [(4, 0)] * 3
+        assert await kv.drain()
+        await kv.evict(KEYS, tier="gpu")
+        await kv.evict(KEYS, tier="cpu")
+        assert (await kv.lookup(KEYS)).by_tier == {"below": 4}
+        await until_idle(kv)
+
+
+async def test_a_use_that_admits_what_the_cleaner_copies() -> None:
+    """Without a CPU tier, over one tier that wants blocks used twice and one that is written back: both get them."""
+    second, back = ScriptedSlotBackend(name="second", admit_after=2), ScriptedSlotBackend(name="back", write="back")
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(GPU, second, back, engine=engine, limits=ROOMY, device=device) as kv:
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.run_all)
+        await until(lambda: device.pending > 0)  # the cleaner's copy to the host
+        kv.touch(KEYS)
+        draining = asyncio.create_task(kv.drain())
+        await until(draining.done, on_wait=device.run_all)
+        assert draining.result()
+        assert (second.num_records, back.num_records) == (4, 4)
+        assert not any(tier.failed for tier in kv.stats().tiers)
+        await until_idle(kv)
+
+
+async def test_what_is_evicted_while_it_is_copied_is_counted_once() -> None:
+    """In each tier, as removed or as what was to come later: nothing has failed."""
+    through, back = ScriptedSlotBackend(name="through"), ScriptedSlotBackend(name="back", write="back")
+    engine, device = Engine(), ScriptedDevice()
+    limits = ROOMY.model_copy(update={"low_water": 0.0})
+    async with open_cache(GPU, through, back, engine=engine, limits=limits, device=device) as kv:
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.run_all)
+        await until(lambda: device.pending > 0)
+        evicting = asyncio.create_task(kv.evict(KEYS))
+        await until(evicting.done)
+        settling = asyncio.create_task((await storing).settled())
+        await until(settling.done, on_wait=device.run_all)
+        assert [(each.written, each.deferred, each.dropped, each.failed) for each in settling.result()] == [
+            (4, 0, 0, 0), (0, 0, 4, 0), (0, 4, 0, 0)
+        ]  # fmt: skip
+        await until_idle(kv)
