@@ -128,7 +128,11 @@ def test_tensors_made_for_inference_can_be_written() -> None:
         (lambda: tensors(2, B, 16, 2, 8), "PBNH", "must name each of BNHD once"),
         (lambda: tensors(2, B, 16, 2, 8), "LBNHD", "must name each of BNHD once"),
         (lambda: tensors(2, B, 2, 16, 8), "PBHND", "another order than the KV group's NHD"),
-        (lambda: [*tensors(2, B, 16, 2, 8)[:2], *tensors(2, B + 1, 16, 2, 8, layers=1)], None, "layer 2 (K) has 11, layer 0 (K) 10"),
+        (
+            lambda: [*tensors(2, B, 16, 2, 8)[:2], *tensors(2, B + 1, 16, 2, 8, layers=1)],
+            None,
+            "layer 2 (K) has 11, layer 0 (K) 10",
+        ),
         (lambda: [each[..., :8] for each in tensors(2, B, 16, 2, 9)], None, "must be contiguous"),
         (lambda: [each.expand(2, B, 16, 2, 8) for each in tensors(2, 1, 16, 2, 8)], None, "overlap"),
         (lambda: tensors(2, B, 16, 2, 8, layers=1) * 3, None, "layer 0 (K) and layer 1 (K) share bytes"),
