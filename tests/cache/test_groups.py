@@ -15,6 +15,7 @@ from tests.support.caches import until, until_idle
 from tiered_kv import (
     CacheLimits,
     ConfigurationError,
+    GPULoadStoreSpec,
     GroupNeed,
     KVGroup,
     KVLayout,
@@ -173,6 +174,23 @@ async def test_one_group_that_comes_short_shortens_the_load() -> None:
         await kv.evict(KEYS[2][10:11])
         into = [engine.spec(range(len(keys)), group) for group, keys in enumerate(KEYS)]
         assert (await kv.load_groups(needs, into)).num_tokens == 40
+        await until_idle(kv)
+
+
+async def test_a_shorter_length_at_which_a_chunk_begins_is_in_place() -> None:
+    """There the chunked group needs nothing of what was before; what was loaded of it is of no use."""
+    layout = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(2, 1, 48, "bfloat16", 4)))
+    engine, whole, chunked = AnyEngine(layout), prompt(10), prompt(10, group=1)
+    async with open_any(engine, cpu(64, 2 * layout.groups[0].stride_bytes)) as kv:
+        await kv.store(whole, engine.fill(whole, range(10)))
+        await kv.store(chunked[8:], engine.fill(chunked[8:], range(8, 10)))
+        needs = [full(whole), chunk(chunked, 16)]
+        assert (await kv.lookup_groups(needs)).num_tokens == 40
+        await kv.evict(whole[5:6])
+        loaded = await kv.load_groups(needs, [engine.spec(range(10)), engine.spec(range(8, 10), 1)])
+        assert ([each.num_blocks for each in loaded.results], loaded.num_tokens) == ([5, 2], 16)
+        with pytest.raises(ConfigurationError, match="KV group 1: block id 99"):
+            await kv.load_groups(needs, [engine.spec(range(10)), GPULoadStoreSpec([8, 99], 1)])
         await until_idle(kv)
 
 

@@ -95,6 +95,57 @@ async def test_a_planned_store_of_who_drains_is_dropped_for_that() -> None:
         assert kv.stats().dropped_because == {"draining": N}
 
 
+async def test_without_room_for_all_what_is_there_counts_as_present() -> None:
+    """A store of which nothing is copied says which blocks the host has, and uses them."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(N)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await kv.store(KEYS[:4], engine.fill(KEYS[:4], range(4)))
+        result = await planner.plan_store(prompt(N + 2), engine.spec(range(N + 2))).ended()
+        there = (await kv.presence(prompt(N + 2))).tolist()
+        assert result.mask.tolist() == there == [True] * 4 + [False] * (N - 2)
+        stats = kv.stats()
+        assert (stats.present, stats.dropped, stats.dropped_because) == (4, N - 2, {"no room": N - 2})
+        await until_idle(kv)
+
+
+async def test_what_was_evicted_while_it_was_copied_is_not_on_the_host() -> None:
+    """And a job's mask does not say that it is."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.spec(range(N)))
+        await job.planned()
+        await kv.evict(KEYS[:2])
+        planner.complete(Outcomes(job.number, 0, N))
+        result = await job.ended()
+        assert result.mask.tolist() == (await kv.presence(KEYS)).tolist() == [False] * 2 + [True] * (N - 2)
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("direction", ["store", "load"])
+async def test_what_was_answered_before_the_rest_was_bound_is_counted_once(direction: str) -> None:
+    """Key by key, and then the rest by a worker: no count falls."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        if direction == "load":
+            await kv.store(KEYS, engine.fill(KEYS, range(N)))
+        job = planner.plan_load(KEYS) if direction == "load" else planner.plan_store(KEYS)
+        await job.planned()
+        job.complete(list(KEYS)[: N - 2])
+        plan = job.bind(engine.spec(range(2)), start=N - 2)
+        planner.complete(Outcomes(plan.job, 0, N))
+        await job.ended()
+        stats = kv.stats()
+        assert (stats.missed, stats.dropped) == (0, 0)
+        assert (stats.requested if direction == "load" else stats.store_requested) == N
+        await until_idle(kv)
+
+
 async def test_what_is_over_can_be_ended_again() -> None:
     """By its last answer once more, by a cancellation, and in a cache that is closed: none of it is an error."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

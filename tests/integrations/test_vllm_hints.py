@@ -11,7 +11,8 @@ from tests.support.hints import hints
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState
 
-SMALL = {"medium": "cpu", "capacity": 32 * STRIDE, "policy": "lru"}
+SLOTS = 32
+SMALL = {"medium": "cpu", "capacity": SLOTS * STRIDE, "policy": "lru"}
 PROMPT = 8 * BLOCK_SIZE
 opened = contextmanager(small_vllm)
 
@@ -80,10 +81,12 @@ def test_only_what_is_a_tenants_own_is_evicted(salt: str | None) -> None:
         assert (there(engine, same), there(engine, other)) == (0 if salt else 8, 8)
 
 
-def test_blocks_are_fetched_while_their_request_waits(tmp_path: Path) -> None:
-    """From storage, before the request has its turn."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_blocks_are_fetched_while_their_request_waits(num_ranks: int, tmp_path: Path) -> None:
+    """From storage, before the request has its turn; those of all ranks."""
     disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
-    with opened(SMALL, disk, hint_share=0.5) as engine:
+    memory = {**SMALL, "capacity": num_ranks * SLOTS * STRIDE}
+    with opened(memory, disk, hint_share=0.5, num_ranks=num_ranks) as engine:
         before = engine.ask("before", PROMPT, 1, prompt="again")
         for number in range(8):
             serve(engine, f"new {number}")

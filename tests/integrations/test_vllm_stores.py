@@ -151,6 +151,18 @@ def test_a_scheduler_that_ends_waits_for_no_copy(tmp_path: Path) -> None:
         assert found(engine, stored_first) == 8
 
 
+def test_a_request_may_end_after_the_scheduler_has() -> None:
+    """Though the tiers have not heard yet that it used what vLLM's own cache had."""
+    with opened(ROOMY, has_cache=True) as engine:
+        engine.ask("first", 8 * BLOCK_SIZE + 1, 1, prompt="p")
+        engine.settle()
+        engine.ask("again", 8 * BLOCK_SIZE + 1, 20, prompt="p")
+        engine.step()
+        assert engine.num_here == 8
+        engine.scheduling.close()
+        engine.abort("again")
+
+
 def test_copies_that_are_slow_become_fewer() -> None:
     """While one is under way others gather for 32 steps, and so give way to decoding; nothing is lost by it."""
     with opened(ROOMY, num_blocks=2048) as engine:

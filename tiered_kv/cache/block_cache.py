@@ -488,7 +488,7 @@ class BlockCache(TransferCalls):
 
     @abstractmethod
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
-        """Start to copy blocks up to a memory tier (its name), before anyone waits for them.
+        """Start to copy blocks up to a memory tier (its name), those of each rank, before anyone waits for them.
 
         Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
         for a `PrefetchResult`, or cancel it, or leave it alone.

@@ -164,6 +164,8 @@ def check_specs(bindings: Bindings, wanted: Sequence[BlockKeys], into: Sequence[
                 f"KV group {keys.group}: {error}. Where less was found than asked for, cut what is needed first: "
                 "needs = [need.until(found.num_tokens) for need in needs]"
             ) from None
+        except ConfigurationError as error:
+            raise ConfigurationError(f"KV group {keys.group}: {error}") from None
 
 
 def check_planned(chain: Chain, keys: StoredKeys, spec: GPULoadStoreSpec | None) -> None:

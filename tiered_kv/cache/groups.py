@@ -193,11 +193,10 @@ def length_in_place(needs: Sequence[GroupNeed], wanted: Sequence[BlockKeys], res
         wanted: Per group, the keys that were loaded.
         results: Per group, how many of them are in place.
     """
-    step = check_needs(needs)
-    starts = [keys.start - need.keys.start for need, keys in zip(needs, wanted, strict=True)]
-    stops = [start + result.num_blocks for start, result in zip(starts, results, strict=True)]
-    length = min(stop * need.keys.block_size for need, stop in zip(needs, stops, strict=True)) // step * step
-    for need, start in zip(needs, starts, strict=True):
-        if length and need.at(length).start - need.keys.start < start:  # its window would begin before what was loaded
-            return 0
-    return length
+    step, there = check_needs(needs), list[Mask]()
+    for need, keys, result in zip(needs, wanted, results, strict=True):
+        first = keys.start - need.keys.start
+        there.append(np.zeros(len(need.keys), np.bool_))
+        there[-1][first : first + result.num_blocks] = True
+    length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+    return longest_of(needs, there, range(0, length + 1, step))

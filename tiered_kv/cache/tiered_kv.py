@@ -164,7 +164,7 @@ class TierCalls(BlockCache):
 
     @override
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
-        return start_prefetch(*self._open().batch(keys), to)
+        return start_prefetch(self._open().batches(keys), to)
 
     @override
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:

@@ -34,6 +34,7 @@ class HeldLoad:
         spec: Where they are.
         positions: Which of the job's keys they are.
         present: Which blocks of the job need no move: none.
+        kept: Of which that goes on to hold in the end: all.
         faults: What kept others from being brought.
         answers: What a flush waits for: nothing.
     """
@@ -53,6 +54,7 @@ class HeldLoad:
         self.spec = CPULoadStoreSpec(lease.slots, chain.host.slab.name)
         self.positions = np.arange(len(lease.slots)) if positions is None else positions
         self.present: Mask = np.zeros(len(brought.source), np.bool_)
+        self.kept = ~self.present
         self.faults = tuple(brought.faults)
         self._batch = batch
         self._lease = lease
@@ -118,6 +120,7 @@ class HeldStore:
         spec: Where it goes.
         positions: Which of the job's keys go there.
         present: Which blocks of the job were there already.
+        kept: Which are there in the end.
         faults: Of a tier: none, as the host takes them first.
         answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
             as not written yet, or nobody will say so; cancelled if the cache was closed before.
@@ -126,14 +129,16 @@ class HeldStore:
     faults: tuple[TierFault, ...] = ()
 
     def __init__(
-        self, chain: Chain, batch: Batch, reservation: Reservation, num_keys: int, hint: ReuseHint | None
+        self, chain: Chain, batch: Batch, reservation: Reservation, present: Mask, hint: ReuseHint | None
     ) -> None:
-        """Take over what was reserved for ``batch``: all ``num_keys`` of the job, or none where there is no room."""
+        """Take over what was reserved for ``batch``: all keys of the job, or none where there is no room.
+
+        Of all keys ``present`` says which are there already.
+        """
         self.chain = chain
         self.positions = (reservation.slots >= 0).nonzero()[0]
         self.spec = CPULoadStoreSpec(reservation.slots[self.positions], chain.host.slab.name)
-        self.present: Mask = np.zeros(num_keys, np.bool_)
-        self.present[: len(batch)] = reservation.slots < 0
+        self.present = self.kept = present
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
@@ -151,6 +156,8 @@ class HeldStore:
         self._reservation.close()
         chain.room.changed()
         live = lease.slots >= 0
+        self.kept = self.present.copy()
+        self.kept[: len(live)] |= live
         if self._hint is not None:
             chain.host.index.hint(self._batch.names[live], self._hint)
         n = int(np.count_nonzero(live))
@@ -198,16 +205,17 @@ Held = HeldLoad | HeldStore
 
 def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
     """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
-    num_keys = len(batches[0][1])
     # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
-    if not all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches):
-        batches = [(chain, batch[:0]) for chain, batch in batches]
-    reservations = [chain.reserve(chain.host, batch) for chain, batch in batches]
-    return [
-        HeldStore(chain, batch, reservation, num_keys, hint)
-        for (chain, batch), reservation in zip(batches, reservations, strict=True)
-        if reservation is not None  # it fits, as was said
-    ]
+    fits = all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
+    held: list[HeldStore] = []
+    for chain, batch in batches:
+        reservation = chain.reserve(chain.host, batch if fits else batch[:0])
+        assert reservation is not None  # noqa: S101 - it fits, as was said
+        present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)
+        if not fits:
+            chain.touch_there(batch[present])
+        held.append(HeldStore(chain, batch if fits else batch[:0], reservation, present, hint))
+    return held
 
 
 class Underway:
@@ -226,6 +234,7 @@ class Underway:
         self._number = number
         self._held: Sequence[Held] = ()
         self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
+        self._counted = self._wanted  # and what was moved before that
         self._moved: list[Mask] = []  # by rank, over the keys
         self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
         self._errors: dict[int, str] = {}  # by rank
@@ -269,6 +278,10 @@ class Underway:
     def follow(self, plan: Plan, wanted: slice) -> None:
         """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
         self.plan, self._wanted = plan, wanted
+        moved = np.logical_or.reduce([each & ~of.present for each, of in zip(self._moved, self._held, strict=True)])
+        ends = [wanted.start, wanted.stop - 1] if wanted.start < wanted.stop else []
+        at = [*moved.nonzero()[0].tolist(), *ends]
+        self._counted = slice(min(at), max(at) + 1) if at else wanted
         for move in plan.moves:
             self.take_keys(move.rank, ~self._mask_of(move.positions), moved=False)
 
@@ -326,22 +339,25 @@ class Underway:
             for held in self._held:
                 held.overtaken()
         for held in self._held:
-            held.end(moved, self._wanted)
+            held.end(moved, self._counted)
         if is_load:
             num_blocks, num_moved = prefix_of(moved[self._wanted]), int(np.count_nonzero(moved))
         else:
             everywhere = np.logical_and.reduce([held.present for held in self._held])
             num_blocks = num_moved = int(np.count_nonzero(moved & ~everywhere))
-        return self._result(num_blocks, num_moved, errors, moved, self._shares(moved))
+        shares = self._shares(moved)
+        for held in self._held:
+            moved &= held.kept
+        return self._result(num_blocks, num_moved, errors, moved, shares)
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
         nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
         for rank, held in enumerate(self._held):
             if may_be_writing and self.may_be_out and rank in self._unanswered:
-                held.abandon(self._wanted)
+                held.abandon(self._counted)
             else:
-                held.end(nothing, self._wanted)
+                held.end(nothing, self._counted)
         return self._result(0, 0, [why], nothing)
 
     def _shares(self, moved: Mask) -> dict[str, TierShare]:

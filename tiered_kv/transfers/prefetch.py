@@ -178,12 +178,28 @@ class Prefetch(Revocable):
         return landed.num_blocks
 
 
-def start_prefetch(chain: Chain, batch: Batch, to: str) -> PrefetchHandle:
-    """Start to copy blocks up to the memory tier of this name.
+def start_prefetch(parts: Sequence[tuple[Chain, Batch]], to: str) -> PrefetchHandle:
+    """Start to copy blocks up to the memory tier of this name, those of each rank.
 
     Raises:
         ConfigurationError: There is none that keeps any.
     """
+    first, *others = handles = [_start(chain, batch, to) for chain, batch in parts]
+    if not others:
+        return first
+
+    async def all_of_them() -> PrefetchResult:
+        results = [await each for each in handles]
+        faults = tuple(fault for each in results for fault in each.faults)
+        num_blocks = min(each.num_blocks for each in results)
+        return PrefetchResult(num_blocks, sum(each.num_moved for each in results), faults)
+
+    chain, batch = parts[0]
+    task = chain.tasks.spawn(all_of_them(), f"prefetch {len(batch)} blocks of {len(parts)} ranks")
+    return Handle(task, partial(cancel_each, handles))
+
+
+def _start(chain: Chain, batch: Batch, to: str) -> PrefetchHandle:
     target = next((tier for tier in chain.memory if tier.name == to and tier.index.num_slots), None)
     if target is None:
         known = ", ".join(tier.name for tier in chain.memory if tier.index.num_slots) or "none"

@@ -74,6 +74,10 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
                 'SGLang asks a dynamic backend for pages where they lie only with "interface_v1": 1 in the extra '
                 "config: add it, for models of several pools too"
             )
+        if not isinstance(extra.get("tiered_kv") or {}, Mapping):
+            raise ConfigurationError(
+                f'"tiered_kv" is an object of settings, {{"tiers": [...]}}: {extra["tiered_kv"]!r:.80}'
+            )
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
         given = _in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
         self._weights = given.pop("weights", None)

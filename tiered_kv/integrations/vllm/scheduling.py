@@ -270,7 +270,7 @@ class SchedulingSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._paying.end(request.request_id)
-            if self._used.pop(request.request_id, None) is not None:
+            if self._used.pop(request.request_id, None) is not None and self._kv is not None:
                 self._tell_used(self._gather_here(tracked, tables))
         is_kept = tracked is not None and self._planner is not None and self._storing.end(tracked)
         if self._hinting is not None:
