@@ -326,9 +326,8 @@ class WriteDown:
                     if reservation is None:
                         return None
                     filling = chain.fills.of(self._batch, self._kind, Priority.STORE)
-                    if not (
-                        fills := [fill for fill in filling if not fill.is_done]
-                    ):  # of one that is late comes nothing
+                    fills = [fill for fill in filling if not fill.is_done]  # of one that is late comes nothing
+                    if not fills:
                         return reservation
                     reservation.close()  # who fills them may wait for these
                     chain.room.changed()
