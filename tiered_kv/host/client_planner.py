@@ -535,12 +535,13 @@ class FarPlanner(Planner):
         digest = None if epoch is None else epoch_digest(epoch)
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
         per_block = self._check(stored, source)
-        refused = ""
-        if self._starts.is_draining:
-            refused, self._starts.num_refused = "draining", self._starts.num_refused + len(stored)
-        return self._far_jobs.begin(
+        refused = "draining" if self._starts.is_draining else ""
+        job = self._far_jobs.begin(
             FarRequest("store", stored, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
         )
+        if refused:
+            self._starts.num_refused += len(stored)
+        return job
 
     def _check(self, keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
         """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""

@@ -8,6 +8,7 @@ What a client asks beside its transfers is answered by the same call of the face
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
@@ -35,7 +36,14 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.prefetch import bringing, lease_prefix, start_bringing
-from tiered_kv.values.errors import BackendUnavailableError, CapacityError, ConfigurationError, Reason, TieredKVError
+from tiered_kv.values.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    ClosedError,
+    ConfigurationError,
+    Reason,
+    TieredKVError,
+)
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
 
@@ -178,7 +186,8 @@ class Session:
             case protocol.LeaveJobs():
                 self.jobs.leave()
             case protocol.Preempted():
-                self._seat(b"").seat.fates.preemptions += 1
+                with suppress(ClosedError):  # the cache has ended, and its counts
+                    self._seat(b"").seat.fates.preemptions += 1
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""

@@ -205,7 +205,8 @@ class DirectoryStore:
         await files.until_erased(slots)
         files.mark(slots, WRITING)
         try:
-            write = self._writing(files, slots, names, sequences, make, enters=not files.num_checkpoints)
+            enters = not files.num_checkpoints
+            write = _Write(self._files, self._open_calls, files, slots, names, sequences, make, enters=enters)
             begin = partial(self._begin, least_bytes=_LEAST_WRITE_BYTES)
             outcomes = await _outcomes(partial(begin, self._writers, files.slab, write, slots, blocks))
             if not write.enters:
@@ -229,7 +230,7 @@ class DirectoryStore:
         if files.num_checkpoints or files.are_erased(slots):
             return False
         files.mark(slots, WRITING)
-        write = self._writing(files, slots, names, sequences, make, enters=True)
+        write = _Write(self._files, self._open_calls, files, slots, names, sequences, make, enters=True)
 
         def moved(ended: Ended) -> None:
             files.mark(slots, HELD)
@@ -237,19 +238,6 @@ class DirectoryStore:
 
         self._begin(self._writers, files.slab, write, slots, blocks, moved, least_bytes=_LEAST_WRITE_BYTES)
         return True
-
-    def _writing(
-        self,
-        files: Group,
-        slots: Slots,
-        names: Names,
-        sequences: NDArray[np.uint64],
-        make: Make | None,
-        *,
-        enters: bool,
-    ) -> "_Write":
-        assert self._calls is not None  # noqa: S101 - `_group` has raised before
-        return _Write(self._files, self._calls, files, slots, names, sequences, make, enters=enters)
 
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
@@ -371,8 +359,7 @@ class DirectoryStore:
         num_free = max(1, self.settings.num_threads - self._num_moving[workers])
         share = max(-(-end // num_free), least_bytes // slab.shape.stride_bytes, 1)
         share = min(share, slab.call_blocks)
-        assert self._calls is not None  # noqa: S101 - `_group` has raised before
-        guarded = self._calls.guarded
+        guarded = self._open_calls.guarded
 
         def move_part(at: list[int], part: list[int]) -> Moved:
             return move(at, part, [blocks[i] for i in at])
@@ -416,9 +403,13 @@ class DirectoryStore:
             self._last_error = error
             raise BackendUnavailableError(f"{doing}: {error.strerror}") from error
 
-    def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+    @property
+    def _open_calls(self) -> FileCalls:
         assert self._calls is not None  # noqa: S101 - `_group` has raised before
-        future = asyncio.ensure_future(workers.run(self._calls.guarded, function, *args))
+        return self._calls
+
+    def _run(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        future = asyncio.ensure_future(workers.run(self._open_calls.guarded, function, *args))
         future.add_done_callback(look_at)
         return future
 

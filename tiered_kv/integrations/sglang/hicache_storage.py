@@ -76,7 +76,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             )
         if not isinstance(extra.get("tiered_kv") or {}, Mapping):
             raise ConfigurationError(
-                f'"tiered_kv" is an object of settings, {{"tiers": [...]}}: {extra["tiered_kv"]!r:.80}'
+                f'"tiered_kv" is an object of settings, {{"tiers": [...]}}, got {extra["tiered_kv"]!r:.80}'
             )
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
         given = _in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
