@@ -60,6 +60,17 @@ async def test_what_waits_for_the_cleaner(kind: type[Scripted]) -> None:
         assert await kv.drain(), "none was lost"
 
 
+async def test_what_waits_and_is_stored_again_is_written() -> None:
+    """It was evicted below as it waited for the cleaner: the line it waits in since before is the one it goes by."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")
+    async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS, tier="below")
+        await kv.store(KEYS[:2], engine.compute(KEYS[:2]))
+        assert await kv.flush()
+        assert await found_below(kv) == medium.num_records == 2
+
+
 async def test_what_comes_anew_while_others_wait_is_written() -> None:
     """Blocks are evicted everywhere and stored anew, as what came before the eviction still waits for the cleaner."""
     engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")

@@ -101,6 +101,13 @@ class Unwritten:
         for each in list(islice(marks, max(0, len(marks) - self._most_unwanted))):
             del marks[each]
 
+    def want(self, tier: str, names: Names, came: int | None) -> None:
+        """Have what waits of these blocks come to a tier after all, for a use that came then: now if not said."""
+        marks = self._unwanted.get(tier, {})
+        for each in hash_names(names).tolist() if marks else ():
+            if marks.get(each, self.now + 1) <= (self.now if came is None else came):
+                del marks[each]
+
     def is_wanted(self, tier: str, names: Names, came: int) -> Mask:
         """Say which of some blocks, that came then, were not evicted from a tier since."""
         marks = self._unwanted.get(tier)

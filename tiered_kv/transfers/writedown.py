@@ -451,6 +451,8 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
     brought it, within its share of the bounce slots; those of loads are not kept for a write.
     """
     batch = batch[storage.lacks(batch)]
+    if storage.is_written_back:
+        chain.unwritten.want(storage.name, batch.names, came)  # what waits already does so since before it was evicted
     for tier in reversed(chain.memory):
         if not len(batch):
             return
