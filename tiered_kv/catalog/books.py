@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.table import NameTable, Slots
+from tiered_kv.catalog.table import NameTable, Slots, counted
 from tiered_kv.system import system
 from tiered_kv.values.keys import Names
 
@@ -78,7 +78,7 @@ class Books:
         if len(names):
             first, run = self._ready_run(names)
             if run == len(names):
-                return np.arange(first, first + run), self._states[first : first + run].copy()
+                return first + counted(run), self._states[first : first + run].copy()
         slots = self._table.find(names)
         return slots, self._states[slots]
 

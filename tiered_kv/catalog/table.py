@@ -61,6 +61,11 @@ def _hash_first(names: Names) -> int:
     return mixed
 
 
+def counted(n: int) -> Slots:
+    """Return ``0, 1, ..., n - 1``, perhaps read-only. To make few of them anew numpy would let go of the interpreter."""
+    return _COUNTED[:n] if n <= _FEW_SLOTS else np.arange(n)
+
+
 def names_at(names: Names, at: Slots | NDArray[np.bool_]) -> Names:
     """Return copies of the names at some positions, or of those that a mask says."""
     rows = _rows(names)
@@ -71,10 +76,10 @@ def names_at(names: Names, at: Slots | NDArray[np.bool_]) -> Names:
 def first_occurrences(names: Names) -> Slots:
     """Positions in the batch, ascending, at which a name appears for the first time."""
     if len(names) <= _FEW and len(set(_rows(names).tolist())) == len(names):
-        return _COUNTED[: len(names)]
+        return counted(len(names))
     hashes = np.sort(hash_names(names))
     if not (hashes[1:] == hashes[:-1]).any():
-        return np.arange(len(names))
+        return counted(len(names))
     seen: set[bytes] = set()
     first: list[int] = []
     for position, row in enumerate(_rows(names).tolist()):
@@ -179,7 +184,7 @@ class NameTable:
         buckets = self._bucket_of(hashes)
         entries = hashes << _SLOT_BITS | (slots + 1).view(np.uint64)
         flat = self._buckets.reshape(-1)
-        left = _COUNTED[: len(names)] if len(names) <= _FEW_SLOTS else np.arange(len(names))
+        left = counted(len(names))
         while len(left):
             places = (buckets[left] << _LANE_BITS) + _first_zeros(self._entries_of(buckets[left]))
             full = flat[places] != 0

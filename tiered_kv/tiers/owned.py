@@ -20,7 +20,7 @@ from typing_extensions import override
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.table import Slots, hash_names
+from tiered_kv.catalog.table import Slots, counted, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer, Outcomes
@@ -137,7 +137,7 @@ class OwnedTier(StorageTier, BookedTier):
 
         def end(answer: Outcomes) -> None:
             outcomes = self._seen(answer, verification, n, verdicts=answer.value)
-            report = self._report(batch, np.arange(n), lease.slots, outcomes, verification.refused, n)
+            report = self._report(batch, counted(n), lease.slots, outcomes, verification.refused, n)
             is_right = bool(report.right.all())
             lease.release(is_use=is_use and is_right)
             give_back()

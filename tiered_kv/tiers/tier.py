@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
-from tiered_kv.catalog.table import hash_names, names_at
+from tiered_kv.catalog.table import counted, hash_names, names_at
 from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError, Reason
@@ -82,7 +82,7 @@ class Naming:
 
     def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
         space = self.namespace(keys.salt_id, epoch)
-        return Batch(space, space.names(keys), np.arange(keys.start, keys.start + len(keys)))
+        return Batch(space, space.names(keys), keys.start + counted(len(keys)))
 
     def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
         """Return what a tenant's blocks, computed by weights of ``epoch``, share."""
