@@ -62,7 +62,7 @@ def _hash_first(names: Names) -> int:
 
 
 def counted(n: int) -> Slots:
-    """Return ``0, 1, ..., n - 1``, perhaps read-only. To make few of them anew numpy would let go of the interpreter."""
+    """Return ``0, 1, ..., n - 1``, perhaps read-only. To make few anew numpy would let go of the interpreter."""
     return _COUNTED[:n] if n <= _FEW_SLOTS else np.arange(n)
 
 

@@ -207,7 +207,7 @@ class Chain:
 
         In ``but`` it is counted already.
         """
-        if not len(batch):
+        if not len(batch.names):
             return
         for memory in self.memory:
             if memory is not but:

@@ -82,7 +82,8 @@ class Naming:
 
     def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
         space = self.namespace(keys.salt_id, epoch)
-        return Batch(space, space.names(keys), keys.start + counted(len(keys)))
+        names = space.names(keys)
+        return Batch(space, names, keys.start + counted(len(names)))
 
     def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
         """Return what a tenant's blocks, computed by weights of ``epoch``, share."""

@@ -71,7 +71,7 @@ def start_store(request: StoreRequest) -> StoreHandle:
 
 def _start_ready(request: LoadRequest) -> LoadHandle | None:
     """Start a load of what one memory tier has, or storage tiers of this cache's own can be asked for now; or None."""
-    chain, n, gpu = request.chain, len(request.batch), request.binding.gpu
+    chain, n, gpu = request.chain, len(request.pages), request.binding.gpu
     if not 0 < n <= min(MOST_AT_ONCE, chain.resident_blocks) or request.layerwise:
         return None
     if asyncio.get_running_loop().time() >= request.deadline or request.binding.error is not None:
@@ -89,8 +89,8 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
 
 def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
     """Start a load of what is in these slots of one memory tier."""
-    if may_copy_at_once(request, len(slots)):
-        return _copy_now(request, tier, slots)
+    if may_copy_at_once(request, len(slots)):  # without a lease: what could evict it comes in later turns of the loop
+        return ReadyLoad(request, tier).copy_at_once(slots)
     return ReadyLoad(request, tier, tier.index.lease(request.batch.names)).start()
 
 
@@ -145,59 +145,6 @@ def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
         if (sources >= 0).all():
             return sources
     return None
-
-
-def _copy_now(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
-    """Copy what is in these slots in this turn of the loop: no lease, as what could evict it comes in later turns."""
-    loop, chain, n = asyncio.get_running_loop(), request.chain, len(slots)
-    started = loop.time()
-    error = attempt(partial(request.binding.scatter, tier.rows, slots, request.pages.ravel()))
-    request.lane.release()
-    faults = [] if error is None else [request.copy_failure(error)]
-    if not request.is_current():
-        faults.append(request.overtaken())
-    counts, num_blocks = [0] * len(chain.tiers), 0 if faults else n
-    if num_blocks:
-        counts[chain.memory.index(tier)] = n
-        tier.index.use(slots)
-        chain.touch(request.batch, but=tier)
-    ended: asyncio.Future[LoadResult] = loop.create_future()
-    ended.set_result(request.result(num_blocks, counts, faults, loop.time() - started))
-    raise_the_programs(error)
-    return LoadHandle(ended, CopiedLoad(request, num_blocks))
-
-
-class CopiedLoad:
-    """A load that had ended when it was started: what its handle asks of it."""
-
-    num_layers: int
-    thread: int
-    is_admitted = True
-    is_copying = True
-
-    def __init__(self, request: LoadRequest, num_blocks: int) -> None:
-        """Note that so many blocks are in place."""
-        self.num_layers = request.chain.group.num_layers
-        self.thread = request.chain.tasks.thread
-        self._request = request
-        self._num_blocks = num_blocks
-
-    async def wait_admitted(self) -> int:
-        """Return how many blocks there are, in a later turn of the loop."""
-        await asyncio.sleep(0)
-        return self._num_blocks
-
-    def copy_of(self, layer: int) -> LaneCopy | None:
-        """Return None: all is in place."""
-        return None
-
-    def stop_before(self, block: int) -> int:
-        """Claim blocks for the engine; nothing is waited for: all is in place, or never will be."""
-        self._request.check_stop(block)
-        return 0 if self._num_blocks else block
-
-    def revoke(self) -> None:
-        """Do nothing: it has ended."""
 
 
 class BegunLoad(ABC):
@@ -290,11 +237,12 @@ class BegunLoad(ABC):
     def _end(self, num_blocks: int, counts: Sequence[int], *, but: Tier | None = None) -> None:
         """Count a use, in ``but`` not again, and say what is in place, which is the engine's alone from here on."""
         request, chain = self._request, self._request.chain
+        self._num_blocks = num_blocks
+        self._over()
         if num_blocks:
-            used = request.batch if num_blocks == len(request.batch) else request.batch[:num_blocks]
+            used = request.batch if num_blocks == len(request.pages) else request.batch[:num_blocks]
             chain.touch(used, but=but)
         seconds = asyncio.get_running_loop().time() - self._started
-        self._over()
         self._ended.set_result(request.result(num_blocks, counts, self._faults, seconds))
 
 
@@ -354,7 +302,7 @@ class ReadyLoad(BegunLoad):
         self,
         request: LoadRequest,
         tier: MemoryTier,
-        held: Lease | None,
+        held: Lease | None = None,
         fill: Fill | None = None,
         filled: NDArray[np.intp] | None = None,
     ) -> None:
@@ -375,6 +323,13 @@ class ReadyLoad(BegunLoad):
         else:
             self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived)
             self._fill.when_done(self._arrived)
+        return self.handle()
+
+    def copy_at_once(self, slots: NDArray[np.int64]) -> LoadHandle:
+        """Copy what is in these slots in this turn of the loop."""
+        self._copy_now(slots)
+        if self._ended.result().num_blocks:
+            self._tier.index.use(slots)  # as else the end of a lease would be one
         return self.handle()
 
     @override
@@ -416,17 +371,17 @@ class ReadyLoad(BegunLoad):
             self._let_go()
             self._begin_again()
         elif not num_blocks or may_copy_at_once(self._request, num_blocks):
-            self._copy_at_once(slots[:num_blocks])
+            self._copy_now(slots[:num_blocks])
         else:
             self._leases.append(self._tier.index.lease(self._request.batch.names[:num_blocks]))
             self._submit(self._leases[-1].slots)
 
-    def _copy_at_once(self, slots: NDArray[np.int64]) -> None:
-        """Copy what has been found, in this turn of the loop."""
+    def _copy_now(self, slots: NDArray[np.int64]) -> None:
         error = attempt(self._copy_of_slots(slots)) if len(slots) else None
         self._admit(len(slots))
         self._copied(error)
-        raise_the_programs(error)
+        if error is not None:
+            raise_the_programs(error)
 
     def _submit(self, slots: NDArray[np.int64]) -> None:
         """Have the stream copy what has been found, and is leased."""
@@ -443,7 +398,8 @@ class ReadyLoad(BegunLoad):
 
     def _let_go(self, *, is_use: bool = False) -> None:
         self._let_go_of_fill()
-        self._request.chain.release(*self._leases, is_use=is_use)
+        if self._leases or self._fill is not None:
+            self._request.chain.release(*self._leases, is_use=is_use)
 
     def _let_go_of_fill(self) -> None:
         if self._timer is not None:
