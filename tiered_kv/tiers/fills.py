@@ -193,7 +193,7 @@ class Fills:
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
-        fill = Fill(len(batch), waiter)
+        fill = Fill(len(sources), waiter)
         fill.source[:] = sources
         fill.ends_unwanted = self._is_closing
         self.announce(fill, reservation)
@@ -253,7 +253,7 @@ class _TierRead:
         self._host = host
         self._tier = tier
         self._fill = fill
-        self._batch = batch if len(at) == len(batch) else batch[at]
+        self._batch = batch if len(at) == len(reservation.slots) else batch[at]
         self._at = at
         self._reservation = reservation
         self._blocks = host.slab.lend_blocks(reservation.slots[at])

@@ -123,8 +123,8 @@ class OwnedTier(StorageTier, BookedTier):
     ) -> bool:
         if self._codec is not None or not self.backend.makes_records:
             return False
-        n, num_bytes = len(batch), self._num_bytes(len(batch))
-        if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
+        n = len(batch)
+        if (give_back := self.budget.take_now(self._num_bytes(n), waiter)) is None:
             return False
         lease = self.index.lease(batch.names)
         if (lease.slots < 0).any():

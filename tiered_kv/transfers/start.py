@@ -96,12 +96,12 @@ def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.in
 
 def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.uint8]) -> LoadHandle | None:
     """Begin to read what the host lacks; None, with nothing changed, if not all of it can be read now."""
-    chain, batch, index = request.chain, request.batch, request.chain.host.index
+    chain, batch, index, n = request.chain, request.batch, request.chain.host.index, len(slots)
     missing = (slots < 0).nonzero()[0]
-    is_coming = len(missing) + np.count_nonzero(states == READY) < len(batch)
-    if is_coming or len(batch) > chain.window_blocks or not chain.tasks.goes_on():
+    is_coming = len(missing) + np.count_nonzero(states == READY) < n
+    if is_coming or n > chain.window_blocks or not chain.tasks.goes_on():
         return None
-    part = batch if len(missing) == len(batch) else batch[missing]
+    part = batch if len(missing) == n else batch[missing]
     if (sources := _owned_sources(chain, part.names)) is None:
         return None
     keep = chain.limits.promote and index.room_for(batch.names) >= len(missing)
@@ -356,7 +356,7 @@ class ReadyLoad(BegunLoad):
 
     def _arrived(self) -> None:
         """Copy what has come, once nothing more will, or none came in time."""
-        fill, chain, n = self._fill, self._request.chain, len(self._request.batch)
+        fill, chain, n = self._fill, self._request.chain, len(self._request.pages)
         if fill is None or self.is_admitted:
             return
         if not fill.is_done:
