@@ -3,6 +3,8 @@
 import asyncio
 import threading
 from collections.abc import Sequence
+from operator import attrgetter
+from typing import cast
 
 import numpy as np
 import pytest
@@ -315,8 +317,17 @@ async def test_close_ends_though_every_call_hangs(kind: type[Scripted]) -> None:
 # Calls that fail or lie.
 
 
+class SpeechlessError(Exception):
+    """Fails to say what it is, as one does that a client library has made without its arguments."""
+
+    def __str__(self) -> str:
+        raise TypeError("not enough arguments for format string")
+
+
 @both_kinds
-@pytest.mark.parametrize("error", [BackendUnavailableError("away"), RuntimeError("a bug"), OSError(5, "EIO")])
+@pytest.mark.parametrize(
+    "error", [BackendUnavailableError("away"), RuntimeError("a bug"), OSError(5, "EIO"), SpeechlessError()]
+)
 async def test_a_read_that_raises(kind: type[Scripted], error: Exception) -> None:
     """It is a fault of its blocks alone: the windows before are served, it is named and counted, a retry works."""
     engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
@@ -596,3 +607,35 @@ async def test_a_backend_that_changes_what_it_writes_harms_itself_alone(kind: ty
         assert await _load(kv, engine) == (9, ())
         assert {event.doing for event in events.of(TierFailed)} == {"write"}
         await until_idle(kv)
+
+
+class SortingBackend(ScriptedBackend):
+    """Sorts what it is given, for neighbours on its medium."""
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Sort, and read."""
+        cast("list[BlockKey]", keys).sort(key=attrgetter("path"))
+        return await super().read(keys, into)
+
+
+class SortingSlotBackend(ScriptedSlotBackend):
+    """The same, of an owned medium."""
+
+    async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Sort, and read."""
+        slots[:] = slots[::-1]
+        return await super().read(group, slots, into)
+
+
+@pytest.mark.parametrize("kind", [SortingBackend, SortingSlotBackend])
+async def test_a_backend_that_sorts_what_it_is_given_reads_wrong_blocks_and_none_is_served(
+    kind: type[Scripted],
+) -> None:
+    """What is verified goes by the order that the cache has asked in."""
+    engine = Engine()
+    async with open_cache(kind(), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        num_blocks, _ = await _load(kv, engine)
+        assert num_blocks < len(KEYS)
+        if kind is SortingSlotBackend:
+            assert kv.lookup_nowait(KEYS).num_blocks < len(KEYS), "what is not what the books say is removed"

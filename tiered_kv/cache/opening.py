@@ -30,7 +30,7 @@ from tiered_kv.tiers.storage_medium import Services, StorageMedium
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
 from tiered_kv.transfers.writedown import write_admitted
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, GPUPoolInHostMemory, PageLockingDoubted
 from tiered_kv.values.keys import epoch_digest
 from tiered_kv.values.layout import PAGE_BYTES
@@ -223,7 +223,7 @@ def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:
     def tell(event: Event) -> None:
         loop_calls.call(emit, event)
 
-    device.on_failure = lambda error: tell(DeviceFailed(device.kind, f"{type(error).__name__}: {error}"))
+    device.on_failure = lambda error: tell(DeviceFailed(device.kind, in_words(error)))
     return tell
 
 

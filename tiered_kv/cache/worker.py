@@ -24,7 +24,7 @@ from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes, wait_in
 from tiered_kv.system import system
-from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, in_words
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.layout import KVCaches, KVLayout
 from tiered_kv.values.plan import Move, Outcomes, Plan, SlabHandle
@@ -221,7 +221,7 @@ class Worker:
 
         def done(num_moved: int, error: BaseException | None) -> None:
             slab.copy_ended()
-            said = f"{type(error).__name__}: {error}" if error else ""
+            said = in_words(error) if error else ""
             ended.set_result(Outcomes(plan.job, self.rank, num_moved, said, system().monotonic() - started))
 
         windows, num_submitted = _Windows(len(starts), done), 0

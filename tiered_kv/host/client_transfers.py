@@ -32,7 +32,7 @@ from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import Order
-from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault
+from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys, epoch_digest
@@ -225,7 +225,7 @@ class Moving(Generic[R]):
                 else:
                     self._layer_copied(part.layers[0], wire.as_ids(part.positions))
         else:
-            said = REVOKED if isinstance(error, RevokedError) else f"{type(error).__name__}: {error}"
+            said = REVOKED if isinstance(error, RevokedError) else in_words(error)
             self._error = self._error or said
         if self._there is not None:
             self._there.send(protocol.Copied(asked.id, asked.number, said))

@@ -21,6 +21,7 @@ from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.device_copies import Gather, Ids, Scatter
 from tiered_kv.memory.host import known_as_locked
+from tiered_kv.values.errors import in_words
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.log import log
 
@@ -99,7 +100,7 @@ def prepare(caches: PagedCaches, device: Device) -> None:
     stream.submit(partial(_prepare, caches), ended.put)
     stream.close()
     if (error := ended.get()) is not None:
-        log("warning", "copies.unmeasured", device=str(caches.torch_device), error=f"{type(error).__name__}: {error}")
+        log("warning", "copies.unmeasured", device=str(caches.torch_device), error=in_words(error))
 
 
 def _prepare(caches: PagedCaches) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from tiered_kv.memory import driver, staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
+from tiered_kv.values.errors import in_words
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.log import log
 
@@ -92,7 +93,7 @@ def can_copy(device: torch.device) -> bool:
     try:
         _try(device)
     except Exception as error:  # noqa: BLE001 - whatever a compiler or a driver raises
-        log("warning", "kernels.unavailable", device=str(device), error=f"{type(error).__name__}: {error}")
+        log("warning", "kernels.unavailable", device=str(device), error=in_words(error))
         return False
     return True
 

@@ -15,7 +15,7 @@ from tiered_kv.catalog.policies.make_policy import make_policy
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.settings.setting_errors import hint
 from tiered_kv.settings.tier_settings import TierSettings
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, in_words
 
 T = TypeVar("T")
 AnyBackend = Backend | SlotBackend
@@ -163,7 +163,7 @@ def _import_failed(what: str, error: Exception, entry: EntryPoint | None = None)
         advice = f": pip install '{package}'"
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
         advice = f": install what provides {error.name!r}, or correct the path"
-    return ConfigurationError(f"{what} cannot be imported ({type(error).__name__}: {error}){advice}")
+    return ConfigurationError(f"{what} cannot be imported ({in_words(error)}){advice}")
 
 
 def _check_backend(medium: str, found: object) -> type[Backend] | type[SlotBackend]:

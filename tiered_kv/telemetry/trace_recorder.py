@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal
 
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.events import Emit, TraceEnded, TraceFailed
 from tiered_kv.values.keys import BlockKeys
 
@@ -125,7 +125,7 @@ class TraceRecorder:
         except OSError as error:
             self._end(TraceFailed(str(self.path), num_requests, error.strerror or str(error)))
         except BaseException as error:  # noqa: BLE001 - a recorder that fails must not leave a queue that grows
-            self._end(TraceFailed(str(self.path), num_requests, f"{type(error).__name__}: {error}"))
+            self._end(TraceFailed(str(self.path), num_requests, in_words(error)))
         else:
             self._end(TraceEnded(str(self.path), num_requests, self._num_dropped))
 

@@ -18,7 +18,7 @@ from tiered_kv.media.backend import Ended, Outcome, Then
 from tiered_kv.tiers.gate import Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.events import TierFailed
 
 T = TypeVar("T")
@@ -124,7 +124,7 @@ class Calls:
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without its answer
-            error = _in_words(caught)
+            error = in_words(caught)
         now = self.health.clock()
         if now - self._told_at.get(doing, -_SILENT_S) < _SILENT_S:
             self._untold[doing] += 1
@@ -320,7 +320,7 @@ class _Underway:
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            error = CLOSED if isinstance(caught, _ClosedMeanwhile) else _in_words(caught)
+            error = CLOSED if isinstance(caught, _ClosedMeanwhile) else in_words(caught)
         finally:
             self._limit.drop(self)
             if not self.is_let_go:
@@ -459,7 +459,3 @@ def _go_on() -> None:
 def _is_being_cancelled() -> bool:
     """Whether this task is being cancelled by the cache; else a library raises `CancelledError` of its own accord."""
     return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling() > 0
-
-
-def _in_words(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

@@ -387,14 +387,17 @@ class OwnedTier(StorageTier, BookedTier):
         self._in_write[write] = names, slots
         try:
             return await self._write(
-                lambda: self.backend.write(self.group, slots, hidden, records, **more), len(slots), waiter, on_late
+                lambda: self.backend.write(self.group, slots.copy(), hidden, records, **more),
+                len(slots),
+                waiter,
+                on_late,
             )
         finally:
             del self._in_write[write]
 
     def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
         more = {"verify": verify} if verify else {}
-        return self.backend.read(self.group, slots, into, **more)
+        return self.backend.read(self.group, slots.copy(), into, **more)
 
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.

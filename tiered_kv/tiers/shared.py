@@ -482,7 +482,7 @@ class SharedTier(StorageTier):
         wanted, there = batch[at], Blocks.some(blocks, at.tolist())
         keys = self.records.keys(wanted)
         outcomes, refused = await self._read(
-            lambda into, _: self.backend.read(keys, into), keys, there, waiter, on_late
+            lambda into, _: self.backend.read([*keys], into), keys, there, waiter, on_late
         )
         report = ReadReport.of(len(batch), at, outcomes, refused)
         self.answers.doubt(batch.names[~report.right])
@@ -504,7 +504,7 @@ class SharedTier(StorageTier):
             there, chosen, serial = Blocks.some(blocks, at.tolist()), batch[at], self._tombstones.serial
             with self._is_writing(chosen.names):
                 async with self._encoded(chosen, there) as made:
-                    write = partial(self.backend.write, made.keys, made.records)
+                    write = partial(self.backend.write, [*made.keys], made.records)
                     outcomes = made.outcomes(await self._write(write, len(made.at), waiter, on_late))
                 written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                 dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]

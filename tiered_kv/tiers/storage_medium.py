@@ -22,7 +22,7 @@ from tiered_kv.tiers.records import ExponentCodec, Records
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tasks import Tasks, WorkerPool
-from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError, in_words
 from tiered_kv.values.events import Emit, TierFailed, TierResumed
 from tiered_kv.values.loop_calls import LoopCalls
 
@@ -180,7 +180,7 @@ class StorageMedium:
 
     def _has_failed(self, error: Exception) -> None:
         """Take note of why it is not open; tell it once, however often that is tried."""
-        words = f"{type(error).__name__}: {error}"
+        words = in_words(error)
         if words != self.health.why_not_open:
             self.health.why_not_open = words
             self.health.emit(TierFailed(self.health.name, "open", words, 0))

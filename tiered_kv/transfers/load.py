@@ -26,7 +26,7 @@ from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.handles import LoadHandle, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
-from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16
@@ -281,7 +281,7 @@ class Load(InTask):
 
     def _say_failed(self, error: BaseException | None, n: int) -> None:
         if error is not None and not isinstance(error, RevokedError):
-            self._bringer.faults.append(TierFault("engine", Reason.COPY_FAILED, n, f"{type(error).__name__}: {error}"))
+            self._bringer.faults.append(TierFault("engine", Reason.COPY_FAILED, n, in_words(error)))
 
     def _count_loaded(self) -> tuple[int, list[int]]:
         """Return how many blocks are in place, and how many of them each tier had."""

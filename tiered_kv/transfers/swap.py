@@ -21,7 +21,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError, submit_copy
 from tiered_kv.transfers.handles import Revocable
-from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import Emit
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import SwapResult
@@ -200,7 +200,7 @@ class Swap(Revocable):
         reason = Reason.DEVICE_UNUSABLE if self._is_unusable else Reason.COPY_FAILED
         if isinstance(error, RevokedError):
             reason = Reason.REVOKED if in_time else Reason.DEADLINE
-        fault = TierFault("engine", reason, sum(self._counts[part:]), f"{type(error).__name__}: {error}")
+        fault = TierFault("engine", reason, sum(self._counts[part:]), in_words(error))
         num_out, num_in, num_copied = (count if number < part else 0 for number, count in enumerate(self._counts))
         return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])
 

@@ -16,7 +16,7 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tier import Batch, Mask
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.window import Said
-from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import StoredKeys
@@ -79,7 +79,7 @@ class LoadRequest:
 
     def copy_failure(self, error: BaseException) -> TierFault:
         """Say with what a copy into the engine's memory failed."""
-        return TierFault("engine", Reason.COPY_FAILED, len(self.batch), f"{type(error).__name__}: {error}")
+        return TierFault("engine", Reason.COPY_FAILED, len(self.batch), in_words(error))
 
     def revocation(self) -> TierFault:
         """Say that whoever asked for the blocks has given up."""

@@ -106,6 +106,14 @@ class Reason(StrEnum):
         return repr(self.value)
 
 
+def in_words(error: BaseException) -> str:
+    """Return an error's kind and what it says; one of others' code may fail to say anything."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - whatever its `__str__` raises
+        return type(error).__name__
+
+
 @dataclass(frozen=True)
 class TierFault:
     """Why blocks that a tier had did not arrive, or did not go there: ``reason`` is a fixed word, ``detail`` prose."""

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import TypeVarTuple
 
+from tiered_kv.values.errors import in_words
+
 Ts = TypeVarTuple("Ts")
 
 
@@ -70,6 +72,6 @@ def carried(error: BaseException, whose: str) -> Exception:
     """
     if isinstance(error, Exception) and not isinstance(error, StopIteration):
         return error
-    carrier = RuntimeError(f"{whose} raised {type(error).__name__}: {error}")
+    carrier = RuntimeError(f"{whose} raised {in_words(error)}")
     carrier.__cause__ = error
     return carrier
