@@ -740,3 +740,11 @@ async def test_one_failed_block_fails_alone() -> None:
     async with answering(answers, connections=1) as (backend, _):
         outcomes = await backend.read([block_key(n) for n in range(3)], [Block.empty(SIZE) for _ in range(3)])
         assert outcomes == [Outcome.FAILED, Outcome.MISS, Outcome.MISS]
+
+
+async def test_one_failed_block_of_a_group_fails_alone() -> None:
+    """Blocks that lie singly are read to the last before the call ends: then their buffers are the caller's."""
+    answers = itertools.chain(["404 Not Found", "503 Slow Down"], itertools.repeat("404 Not Found"))
+    async with answering(answers, connections=1, max_retries=0) as (backend, server):
+        assert await read(backend, chain(16)) == [Outcome.FAILED, *[Outcome.MISS] * 15]
+        assert server.num_requests == 1 + 16

@@ -297,16 +297,17 @@ class S3Backend(Backend):
     async def _read_singly(
         self, unit: Unit, keys: Sequence[BlockKey], blocks: Sequence[Block], at: Sequence[int], deadline: float
     ) -> list[Outcome]:
-        """Fill the blocks at these positions from objects of their own."""
-        outcomes = await asyncio.gather(*(self._read_single(keys[n].path, blocks[n], deadline) for n in at))
+        """Fill the blocks at these positions from objects of their own: nothing is filled any more when this ends."""
+        reads = [self._read_single(keys[n].path, blocks[n], deadline) for n in at]
+        outcomes = await _outcomes([Unit(n, n + 1) for n in at], reads)
         found = [keys[n] for n, outcome in zip(at, outcomes, strict=True) if outcome is Outcome.HIT]
         if unit.pack is not None:
             self._packing.saw(found, is_single=True)
-        return list(outcomes)
+        return outcomes
 
-    async def _read_single(self, name: str, block: Block, deadline: float) -> Outcome:
+    async def _read_single(self, name: str, block: Block, deadline: float) -> list[Outcome]:
         record = await self._get(name, 0, block.num_bytes + 1, deadline)  # one more: a longer object is not the record
-        return record if isinstance(record, Outcome) else _fill(block, record)
+        return [record if isinstance(record, Outcome) else _fill(block, record)]
 
     async def _get(self, name: str, start: int, length: int, deadline: float) -> memoryview | Outcome:
         """Read a range, in one request and one buffer of the client's own."""
