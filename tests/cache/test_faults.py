@@ -639,3 +639,24 @@ async def test_a_backend_that_sorts_what_it_is_given_reads_wrong_blocks_and_none
         assert num_blocks < len(KEYS)
         if kind is SortingSlotBackend:
             assert kv.lookup_nowait(KEYS).num_blocks < len(KEYS), "what is not what the books say is removed"
+
+
+class AssigningBackend(ScriptedBackend):
+    """Puts what it has read beside the buffers that it is to fill."""
+
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        """Read into memory of its own."""
+        own = [Block.empty(PAYLOAD_BYTES) for _ in keys]
+        outcomes = await super().read(keys, own)
+        for block, read in zip(into, own, strict=True):
+            block.header, block.payload = read.header, read.payload
+        return outcomes
+
+
+async def test_a_backend_that_assigns_a_buffer_instead_of_filling_it_has_filled_none() -> None:
+    """What is verified are the cache's own buffers, not what a backend has made of the objects it was given."""
+    engine = Engine()
+    async with open_cache(AssigningBackend(), engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, prompt(9, seed=1))
+        assert (await _load(kv, engine))[0] == 0

@@ -199,6 +199,11 @@ class Blocks(Sequence[Block]):
         return blocks if len(at) == len(blocks) else cls(len(at), lambda n: blocks[at[n]])
 
     @classmethod
+    def lent(cls, blocks: Sequence[Block]) -> "Blocks":
+        """Return the same memory by blocks of the borrower's own, whatever that makes of these objects."""
+        return cls(len(blocks), lambda n: Block(blocks[n].header, blocks[n].padded, len(blocks[n].payload)))
+
+    @classmethod
     def read_only(cls, blocks: Sequence[Block]) -> "Blocks":
         """Return the same memory, see `Block.read_only`."""
         return cls(len(blocks), lambda n: blocks[n].read_only())

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.media.backend import Block, Outcome, RecordShape, Verify
+from tiered_kv.media.backend import Block, Blocks, Outcome, RecordShape, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.tiers.calls import Answer, Calls, all_failed, outcomes_problem
 from tiered_kv.tiers.gate import Budget, Give, Kind, Priority, Read, ReadSpeed, Waiter, Wear
@@ -325,9 +325,9 @@ class StorageTier(Tier):
         n, started = len(keys), self.health.clock()
         records = blocks if self._codec is None else [self._codec.record_in(each) for each in blocks]
         verification = self.records.verification(keys, records, self.shape, self._codec, blocks)
-        verify = verification.verify if makes_records else None
+        verify, into = (verification.verify, records) if makes_records else (None, Blocks.lent(records))
         answer = await self.calls.make(
-            "read", lambda: call(records, verify), num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
+            "read", lambda: call(into, verify), num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
             problem_of=outcomes_problem(n, READ), is_failure=all_failed,
         )  # fmt: skip
         self.counters.read_queue_s += self.health.clock() - started - answer.seconds
