@@ -13,6 +13,7 @@ from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine
 from tiered_kv import CPUTier, TieredKV, hash_blocks
 from tiered_kv.settings import page_address
+from tiered_kv.telemetry.page import page_server
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 TOKENS = list(range(6 * BLOCK_SIZE))
@@ -52,6 +53,15 @@ async def test_status_says_what_is_there_and_whether_all_is_well(at: str) -> Non
         result = await run("status", "--at", at)
         assert result.exit_code == 1
         assert "no writes" in result.stdout
+
+
+async def test_a_page_that_is_busy_is_not_taken_for_something_else(at: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where too many ask at once it says so: to ask again helps, another address does not."""
+    monkeypatch.setattr(page_server, "_MOST_CONNECTIONS", 1)
+    async with open_cache(CPU, page=at):
+        result = await run("status", "--at", at)
+    assert result.exit_code == 2
+    assert "too busy (503): ask again" in result.stderr
 
 
 async def test_top_looks_again_and_again(at: str) -> None:

@@ -5,7 +5,7 @@ import socket
 import tempfile
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,19 @@ from tests.support.virtual import run as run_in_virtual_time
 from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
+from tiered_kv.telemetry.page import page_server
 from tiered_kv.telemetry.prompts import Asked
 from tiered_kv.telemetry.watch import Moment, MomentHistory
 from tiered_kv.values.keys import salt_digest
 from tiered_kv.values.results import CacheStatistics
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
+HALF_A_QUESTION = b"""POST /explain.json HTTP/1.1\r
+host: localhost\r
+content-type: application/json\r
+content-length: 9\r
+\r
+{"""
 
 
 @asynccontextmanager
@@ -223,17 +230,67 @@ async def test_a_socket_is_this_users_alone() -> None:
             left.bind(str(path))
         async with open_cache(CPU, page=f"unix:{path}"):
             assert path.stat().st_mode & 0o777 == 0o600
-
-            def ask() -> httpx.Response:
-                with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
-                    return client.get("http://localhost/stats.json")
-
-            assert (await asyncio.to_thread(ask)).status_code == 200
+            assert await served_at(path) == 200
             seen = Recorder()
             async with open_cache(CPU, page=f"unix:{path}", emit=seen):
                 assert len(seen.of(PageNotServed)) == 1
-            assert (await asyncio.to_thread(ask)).status_code == 200
+            assert await served_at(path) == 200
         assert not path.exists()
+
+
+def is_ended(connection: socket.socket) -> bool:
+    """Wait until the other side has ended a connection, whatever it has said before."""
+    connection.settimeout(60)
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionResetError:
+        pass
+    except TimeoutError:
+        return False
+    return True
+
+
+async def served_at(path: Path) -> int:
+    """Return the status of what is answered at a socket."""
+
+    def ask() -> httpx.Response:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(path))) as client:
+            return client.get("http://localhost/stats.json")
+
+    return (await asyncio.to_thread(ask)).status_code
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /stats.json HT",
+        HALF_A_QUESTION,
+        b"GET /page.css HTTP/1.1\r\nhost: localhost\r\n\r\nGET /page.css HTTP/1.1\r\n",
+    ],
+)
+async def test_who_sends_no_whole_request_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, said: bytes
+) -> None:
+    """Nothing, half a head, half a body, or half of a second request: the connection ends."""
+    monkeypatch.setattr(page_server, "_REQUEST_WITHIN_S", 0.1)
+    with socket.socket(socket.AF_UNIX) as silent:
+        async with open_cache(CPU, page=f"unix:{tmp_path}/kv.sock"):
+            silent.connect(f"{tmp_path}/kv.sock")
+            silent.sendall(said)
+            assert await asyncio.to_thread(is_ended, silent)
+
+
+async def test_silent_connections_keep_nobody_from_asking(tmp_path: Path) -> None:
+    """However many there are, some are kept: the oldest one goes, and who asks is answered."""
+    path = tmp_path / "kv.sock"
+    async with open_cache(CPU, page=f"unix:{path}"), AsyncExitStack() as opened:
+        silent = [opened.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(100)]
+        for each in silent:
+            each.connect(str(path))
+        assert await served_at(path) == 200
+        assert await asyncio.to_thread(is_ended, silent[0])
 
 
 async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:

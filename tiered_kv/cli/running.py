@@ -75,6 +75,8 @@ class RunningCache:
             raise ConfigurationError(
                 f"{self._at} shows a server's models, not one cache: ask one by --at: {pages or 'there is none yet'}"
             )
+        if not isinstance(said, dict) and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
+            raise BackendUnavailableError(f"what answers at {self._at} is too busy (503): ask again")
         if not isinstance(said, dict) or ("error" not in said and answer.is_error):
             raise BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
         if "error" in said:

@@ -21,6 +21,10 @@ if TYPE_CHECKING:  # the extra "page" may not be installed
     import uvicorn
 
 _MOST_CONNECTIONS: Final = 64
+"""With more, requests are answered with 503."""
+_MOST_SILENT: Final = 32
+"""Connections without a whole request: fewer, so that they leave room for others."""
+_REQUEST_WITHIN_S: Final = 10.0
 _CLOSE_TIMEOUT_S: Final = 3.0
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -57,7 +61,7 @@ class PageServer:
             app = _of_this_host_alone(app)
         config = uvicorn.Config(
             app, lifespan="off", log_config=None, access_log=False, ws="none", proxy_headers=False, server_header=False,
-            limit_concurrency=_MOST_CONNECTIONS, timeout_graceful_shutdown=1, loop="asyncio",
+            limit_concurrency=_MOST_CONNECTIONS, timeout_graceful_shutdown=1, loop="asyncio", http=_protocol(),
         )  # fmt: skip
         self._server = server = uvicorn.Server(config)
         self._thread = threading.Thread(target=_serve, args=(server, listening), name="tiered_kv-page", daemon=True)
@@ -80,6 +84,65 @@ def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:
         server.run(sockets=[listening])
     if isinstance(name, str):
         Path(name).unlink(missing_ok=True)
+
+
+class _Silent:
+    """Connections of which a whole request is awaited, the oldest first. For the thread that serves."""
+
+    def __init__(self) -> None:
+        self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+
+    def wait(self, transport: asyncio.Transport) -> None:
+        """Wait for one, and for its oldest neighbour no more if there are too many."""
+        if transport in self._timers:
+            return
+        if len(self._timers) >= _MOST_SILENT:
+            oldest = next(iter(self._timers))
+            self.heard(oldest)
+            oldest.abort()
+        self._timers[transport] = asyncio.get_running_loop().call_later(_REQUEST_WITHIN_S, transport.abort)
+
+    def heard(self, transport: asyncio.Transport) -> None:
+        """Wait for one no more."""
+        if (timer := self._timers.pop(transport, None)) is not None:
+            timer.cancel()
+
+
+def _protocol() -> type[asyncio.Protocol]:
+    """Return what speaks HTTP for one server, and bears who says nothing.
+
+    A connection has so many seconds to send a whole request, from its beginning or from the end of the last answer on,
+    which it must have read by then.
+    """
+    from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - an extra
+
+    silent = _Silent()
+
+    class Bounded(H11Protocol):
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
+            super().connection_made(transport)
+            silent.wait(transport)
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._look()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._look()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            silent.heard(self.transport)
+
+        def _look(self) -> None:
+            asked = self.cycle
+            if asked is not None and not asked.more_body and not asked.response_complete:
+                silent.heard(self.transport)
+            elif self in self.connections:
+                silent.wait(self.transport)
+
+    return Bounded
 
 
 def _listen(where: tuple[str, int] | str) -> socket.socket:
