@@ -3,14 +3,15 @@
 One that fails or hangs is let go of. It is tried again once in a while, and begins empty: what was evicted while it was
 away must not come back with it. What hangs there may go on for ever, in threads of that disk alone.
 
-So that none brings back after a restart what was evicted while it was away, each directory of several has a file
-``member`` (`Member`): an identity of its own, and those of all that were in use when one came or went last, under a
-number that counts these times. The highest number says who belongs together. Whoever is not named there was away while
-blocks may have been evicted, and begins empty.
+So that none brings back after a restart what was evicted while it was away, each directory has a file ``member``
+(`Member`): an identity of its own, and those of all that were in use when one came or went last, under a number that
+counts these times. The highest number says who belongs together. Whoever is not named there was away while blocks may
+have been evicted, and begins empty.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
-the others, whether they have it yet or not. The file has two copies, in places of its own that are written in turn: a
-disk that others have filled takes it, and a copy that is cut leaves the other.
+the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
+any is named. The file has two copies, in places of its own that are written in turn: a disk that others have filled
+takes it, and a copy that is cut leaves the other.
 """
 
 import asyncio
@@ -65,7 +66,7 @@ def read_member(path: Path) -> Member:
     Raises:
         ConfigurationError: It cannot be read, or is not this user's alone.
     """
-    return look_into(path)[0]
+    return look_into(path)[0] or Member()
 
 
 class Site(enum.Enum):
@@ -76,8 +77,8 @@ class Site(enum.Enum):
     EMPTY_ON_SYSTEM_DISK = "on that of the system, and nothing is in it"
 
 
-def look_into(path: Path) -> tuple[Member, Site]:
-    """Return what `read_member` does, and where the directory lies.
+def look_into(path: Path) -> tuple[Member | None, Site]:
+    """Return what the directory says, or None where that is nothing readable, and where it lies.
 
     Raises:
         ConfigurationError: It cannot be read, or is not this user's alone.
@@ -90,11 +91,10 @@ def look_into(path: Path) -> tuple[Member, Site]:
         if files().is_on_system_disk(root):
             site = Site.SYSTEM_DISK if there else Site.EMPTY_ON_SYSTEM_DISK
         if MEMBER not in there:
-            return Member(), site
+            return None, site
         file = open_file(root, MEMBER)
         opened.callback(files().close, file)
-        copies = [_parsed(files().pread(file, _COPY_BYTES, n * _COPY_BYTES)) for n in range(_NUM_COPIES)]
-        return max(filter(None, copies), key=lambda copy: copy.turn, default=Member()), site
+        return max(filter(None, _copies(file)), key=lambda copy: copy.turn, default=None), site
 
 
 def write_member(path: Path, member: Member) -> None:
@@ -112,8 +112,13 @@ def write_member(path: Path, member: Member) -> None:
         copy = b"%s %b" % (xxhash.xxh3_64_hexdigest(said).encode(), said)
         if files().fstat(file).st_size < _NUM_COPIES * _COPY_BYTES:
             files().pwrite(file, bytes(_NUM_COPIES * _COPY_BYTES), 0)
-        files().pwrite(file, copy.ljust(_COPY_BYTES, b"\0"), member.turn % _NUM_COPIES * _COPY_BYTES)
+        turns = [-1 if there is None else there.turn for there in _copies(file)]
+        files().pwrite(file, copy.ljust(_COPY_BYTES, b"\0"), turns.index(min(turns)) * _COPY_BYTES)
         files().fsync(file)
+
+
+def _copies(file: int) -> list[Member | None]:
+    return [_parsed(files().pread(file, _COPY_BYTES, n * _COPY_BYTES)) for n in range(_NUM_COPIES)]
 
 
 def _parsed(copy: bytes) -> Member | None:
@@ -128,8 +133,6 @@ def _parsed(copy: bytes) -> Member | None:
 
 def are_settled(members: Sequence[Member]) -> bool:
     """Whether just these were in use together last."""
-    if len(members) == 1 and not members[0].turn:
-        return True  # a tier of one directory, as it always was
     ids = frozenset(member.id for member in members)
     return all(member.ids == ids and member.turn == members[0].turn for member in members)
 
@@ -182,6 +185,7 @@ class Disk:
         store: What has it; None while it is away.
         why: It is.
         member: What it says of itself.
+        is_named: Whether that is on its disk: others may name it from then on.
         site: Where it lies; as good as unknown until it was looked into.
         underway: Calls that have not ended, and since when.
         lost: Done when it has been let go of, and no restart finds what was in it.
@@ -193,6 +197,7 @@ class Disk:
     store: DirectoryStore | None = None
     why: str = ""
     member: Member = field(default_factory=Member)
+    is_named: bool = False
     site: Site = Site.SYSTEM_DISK
     underway: dict[asyncio.Future[None], float] = field(default_factory=dict)
     lost: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -403,7 +408,8 @@ class Disks:
         return list(zip(there, were_away([disk.member for disk in there]), strict=True))
 
     async def _look_into(self, disk: Disk) -> None:
-        disk.member, disk.site = await disk.threads.clerk.run(look_into, disk.path)
+        said, disk.site = await disk.threads.clerk.run(look_into, disk.path)
+        disk.member, disk.is_named = said or Member(), said is not None
 
     def _is_unmounted(self, disk: Disk) -> bool:
         """Whether a directory, of a tier that has been used, looks like the mount point of a disk that is away."""
@@ -412,7 +418,7 @@ class Disks:
 
     async def _empty(self, disk: Disk) -> None:
         await disk.threads.clerk.run(make_empty, disk.path)
-        disk.member = Member()
+        disk.member, disk.is_named = Member(), False
 
     async def _join(self) -> None:
         """Have those that are in use say so, if they are others than before; see what is missing."""
@@ -427,12 +433,17 @@ class Disks:
             await self._note()
 
     async def _note(self) -> None:
+        """Have those that are in use say who they are, and then who all are; nothing of that while one has not."""
         disks = [disk for disk in self._disks if disk.store is not None]
-        if disks and not are_settled([disk.member for disk in disks]):
-            members = next_turn([disk.member for disk in disks])
-            says = [
-                disk.begin(self._say(disk, member), self._clock()) for disk, member in zip(disks, members, strict=True)
-            ]
+        await self._say_each([(disk, disk.member) for disk in disks if not disk.is_named])
+        members = [disk.member for disk in disks]
+        if len(self) == 1 and not members[0].turn:
+            return  # a tier of one directory, as it always was
+        if disks and all(disk.is_named for disk in disks) and not are_settled(members):
+            await self._say_each(zip(disks, next_turn(members), strict=True))
+
+    async def _say_each(self, what: Iterable[tuple[Disk, Member]]) -> None:
+        if says := [disk.begin(self._say(disk, member), self._clock()) for disk, member in what]:
             await asyncio.wait(says, timeout=_ANSWER_S)  # one that hangs too will be found to
 
     async def _say(self, disk: Disk, member: Member) -> None:
@@ -441,7 +452,7 @@ class Disks:
         except OSError as error:
             log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
         else:
-            disk.member = member
+            disk.member, disk.is_named = member, True
 
     async def _return(self, disk: Disk) -> None:
         store, num_slots = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_slots

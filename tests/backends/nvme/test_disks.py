@@ -18,11 +18,11 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
-from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, shape_of, slab_of, slots_of
+from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, key_of, shape_of, slab_of, slots_of
 from tiered_kv.media.backend import Outcome
 from tiered_kv.media.record import MAGIC
 from tiered_kv.system import Files
-from tiered_kv.testing import SlotBackendTests, open_backend, open_context
+from tiered_kv.testing import SlotBackendTests, block_names, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
@@ -510,6 +510,43 @@ def test_killed_while_it_is_noted_who_is_there(paths: list[Path], num_written: i
     assert were_away(said) == [False, False, num_written > 0]
     (paths[0] / "member").write_bytes(b"{")
     assert read_member(paths[0]).turn == 0
+
+
+@pytest.mark.parametrize("was_alone", ["whole", "without its name"])
+async def test_one_that_was_alone_stays_where_another_is_added(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, was_alone: str
+) -> None:
+    """Though its disk takes nothing new meanwhile: a directory that nobody could know by its name was not away."""
+    write = disks.write_member
+
+    def write_elsewhere(path: Path, member: Member) -> None:
+        if path == paths[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, member)
+
+    async with opened(paths[:1]) as tier:
+        await tier.write(count_up(N))
+    if was_alone == "without its name":
+        (paths[0] / "member").unlink()
+    there = {2 * n: n for n in range(N)}
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "write_member", write_elsewhere)
+        async with opened(paths[:2]) as tier:
+            assert tier.recovered(N) == there
+    for _ in range(2):
+        async with opened(paths[:2]) as tier:
+            assert tier.recovered(N) == there
+
+
+async def test_a_tier_remembers_though_a_disk_was_never_there(paths: list[Path]) -> None:
+    """Who is in use is noted from the first start on: the one that is there can be told what to keep."""
+    paths[1].touch()
+    async with opened(paths[:2]) as tier:
+        await tier.write({0: 0})
+        await tier.backend.checkpoint(0, block_names([key_of(0)]), slots_of({0: 0}), sync=True)
+    paths[1].unlink()
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(1) == {0: 0}
 
 
 def test_what_is_noted_once_is_noted_on_a_full_disk_too(small_disk: Path) -> None:
