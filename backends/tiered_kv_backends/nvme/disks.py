@@ -137,9 +137,9 @@ def are_settled(members: Sequence[Member]) -> bool:
     return all(member.ids == ids and member.turn == members[0].turn for member in members)
 
 
-def next_turn(members: Sequence[Member]) -> list[Member]:
-    """Return what each is to say, where just these are in use from now on."""
-    turn, ids = 1 + max(member.turn for member in members), frozenset(member.id for member in members)
+def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
+    """Return what each is to say, where just these are in use from now on, and turn ``last`` may have been said."""
+    turn, ids = 1 + max(last, *(member.turn for member in members)), frozenset(member.id for member in members)
     return [replace(member, turn=turn, ids=ids) for member in members]
 
 
@@ -242,6 +242,7 @@ class Disks:
             for n, path in enumerate(settings.paths)
         ]
         self._changing = asyncio.Lock()  # which are in use
+        self._last_turn = 0  # that any says, or was to say: what fails may be on its disk all the same
         self._returning = set[asyncio.Future[None]]()
         self._finding: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -410,6 +411,7 @@ class Disks:
     async def _look_into(self, disk: Disk) -> None:
         said, disk.site = await disk.threads.clerk.run(look_into, disk.path)
         disk.member, disk.is_named = said or Member(), said is not None
+        self._last_turn = max(self._last_turn, disk.member.turn)  # though its store may not open
 
     def _is_unmounted(self, disk: Disk) -> bool:
         """Whether a directory, of a tier that has been used, looks like the mount point of a disk that is away."""
@@ -440,7 +442,9 @@ class Disks:
         if len(self) == 1 and not members[0].turn:
             return  # a tier of one directory, as it always was
         if disks and all(disk.is_named for disk in disks) and not are_settled(members):
-            await self._say_each(zip(disks, next_turn(members), strict=True))
+            said = next_turn(members, self._last_turn)
+            self._last_turn = said[0].turn
+            await self._say_each(zip(disks, said, strict=True))
 
     async def _say_each(self, what: Iterable[tuple[Disk, Member]]) -> None:
         if says := [disk.begin(self._say(disk, member), self._clock()) for disk, member in what]:

@@ -626,6 +626,50 @@ async def test_what_no_disk_could_note_is_not_done(paths: list[Path], monkeypatc
         await tier.backend.forget(0, slots_of({2: 2, 0: 0}))
 
 
+async def test_what_was_noted_in_vain_counts_no_more(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A note that fails may be on the disk: the next one is a later one, and a disk that missed that was away."""
+    write, fails = disks.write_member, True
+
+    def write_and_fail(path: Path, member: Member) -> None:
+        write(path, member)
+        if fails:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    def fail(_: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with opened(paths) as tier:
+        await tier.write(count_up(N))
+        with monkeypatch.context() as patch:
+            patch.setattr(disks, "write_member", write_and_fail)
+            before_calls(patch, paths[2], fail)
+            await tier.verified({2: 2})
+            fails = False
+            before_calls(patch, paths[0], fail)
+            await tier.verified({0: 0})
+            assert missing_slots(tier) == [n for n in range(N) if n % 3 != 1]
+            await tier.backend.forget(0, slots_of({0: 0, 2: 2}))
+    async with opened(paths) as tier:
+        assert tier.recovered(N) == {n: n for n in range(1, N, 3)}
+
+
+async def test_no_turn_is_said_again_that_a_disk_has_which_does_not_open(paths: list[Path]) -> None:
+    """The latest note may be on it alone: it is away from now on, and begins empty."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    said = read_member(paths[0])
+    write_member(paths[0], replace(said, turn=said.turn + 1))
+    folder = slab_of(paths[0]).parent
+    folder.rename(paths[2])
+    folder.touch()
+    async with opened(paths[:2]) as tier:
+        assert missing_slots(tier) == list(range(0, N, 2))
+    folder.unlink()
+    paths[2].rename(folder)
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(1, N, 2)}
+
+
 def test_what_is_made_empty_says_nothing_of_itself(tmp_path: Path) -> None:
     """It is another directory from now on: who knew the former one takes it for none of theirs."""
     said = Member(turn=3, ids=frozenset({"a" * 16}))
