@@ -165,9 +165,9 @@ class Files:
         """See `os.rmdir`."""
         path.rmdir()
 
-    def remove_tree(self, name: str, *, dir_fd: int, ignore_errors: bool = False) -> None:
+    def remove_tree(self, name: str, *, dir_fd: int) -> None:
         """Remove a folder and all that is in it."""
-        shutil.rmtree(name, ignore_errors=ignore_errors, dir_fd=dir_fd)
+        shutil.rmtree(name, dir_fd=dir_fd)
 
     def flock(self, fd: int, operation: int) -> None:
         """See `fcntl.flock`."""

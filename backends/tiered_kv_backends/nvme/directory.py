@@ -70,8 +70,7 @@ def open_folder(parent_fd: int, name: str) -> int:
     """
     with contextlib.suppress(FileExistsError):
         files().mkdir(name, 0o700, dir_fd=parent_fd)
-    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-    return _ours(files().open(name, flags, dir_fd=parent_fd), name)
+    return _ours(files().open(name, _FOLDER, dir_fd=parent_fd), name)
 
 
 def open_file(parent_fd: int, name: str, flags: int = 0) -> int:
@@ -119,6 +118,9 @@ _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
 HOLDER = "holder"
+_IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
+"""What a tier makes in a folder, or made in an earlier format; the records first."""
+_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 EXCLUSIVE: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
 """How a directory is locked by who has it open."""
 _ADVICE = "the NVMe tier needs a directory that it can write to, and nobody else"
@@ -158,6 +160,7 @@ class Directory:
         self.capacity_bytes = capacity_bytes
         self._groups = groups
         self._allocated_bytes = 0
+        self._kept_bytes = 0  # of foreign folders that could not be deleted
         self.num_slots = fit(capacity_bytes, groups)
         self._reserved_bytes = self._reserved_for(self.num_slots)
         self.folder_fds: list[int] = []
@@ -223,9 +226,10 @@ class Directory:
         """Extend a file, within the limit: foreign folders go, oldest first, as far as they are in the way.
 
         Raises:
-            OSError: The disk is full.
+            OSError: The disk is full, or the limit reached: a foreign folder could not be deleted.
         """
-        self._reclaim_for(num_bytes)
+        if not self._reclaim_for(num_bytes):
+            raise OSError(errno.ENOSPC, f"{self._kept_bytes} bytes of other models could not be deleted")
         while True:
             try:
                 files().posix_fallocate(fd, offset, num_bytes)
@@ -253,15 +257,25 @@ class Directory:
         """Bytes for everything but slabs and ledgers."""
         return _needed(num_slots, self._groups) - num_slots * _bytes_per_slot(self._groups)
 
-    def _reclaim_for(self, num_bytes: int) -> None:
-        ours = self._reserved_bytes + self._allocated_bytes + num_bytes
-        while self._foreign and ours + sum(foreign.num_bytes for foreign in self._foreign) > self.capacity_bytes:
+    def _reclaim_for(self, num_bytes: int) -> bool:
+        """Delete foreign folders, oldest first, until there is room for so many bytes; say whether there is."""
+        while (is_over := self._used_bytes() + num_bytes > self.capacity_bytes) and self._foreign:
             self._reclaim_oldest()
+        return not is_over
+
+    def _used_bytes(self) -> int:
+        foreign_bytes = self._kept_bytes + sum(foreign.num_bytes for foreign in self._foreign)
+        return self._reserved_bytes + self._allocated_bytes + foreign_bytes
 
     def _reclaim_oldest(self) -> None:
         foreign = self._foreign.pop(0)
+        try:
+            remove_folder(self.fd, foreign.name)
+        except OSError as error:
+            self._kept_bytes += foreign.num_bytes
+            log("error", "nvme.directory_failed", path=str(self.path), error=f"{foreign.name}: {error.strerror}")
+            return
         log("info", "nvme.reclaimed", path=str(self.path), folder=foreign.name, num_bytes=foreign.num_bytes)
-        files().remove_tree(foreign.name, ignore_errors=True, dir_fd=self.fd)
         self.num_reclaimed += 1
 
 
@@ -310,16 +324,41 @@ def _folders(fd: int) -> list[FolderEntry]:
     return [each for each in found if _is_ours(fd, each.name)]
 
 
-def _is_ours(parent_fd: int, name: str) -> bool:
+def remove_folder(parent_fd: int, name: str) -> None:
+    """Delete what a tier has made in a folder, and the folder if nothing else is in it.
+
+    The records are the first to go: what is left by a process that is killed meanwhile brings none of them back.
+
+    Raises:
+        OSError: It cannot be deleted.
+    """
+    fd = files().open(name, _FOLDER, dir_fd=parent_fd)
     try:
-        fd = files().open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd)
+        for each in _IN_FOLDER:
+            with contextlib.suppress(FileNotFoundError):
+                files().unlink(each, dir_fd=fd)
+        is_empty = not files().entries(fd)
+    finally:
+        files().close(fd)
+    if is_empty:
+        files().remove_tree(name, dir_fd=parent_fd)
+
+
+def _is_ours(parent_fd: int, name: str) -> bool:
+    """Say whether a tier has made a folder: by its slab and what goes with it, or as nothing else is in it.
+
+    An open finds records without a ledger. Of one that is empty nobody knows whose it is, and nothing is lost.
+    """
+    try:
+        fd = files().open(name, _FOLDER, dir_fd=parent_fd)
     except OSError:
         return False
     try:
-        there = {each.name for each in files().entries(fd) if not each.is_folder}
+        there = {each.name: each.is_folder for each in files().entries(fd)}
     finally:
         files().close(fd)
-    return "slab" in there and not there.isdisjoint({"ledger", "journal"})
+    of_tier = {name for name in _IN_FOLDER if there.get(name) is False}
+    return bool(of_tier) and (len(of_tier) == len(there) or ("slab" in of_tier and len(of_tier) > 1))
 
 
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:

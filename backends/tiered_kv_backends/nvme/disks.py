@@ -32,7 +32,7 @@ from tiered_kv.media.backend import BackendContext, Missing
 from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
-from tiered_kv_backends.nvme.directory import explained, fit, folders_in, open_file, open_root, taken
+from tiered_kv_backends.nvme.directory import explained, fit, folders_in, open_file, open_root, remove_folder, taken
 from tiered_kv_backends.nvme.directory_store import DirectoryStore, DirectoryThreads
 from tiered_kv_backends.nvme.ledger import Entries, Order
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
@@ -165,7 +165,7 @@ def make_empty(path: Path) -> None:
         if folders := folders_in(root):
             log("warning", "nvme.directory_emptied", path=str(path), folders=folders)
         for folder in folders:
-            files().remove_tree(folder, dir_fd=root)
+            remove_folder(root, folder)
         with contextlib.suppress(FileNotFoundError):
             files().unlink(MEMBER, dir_fd=root)
 

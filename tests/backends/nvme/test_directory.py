@@ -270,18 +270,53 @@ async def test_links_in_a_foreign_folder_lead_nowhere(tmp_path: Path) -> None:
 
 
 async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
-    """Named by 64 digits too, as container engines name theirs: what holds no slab and ledger is not reclaimed."""
+    """Named by 64 digits too, as container engines name theirs: what no tier has made is not counted or deleted."""
     names = [digit * 64 for digit in "0af"]
     for name in names:
         (tmp_path / name).mkdir(mode=0o700)
         (tmp_path / name / "config.json").write_bytes(bytes(2 * MIB))
     (tmp_path / names[0] / "slab").mkdir()
+    (tmp_path / names[1] / "slab").write_bytes(b"of stone")
+    (tmp_path / ("b" * 64)).mkdir(mode=0o700)
     async with open_tier(tmp_path, capacity=2 * MIB) as tier:
         await tier.write(count_up(20))
         assert tier.backend.describe()["reclaimed_fingerprints"] == 0
     assert [(tmp_path / name / "config.json").stat().st_size for name in names] == [2 * MIB] * 3
     assert await delete_tenant({"medium": "nvme", "path": tmp_path, "capacity": "2MiB"}, "ann") == 0
-    assert sorted(each.name for each in (tmp_path / names[1]).iterdir()) == ["config.json"]
+    assert sorted(each.name for each in (tmp_path / names[1]).iterdir()) == ["config.json", "slab"]
+    assert (tmp_path / ("b" * 64)).is_dir()
+
+
+async def test_records_without_a_ledger_are_counted_and_go(tmp_path: Path) -> None:
+    """Another model's, whose ledger is lost, take no part of the capacity for good."""
+    async with open_tier(tmp_path, "other", capacity=2 * MIB) as tier:
+        await tier.write(count_up(20))
+    ledger_of(tmp_path, "other").unlink()
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        assert set(await tier.write(count_up(20))) == {Outcome.STORED}
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 1
+        assert disk_usage(tmp_path) <= 2 * MIB
+    assert not slab_of(tmp_path, "other").parent.exists()
+
+
+async def test_what_cannot_be_deleted_counts_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limit holds: blocks find no place where another model's should have gone, until these do at a later start."""
+    async with open_tier(tmp_path, "other", capacity=2 * MIB) as tier:
+        await tier.write(count_up(10))
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        with monkeypatch.context() as patch:
+
+            def fail(*_: object, **__: object) -> None:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+            patch.setattr(os, "unlink", fail)
+            outcomes = [(await tier.write({n: n}))[0] for n in range(tier.found.num_slots)]
+        assert set(outcomes) == {Outcome.STORED, Outcome.FAILED}
+        assert disk_usage(tmp_path) <= 2 * MIB
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        outcomes = [(await tier.write({n: n}))[0] for n in range(tier.found.num_slots)]
+        assert set(outcomes) == {Outcome.STORED}
+        assert disk_usage(tmp_path) <= 2 * MIB
 
 
 async def test_a_folder_of_the_earlier_format_begins_anew(tmp_path: Path) -> None:

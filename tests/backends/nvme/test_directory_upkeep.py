@@ -48,6 +48,12 @@ def damage_ledgers(path: Path) -> None:
         ledger.write_bytes(b"x" * 100)
 
 
+def lose_ledgers(path: Path) -> None:
+    """Have there be none."""
+    for ledger in path.rglob("ledger"):
+        ledger.unlink()
+
+
 def slabs_in(path: Path) -> bytes:
     """Return what the slabs hold."""
     return b"".join(slab.read_bytes() for slab in path.rglob("slab"))
@@ -66,6 +72,15 @@ async def test_a_tenant_goes_and_the_others_stay(tmp_path: Path, more: dict[str,
     slabs = slabs_in(tmp_path)
     left = [engine.content(digest, keys.group, "") in slabs for keys in prompts("ann") for digest in keys]
     assert any(left) == (not more)
+
+
+async def test_a_tenant_goes_where_the_ledger_is_gone(tmp_path: Path) -> None:
+    """An open would find the blocks by their headers."""
+    settings: dict[str, object] = {**nvme(tmp_path)}
+    engine = await filled(settings)
+    lose_ledgers(tmp_path)
+    assert await delete_tenant(settings, "ann") == 2 * N
+    assert await found(engine, settings) == [0, 2 * N, 2 * N]
 
 
 async def test_blocks_without_a_salt_are_a_tenant_s(tmp_path: Path) -> None:

@@ -160,6 +160,27 @@ async def test_what_was_evicted_while_a_disk_was_away_does_not_come_back(paths: 
         assert set(tier.recovered(N).values()) == set(range(0, N, 2))
 
 
+async def test_a_disk_is_emptied_of_what_has_no_ledger(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start would find the blocks by their headers; what was killed while it emptied is gone on with."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[:1]):
+        pass
+    slab_of(paths[1]).with_name("ledger").unlink()
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "remove_tree", fail)
+        async with opened(paths[:2]) as tier:
+            assert missing_slots(tier) == list(range(1, N, 2))
+    assert not slab_of(paths[1]).exists()
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(0, N, 2)}
+        assert missing_slots(tier) == []
+
+
 async def test_what_is_emptied_is_told(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     """A disk that missed a run loses its blocks: the log says of which disk and which models; of a new one nothing."""
     async with opened(paths[:2]) as tier:

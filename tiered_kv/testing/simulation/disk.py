@@ -458,18 +458,14 @@ class SimulatedFiles(Files):
         disk.name(folder, name, None)
 
     @override
-    def remove_tree(self, name: str, *, dir_fd: int, ignore_errors: bool = False) -> None:
+    def remove_tree(self, name: str, *, dir_fd: int) -> None:
         disk, folder = self._folder(dir_fd)
-        try:
-            disk.spend()
-            node = (folder.entries or {}).get(name)
-            for each in list(node.entries or {}) if node is not None else ():
-                disk.spend()  # killed here, a part is left
-                disk.name(node, each, None)  # type: ignore[arg-type]  # not None, as was just seen
-            disk.name(folder, name, None)
-        except OSError:
-            if not ignore_errors:
-                raise
+        disk.spend()
+        node = (folder.entries or {}).get(name)
+        for each in list(node.entries or {}) if node is not None else ():
+            disk.spend()  # killed here, a part is left
+            disk.name(node, each, None)  # type: ignore[arg-type]  # not None, as was just seen
+        disk.name(folder, name, None)
 
     def flock(self, fd: int, operation: int) -> None:
         """See `fcntl.flock`; only without waiting."""
