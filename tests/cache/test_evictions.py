@@ -13,7 +13,7 @@ from tests.support.caches import Recorder, inside, keep, open_cache, until, unti
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
-from tiered_kv.media.backend import Recovered
+from tiered_kv.media.backend import Missing, Recovered
 from tiered_kv.tiers import owned
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.shared import Tombstones
@@ -351,6 +351,35 @@ async def test_a_forget_that_fails_is_made_up_for() -> None:
         await kv.evict(KEYS)
         assert slots.num_records == 4
         await until(lambda: slots.num_records == 0)
+
+
+async def test_what_was_lost_is_kept_until_the_medium_remembers_without_it() -> None:
+    """A disk that is away takes its blocks out of the books: a restart finds them unless others noted that it is."""
+    slots, engine = Losing(8), Engine()
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        slots.lost = Missing(np.ones(8, np.bool_), "away")
+        await kv.load(KEYS, INTO)
+        for _ in range(3):  # at a tick too
+            slots.on_checkpoint.fail_next(BackendUnavailableError("nobody could note that"))
+        assert (await kv.evict(KEYS)).kept_by == ("slots",)
+        slots.on_checkpoint.calm()
+        assert (await kv.evict(KEYS)).kept_by == ()
+        await until_idle(kv)
+
+
+class Losing(ScriptedSlotBackend):
+    """An owned medium of several parts, of which some may be away.
+
+    Attributes:
+        lost: Which slots are.
+    """
+
+    lost: Missing | None = None
+
+    def missing(self, group: int) -> Missing | None:
+        """Say what the test says."""
+        return self.lost
 
 
 async def test_what_is_being_read_is_forgotten_all_the_same() -> None:

@@ -396,8 +396,7 @@ class OwnedTier(StorageTier, BookedTier):
             del self._in_write[write]
 
     def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
-        more = {"verify": verify} if verify else {}
-        return self.backend.read(self.group, slots.copy(), into, **more)
+        return self.backend.read(self.group, slots.copy(), into, **({"verify": verify} if verify else {}))
 
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
@@ -524,6 +523,7 @@ class OwnedTier(StorageTier, BookedTier):
         num_lost = self.index.withhold(None if missing is None else missing.slots)
         self.counters.failed += num_lost
         if missing is not None:
+            self._journal.owe()  # until the medium says that no restart finds what was there
             self.calls.let_go_of_late()
             self.health.emit(TierFailed(self.name, "keep", missing.why, num_lost))
 
