@@ -6,11 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import anyio
+import numpy as np
 import pytest
 
 from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, prompt
 from tests.support.caches import Recorder, a_while, until
 from tests.support.descriptors import slabs
+from tests.support.nvme_tier import disk_usage
 from tests.support.serving import attached, models_in, serving
 from tiered_kv import CacheLimits, ConfigurationError, ModelIdentity, Shard, TieredKVServer, TieredKVSettings
 from tiered_kv.host.shares import Shares
@@ -221,6 +223,23 @@ async def test_what_an_earlier_server_has_left_is_reclaimed_too(tmp_path: Path) 
             await until(lambda: len(server.health()["shares"]) == 1)
             await until(lambda: len(models_in(disk)) == 1)
             assert (await kv.lookup(keys)).num_blocks == 8
+
+
+async def test_what_an_earlier_server_has_left_makes_room(tmp_path: Path) -> None:
+    """Nobody has attached for it yet: another model gets its part all the same, and the tier keeps to its capacity."""
+    engine, capacity, disk = AnyEngine(num_blocks=400), 1 << 20, tmp_path / "disk"
+    found, tiers = [], (cpu(500), nvme(disk, capacity))
+    for model in (ONE, TWO, ONE):
+        with serving(tmp_path, *tiers) as server:
+            async with attached(server, engine, model=model) as kv:
+                num_slots = kv.stats()["nvme"].num_slots
+                keys = prompt(num_slots)
+                found.append(int(np.count_nonzero(kv.membership(keys))))
+                await (await kv.store(keys, engine.fill(keys, range(num_slots)))).settled()
+                assert await kv.flush()
+                assert kv.stats()["nvme"].ready == num_slots
+        assert disk_usage(disk) <= capacity
+    assert found[0] == found[1] == 0 < found[2]
 
 
 async def test_two_servers_on_one_disk_do_not_delete_each_others_models(tmp_path: Path) -> None:

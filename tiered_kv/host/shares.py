@@ -55,10 +55,10 @@ class Share:
         num_clients: That are attached.
         unused_since: On the loop's clock; of no meaning while there are clients.
         opening: What opens its cache, if that is under way.
-        going: What closes its cache and deletes its directories, if that is under way.
+        going: What closes its cache and deletes its directories, or cuts them, if that is under way.
         right: By owned tier, the bytes that are its own.
         wanted: By owned tier, the bytes that it is to have.
-        given: By owned tier, the bytes that it has now, or will have once it is open.
+        given: By owned tier, the bytes that it has now, or will have once it is open; of one that was left, on disks.
         resizing: The owned tiers of which it is being given more or less.
         least: By owned tier, the bytes that it kept when it was to keep fewer, in which no block has room.
         stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
@@ -160,17 +160,23 @@ class DividedTier:
         paths = path if isinstance(path, tuple) else (path,)
         return cls(tier_name(settings), facts["capacity"], tuple(map(Path, paths)), settings)
 
-    def left(self) -> list[str]:
-        """Name the directories of models that are there; others' are none, whatever they are called."""
-        found: list[str] = []
+    def left(self) -> dict[str, int]:
+        """Return the directories of models that are there, and how many bytes each takes where it takes most.
+
+        Others' are none, whatever they are called.
+        """
+        found: dict[str, int] = {}
         for path in self.paths:
             with suppress(OSError):
-                found += [
-                    each.name
-                    for each in path.iterdir()
-                    if _DIRECTORY.fullmatch(each.name) and self._medium().has_left(each)
-                ]
+                for each in path.iterdir():
+                    if _DIRECTORY.fullmatch(each.name) and self._medium().has_left(each):
+                        found[each.name] = max(found.get(each.name, 0), _num_bytes(each))
         return found
+
+    def cut(self, directory: str, capacity: int) -> bool:
+        """Have each of a model's directories take so many bytes at most; say whether they do. Blocks the thread."""
+        are_cut = [self._medium().cut_left(path / directory, capacity) for path in self.paths]
+        return all(are_cut)
 
     def delete(self, directory: str) -> list[Path]:
         """Delete a model's directories, and return those that stay. Blocks the thread as long as their files take."""
@@ -189,6 +195,10 @@ class DividedTier:
         if self.paths:
             changed["path"] = tuple(path / directory for path in self.paths)
         return type(self._settings).model_validate({**dict(self._settings), **changed})
+
+
+def _num_bytes(path: Path) -> int:
+    return sum(each.lstat().st_blocks * 512 for each in (path, *path.rglob("*")))
 
 
 def tiers_in(settings: TieredKVSettings) -> list[DividedTier]:
@@ -242,8 +252,9 @@ class Shares:
         self._shares: dict[str, Share] = {}
         now = asyncio.get_running_loop().time()
         for tier in self._tiers:
-            for directory in tier.left():
-                self._shares.setdefault(directory, Share(directory, unused_since=now))
+            for directory, num_bytes in tier.left().items():
+                share = self._shares.setdefault(directory, Share(directory, unused_since=now))
+                share.given[tier.name] = num_bytes
         for share, right in self._rights(list(self)).items():
             share.right = right
 
@@ -342,6 +353,7 @@ class Shares:
         """Open a model's cache, once the others have made room, or after a while; return why not, for who waits."""
         try:
             self._divide_by_right()
+            await self._cut_left()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ROOM_S):
                     while any(self._free_bytes(tier) < 0 for tier in self._owned):
@@ -361,6 +373,27 @@ class Shares:
         share.stored_at = asyncio.get_running_loop().time()
         log("info", "host.share_opened", model=share.name, directory=share.directory, given=dict(share.given))
         return None
+
+    async def _cut_left(self) -> None:
+        """Where a tier is full, have models that nobody has attached for yet take no more than is their own."""
+        full = [tier for tier in self._owned if self._free_bytes(tier) < 0]
+        for share in self:
+            if full and share.cache is None and share.opening is None and share.going is None:
+                share.going = self._tasks.spawn(self._cut(share, full), f"cut {share.directory}")
+        if going := [share.going for share in self if share.cache is None and share.going is not None]:
+            await asyncio.wait(going)
+
+    async def _cut(self, share: Share, tiers: Sequence[DividedTier]) -> None:
+        """Cut a model's directories; what another server has open stays, and counts as it did."""
+        try:
+            for tier in tiers:
+                right = share.right[tier.name]
+                if share.given.get(tier.name, 0) > right and await in_a_thread(
+                    LoopCalls(asyncio.get_running_loop()), tier.cut, share.directory, right
+                ):
+                    share.given[tier.name] = right
+        finally:
+            share.going = None
 
     async def _go(self, share: Share) -> None:
         """Give up a model's blocks."""

@@ -442,6 +442,14 @@ class SlotBackend(_Tier):
         """
         return False
 
+    @classmethod
+    def cut_left(cls, path: Path, capacity_bytes: int) -> bool:  # noqa: ARG003 - there is none
+        """Have a directory that such a tier has used be as one of this capacity at most, and return whether it is.
+
+        What that costs are blocks of any age. Nothing is cut where `delete_left` would delete nothing.
+        """
+        return False
+
     @abstractmethod
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Take the medium for this process alone, and return what is there, per KV group.

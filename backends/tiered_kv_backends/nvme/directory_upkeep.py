@@ -1,6 +1,6 @@
 """Deleting a tenant's blocks from an NVMe tier's directory. For a job of your own, while no cache has it open.
 
-Directories that tiers have left: which are such, and how one goes that nobody uses any more.
+Directories that tiers have left: which are such, and how one goes, or is cut, that nobody uses any more.
 
 What is deleted is what a tier has made and nobody holds: a directory of this user's alone, with a holder file, folders
 of blocks, the page that its disk is probed by and what it says of itself, and nothing else. Anything of others in it,
@@ -12,7 +12,7 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -21,7 +21,7 @@ import numpy as np
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files
-from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.nvme.directory import (
     EXCLUSIVE,
@@ -29,6 +29,7 @@ from tiered_kv_backends.nvme.directory import (
     HOLDER,
     OTHERS_MAY_WRITE,
     PROBE,
+    fit,
     folders_in,
     open_file,
     open_folder,
@@ -144,26 +145,56 @@ def has_left(path: Path) -> bool:
 def delete_left(path: Path) -> bool:
     """See `NVMeBackend.delete_left`."""
     try:
-        fd = files().open(path, _FOLDER)
-    except FileNotFoundError:
-        return True
+        with _left(path) as fd:
+            for each in files().entries(fd):
+                if each.is_folder:
+                    files().remove_tree(each.name, dir_fd=fd)
+                elif each.name != HOLDER:
+                    files().unlink(each.name, dir_fd=fd)
+            files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for
+            files().rmdir(path)
     except OSError:
-        return False
+        return not files().exists(path)
+    return True
+
+
+def cut_left(path: Path, capacity_bytes: int) -> bool:
+    """See `NVMeBackend.cut_left`."""
+    try:
+        with _left(path) as fd, contextlib.ExitStack() as opened:
+            found = []
+            for folder in folders_in(fd):
+                folder_fd = open_folder(fd, folder)
+                opened.callback(files().close, folder_fd)
+                slab, ledger = open_file(folder_fd, "slab"), Ledger(open_file(folder_fd, "ledger"), Order())
+                opened.callback(files().close, slab)
+                opened.callback(ledger.close)
+                size = files().fstat(slab).st_size
+                found.append((slab, size, ledger, _shape_in(slab, size, bytes.fromhex(folder[:64]))))
+            num_slots, shapes = 0, [shape for *_, shape in found if shape is not None]
+            with contextlib.suppress(ConfigurationError):  # not one fits
+                num_slots = fit(capacity_bytes, shapes) if shapes else 0
+            for slab, size, ledger, shape in found:  # what has no shape has no record
+                files().ftruncate(slab, min(size, num_slots * shape.stride_bytes) if shape else 0)
+                ledger.shrink(num_slots if shape else 0)
+    except OSError:
+        return not files().exists(path)
+    return True
+
+
+@contextlib.contextmanager
+def _left(path: Path) -> Iterator[int]:
+    """Hold a directory that a tier has left, and yield its descriptor.
+
+    Raises:
+        OSError: A tier has it open, or it is none that such a tier has made all of.
+    """
+    fd = files().open(path, _FOLDER)
     try:
         files().flock(fd, EXCLUSIVE)  # which an open tier has
         if not _is_file(fd, HOLDER) or not _has_made_all(fd):
-            return False
-        for each in files().entries(fd):
-            if each.is_folder:
-                files().remove_tree(each.name, dir_fd=fd)
-            elif each.name != HOLDER:
-                files().unlink(each.name, dir_fd=fd)
-        files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for again
-        files().rmdir(path)
-    except OSError:
-        return False
-    else:
-        return True
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        yield fd
     finally:
         files().close(fd)
 

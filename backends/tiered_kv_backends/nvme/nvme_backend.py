@@ -30,7 +30,7 @@ from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
-from tiered_kv_backends.nvme.directory_upkeep import delete_left, has_left
+from tiered_kv_backends.nvme.directory_upkeep import cut_left, delete_left, has_left
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
@@ -61,6 +61,11 @@ class NVMeBackend(SlotBackend):
     def delete_left(cls, path: Path) -> bool:
         """Delete it if it is this user's alone, no tier has it open, and all in it is what tiers make."""
         return delete_left(path)
+
+    @classmethod
+    def cut_left(cls, path: Path, capacity_bytes: int) -> bool:
+        """Leave as many slots in it as a tier of this capacity has, if `delete_left` would delete it."""
+        return cut_left(path, capacity_bytes)
 
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Take the directories and read their ledgers; where those are damaged, the headers of the records too.

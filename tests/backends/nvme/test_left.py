@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.nvme_tier import MIB, count_up, disk_usage, open_tier
+from tiered_kv.media.backend import Outcome
 from tiered_kv_backends.nvme import NVMeBackend
 
 NAME = "0123456789abcdef" * 2
@@ -31,6 +33,26 @@ def test_a_directory_that_a_tier_has_left_goes_whole(tmp_path: Path) -> None:
     assert NVMeBackend.delete_left(made)
     assert not made.exists()
     assert NVMeBackend.delete_left(made)
+
+
+async def test_a_directory_that_a_tier_has_left_is_cut(tmp_path: Path) -> None:
+    """To what it may take at most; the blocks that have a place still are found in it."""
+    async with open_tier(tmp_path / NAME) as tier:
+        await tier.write(count_up(40))
+    assert NVMeBackend.cut_left(tmp_path / NAME, 4 * MIB)
+    async with open_tier(tmp_path / NAME) as tier:
+        assert tier.recovered(40) == count_up(40)
+    assert NVMeBackend.cut_left(tmp_path / NAME, MIB)
+    assert MIB // 2 < disk_usage(tmp_path / NAME) <= MIB
+    async with open_tier(tmp_path / NAME) as tier:
+        there = tier.recovered(40)
+        assert len(there) > 10
+        assert set(await tier.verified(there)) == {Outcome.HIT}
+    for _ in range(2):
+        assert NVMeBackend.cut_left(tmp_path / NAME, 0)
+    async with open_tier(tmp_path / NAME) as tier:
+        assert tier.recovered(40) == {}
+    assert NVMeBackend.cut_left(tmp_path / "gone", 0)
 
 
 def _foreign_file(made: Path) -> None:
@@ -82,6 +104,7 @@ def test_a_directory_of_others_never_goes(spoil: Callable[[Path], None], tmp_pat
     spoil(made)
     before = sorted(tmp_path.rglob("*"))
     assert not NVMeBackend.delete_left(made)
+    assert not NVMeBackend.cut_left(made, 0)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -91,6 +114,7 @@ def test_a_directory_that_a_tier_has_open_stays(tmp_path: Path) -> None:
     fd = os.open(made, os.O_RDONLY)
     fcntl.flock(fd, fcntl.LOCK_EX)
     assert not NVMeBackend.delete_left(made)
+    assert not NVMeBackend.cut_left(made, 0)
     os.close(fd)
     assert NVMeBackend.delete_left(made)
 
