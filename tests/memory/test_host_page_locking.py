@@ -4,6 +4,7 @@ import ctypes
 import os
 import platform
 import threading
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -53,6 +54,26 @@ def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPat
     locking.close()
     assert sorted(unlocked) == sorted(locked)
     assert locking.state is PageLockState.PAGEABLE
+
+
+def test_two_threads_may_unlock_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the device is closed while a slab is being given back: one unlocks, and both return when it has."""
+    monkeypatch.setattr(host, "PIECE_BYTES", STRIDE)
+    locked: dict[int, int] = {}
+    closers: list[Future[None]] = []
+    with ThreadPoolExecutor(1) as pool:
+
+        def unlock(address: int) -> None:
+            if not closers:
+                closers.append(pool.submit(locking.close))
+                wait(closers, 0.2)  # it is to come to its end only after this one
+            del locked[address]
+
+        locking = PageLocking(HostSlab(3, STRIDE, STRIDE), lock=locked.__setitem__, unlock=unlock)
+        assert locking.wait() is PageLockState.LOCKED
+        locking.close()
+        closers[0].result()
+    assert not locked
 
 
 def test_memory_that_is_only_read_shows_what_is_stored_later() -> None:

@@ -415,6 +415,7 @@ class PageLocking:
         self._took_ms = 0.0
         self._piece_slots = slots_per_piece(slab.stride_bytes)
         self._stop = threading.Event()
+        self._closing = threading.Lock()  # a slab may be given back while its device is being closed
         self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._thread.start()
 
@@ -434,6 +435,10 @@ class PageLocking:
         """
         self.stop()
         self._thread.join()
+        with self._closing:
+            self._unlock_all()
+
+    def _unlock_all(self) -> None:
         if self._locked:
             del _locked_up_to[self._locked[0]]
         errors = []
