@@ -14,6 +14,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, 
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.media.backend import Missing, Recovered
+from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers import owned
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.shared import Tombstones
@@ -467,3 +468,41 @@ async def test_what_had_to_go_for_a_write_that_was_refused_is_forgotten() -> Non
         await keep(kv, engine, other)
         assert kv.stats()["slots"].ready == disk.num_records == 2
         await until_idle(kv)
+
+
+@pytest.mark.parametrize("how", ["evict", "clear"])
+@pytest.mark.parametrize("moves", ["load", "prefetch"])
+async def test_evicted_between_two_reads_for_the_gpu_pool(moves: str, how: str) -> None:
+    """What was on the host when its load began is loaded, as was said, and goes into no pool: it was evicted."""
+    engine, slots, pool = Engine(), ScriptedSlotBackend(), {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
+    async with open_cache(pool, CPU, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="gpu")
+        await kv.evict(KEYS[3:], tier="cpu")
+        slots.on_read.hold()
+        moving = kv.start_load(KEYS, INTO) if moves == "load" else kv.prefetch(KEYS, to="gpu")
+        await until(lambda: slots.on_read.num_held > 0)
+        evicting = asyncio.create_task(evict(kv, how))
+        await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
+        slots.on_read.release()
+        await moving
+        await evicting
+        await until_idle(kv)
+        assert not (await kv.presence(KEYS)).any()
+
+
+@pytest.mark.parametrize("how", ["evict", "clear"])
+@pytest.mark.parametrize("moves", ["load", "prefetch"])
+async def test_evicted_while_copied_to_the_gpu_pool(moves: str, how: str) -> None:
+    """The copy has its slots in the pool, and goes on: what it leaves there nobody finds."""
+    engine, device, pool = Engine(), ScriptedDevice(), {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
+    async with open_cache(pool, CPU, engine=engine, device=device) as kv:
+        storing = asyncio.create_task(keep(kv, engine, KEYS))
+        await until(storing.done, on_wait=device.run_all)
+        await kv.evict(KEYS, tier="gpu")
+        moving = kv.start_load(KEYS, INTO) if moves == "load" else kv.prefetch(KEYS, to="gpu")
+        await until(lambda: device.pending > 0)
+        await evict(kv, how)
+        await until(lambda: moving.done, on_wait=device.run_all)
+        await until_idle(kv, on_wait=device.run_all)
+        assert not (await kv.presence(KEYS)).any()

@@ -226,11 +226,11 @@ def _commit_with_the_first_layer(right: Any) -> Any:  # noqa: ANN401 - whatever 
 
 
 def _commit_promotions_at_once(right: Any) -> Any:  # noqa: ANN401 - whatever it is, it is passed on
-    def promote(self: Load, landed: Any, head: Any) -> Reservation | None:  # noqa: ANN401
-        reservation: Reservation | None = right(self, landed, head)
+    def promote(self: Load, landed: Any) -> tuple[Any, Reservation | None]:  # noqa: ANN401
+        promoted, reservation = right(self, landed)
         if reservation is not None:
             reservation.commit().release()
-        return reservation
+        return promoted, reservation
 
     return promote
 

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
+from tiered_kv.catalog.index import NO_SLOTS
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import names_at
 from tiered_kv.memory.copies import copy_rows
@@ -235,9 +236,7 @@ class Load(InTask):
         chain, gpu, n, memory = self._chain, self._gpu, landed.num_blocks, self._request.binding
         pages = self._request.pages[landed.window.start : landed.window.start + n]
         in_gpu, on_host = (landed.gpu >= 0).nonzero()[0], (landed.gpu < 0).nonzero()[0]
-        head = on_host[: self._may_promote]
-        promotion = self._promote(landed, head)
-        promoted = head[promotion.slots >= 0] if promotion else head[:0]
+        promoted, promotion = self._promote(landed)
         direct = np.setdiff1d(on_host, promoted, assume_unique=True)
 
         def work() -> None:
@@ -263,12 +262,15 @@ class Load(InTask):
         self._last = chain.copy(self._request.lane, work)
         self.watch(self._last, lambda error: self._end_copy(copied, error, promotion))
 
-    def _promote(self, landed: Landed, head: NDArray[np.int64]) -> Reservation | None:
+    def _promote(self, landed: Landed) -> tuple[NDArray[np.int64], Reservation | None]:
         """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
-        if self._gpu is None or not len(head):
-            return None
+        if self._gpu is None or not self._may_promote:
+            return NO_SLOTS, None
+        head = landed.to_promote(self._chain.host.index)[: self._may_promote]
         self._may_promote -= len(head)
-        return self._chain.reserve(self._gpu, landed.window.batch[head])
+        if not len(head) or (promotion := self._chain.reserve(self._gpu, landed.window.batch[head])) is None:
+            return NO_SLOTS, None
+        return head[promotion.slots >= 0], promotion
 
     def _end_copy(self, copied: WindowCopy, error: BaseException | None, promotion: Reservation | None) -> None:
         copied.ok = error is None

@@ -158,7 +158,7 @@ class Prefetch(Revocable):
 
     async def _copy_up(self, landed: Landed) -> int:
         chain, gpu = self._chain, self._target
-        at = (landed.gpu < 0).nonzero()[0]
+        at = landed.to_promote(chain.host.index)
         reservation = chain.reserve(gpu, landed.window.batch[at])
         if reservation is None:
             return 0

@@ -16,6 +16,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import names_at
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
@@ -191,6 +192,11 @@ class Landed:
     host: NDArray[np.int64]
     leases: list[Lease]
     is_worth_another: bool
+
+    def to_promote(self, host: TierIndex) -> NDArray[np.int64]:
+        """Return the positions of what may go to the GPU pool: what the host alone has, and was not removed from it."""
+        slots, _ = host.find(self.window.batch.names[: self.num_blocks])
+        return np.flatnonzero((self.gpu < 0) & np.equal(self.host, slots))
 
 
 class Bringer:
