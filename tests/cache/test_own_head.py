@@ -79,6 +79,17 @@ async def test_a_load_leaves_in_memory_all_that_there_is_room_for() -> None:
         assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"cpu": 20}
 
 
+async def test_a_load_leaves_in_a_gpu_pool_all_that_there_is_room_for() -> None:
+    """What the pool had of the head, and what has come to it by now, stays while the rest comes: others make room."""
+    async with full(gpu(SLOTS) | NEWEST_FIRST) as (kv, _):
+        await kv.evict(KEYS, tier="gpu")
+        assert (await kv.prefetch(OTHERS, to="gpu")).num_blocks == 20
+        assert (await kv.prefetch(KEYS[:4], to="gpu")).num_blocks == 4
+        assert not kv.stats()["gpu"].free
+        await kv.load(KEYS, GPULoadStoreSpec(range(20)))
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"gpu": 20}
+
+
 async def test_who_gives_up_holds_nothing() -> None:
     """A plan that is cancelled between two windows lets go of the first, and of what is still coming."""
     async with full() as (kv, below):

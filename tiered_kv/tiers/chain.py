@@ -315,6 +315,30 @@ class Chain:
         return submit_copy(lane, work, self.loop_calls)
 
 
+class Head:
+    """What a transfer has of its blocks in memory, held as long as more is to come there.
+
+    Else a policy may have them make room for that, and a prefix on its way would lose its head to its own tail.
+    """
+
+    def __init__(self, chain: Chain) -> None:
+        """Hold nothing yet."""
+        self._chain = chain
+        self._leases: list[Lease] | None = []
+
+    def hold(self, lease: Lease) -> None:
+        """Take over a lease; release it if no more is to come."""
+        if self._leases is None:
+            self._chain.release(lease)
+        else:
+            self._leases.append(lease)
+
+    def let_go(self) -> None:
+        """Hold nothing any more, nor what is still to be held."""
+        leases, self._leases = self._leases or [], None
+        self._chain.release(*leases)
+
+
 def _merged(runs: list[TierRun]) -> list[TierRun]:
     merged: list[TierRun] = []
     for run in runs:

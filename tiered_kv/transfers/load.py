@@ -16,12 +16,12 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.index import NO_SLOTS
-from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.leases import Reservation
 from tiered_kv.catalog.table import names_at
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.gate import Kind, Priority
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.handles import LoadHandle, Revocable
@@ -102,7 +102,7 @@ class Load(InTask):
         self._gpu = request.binding.gpu
         self._copied: list[WindowCopy] = []
         self._last: LaneCopy | None = None
-        self._head: list[Lease] = []
+        self._head = Head(chain)
         promote = chain.limits.promote
         self._bringer = Bringer(
             chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
@@ -139,7 +139,7 @@ class Load(InTask):
             self._bringer.close()
             for window in underway:
                 self._bringer.abandon(window)
-            self._let_go_of_head()
+            self._head.let_go()
             self._give_up()
             in_time &= await self.drain_copies(self._request.deadline)
         if not in_time and not self.revoked:
@@ -164,7 +164,7 @@ class Load(InTask):
             if self.revoked:  # the blocks may be the engine's again: the cancellation comes a turn later
                 self._chain.release(*landed.leases)
                 return
-            if begun < n:
+            if underway or begun < n:
                 self._hold_head(landed)
             self._copy(landed)
             if landed.num_blocks:
@@ -190,20 +190,16 @@ class Load(InTask):
                 return begun
             underway.append(window)
             begun = n if window.is_last else begun + len(window.batch)
-        if begun >= n:
-            self._let_go_of_head()
         return begun
 
     def _hold_head(self, landed: Landed) -> None:
-        """Keep what is in the CPU tier there until the rest is coming: a policy may have it make room for that."""
+        """Keep what is in memory tiers there until the rest is: a policy may have it make room for that."""
         index, names = self._chain.host.index, landed.window.batch.names[: landed.num_blocks]
         is_kept = (landed.host >= 0) & (landed.host < index.max_slots)
         if self._bringer.may_keep and is_kept.any():
-            self._head.append(index.lease(names_at(names, is_kept)))
-
-    def _let_go_of_head(self) -> None:
-        self._chain.release(*self._head)
-        self._head = []
+            self._head.hold(index.lease(names_at(names, is_kept)))
+        if self._gpu is not None and self._may_promote and (is_in_gpu := landed.gpu >= 0).any():
+            self._head.hold(self._gpu.index.lease(names_at(names, is_in_gpu)))
 
     def _may_wait(self, underway: deque[Window]) -> bool:
         """Say whether to wait for slots: only while holding none."""
@@ -276,7 +272,9 @@ class Load(InTask):
         copied.ok = error is None
         if promotion is not None:
             if copied.ok and self._gpu:
-                self._gpu.counters.promoted += int(np.count_nonzero(promotion.keep() >= 0))
+                lease = promotion.commit()
+                self._gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
+                self._head.hold(lease)
             promotion.close()
         self._chain.release(*copied.landed.leases)
         self._say_failed(error, copied.landed.num_blocks)

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.copies import copy_rows
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
@@ -43,11 +43,10 @@ class HostLease:
         self.views = views
 
 
-class Brought:
+class Brought(Head):
     """What became of each block that was to be in memory, by its position in the call. Holds those that are there.
 
-    Whoever started it leases what it wants of them, and then has them let go: meanwhile a policy may think little of
-    what has just come, and a prefix on its way would lose its head to its own tail.
+    Whoever started it leases what it wants of them, and then has them let go.
 
     Attributes:
         source: ``(n,)`` int8, the number of the tier that had it; -1 where it was not brought.
@@ -57,23 +56,10 @@ class Brought:
 
     def __init__(self, chain: Chain, num_blocks: int) -> None:
         """Begin with nothing brought."""
-        self._chain = chain
+        super().__init__(chain)
         self.source = np.full(num_blocks, -1, np.int8)
         self.arrived = np.zeros(num_blocks)
         self.faults: list[TierFault] = []
-        self._leases: list[Lease] | None = []
-
-    def hold(self, lease: Lease) -> None:
-        """Take over a lease of blocks that are there, unless nobody wants them any more."""
-        if self._leases is None:
-            self._chain.release(lease)
-        else:
-            self._leases.append(lease)
-
-    def let_go(self) -> None:
-        """Hold nothing any more, nor what is still to come."""
-        leases, self._leases = self._leases or [], None
-        self._chain.release(*leases)
 
     def note(self, at: NDArray[np.int64] | slice, source: NDArray[np.int8]) -> None:
         """Take note of blocks that have arrived now, from these tiers."""
