@@ -90,6 +90,40 @@ async def test_a_load_leaves_in_a_gpu_pool_all_that_there_is_room_for() -> None:
         assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"gpu": 20}
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_a_store_leaves_in_memory_all_that_there_is_room_for(*, layerwise: bool) -> None:
+    """What it has found there and what it has stored by now stay while the rest comes: others make room."""
+    async with full() as (kv, _):
+        assert (await kv.prefetch(KEYS[:4])).num_blocks == 4
+        assert not kv.stats()["cpu"].free
+        storing = kv.start_store(KEYS, GPULoadStoreSpec(range(20)), layerwise=layerwise)
+        for layer in range(2) if layerwise else ():
+            storing.store_layer(layer)
+        assert (await storing).num_present == 4
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).by_tier == {"cpu": 20}
+
+
+async def test_a_store_longer_than_memory_leaves_its_head_there() -> None:
+    """What it holds is not more than there is room for: the rest goes below, and others are left alone then."""
+    async with full() as (kv, _):
+        keys = prompt(40, salt="long")
+        stored = await kv.store(keys, GPULoadStoreSpec(range(40)))
+        await stored.settled()
+        assert stored.num_stored == 40
+        assert kv.membership(keys, tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(SLOTS))
+
+
+async def test_a_store_that_is_cancelled_holds_nothing() -> None:
+    """Between two of its windows, as it waits for slots."""
+    async with full() as (kv, below):
+        below.on_write.hold()
+        storing = kv.start_store(prompt(60, salt="long"), GPULoadStoreSpec(range(60)))
+        await until(lambda: inside(kv).chains[0].room.num_waiting > 0)
+        storing.cancel()
+        await until(lambda: storing.done)
+        below.on_write.release()
+
+
 async def test_who_gives_up_holds_nothing() -> None:
     """A plan that is cancelled between two windows lets go of the first, and of what is still coming."""
     async with full() as (kv, below):

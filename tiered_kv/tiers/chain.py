@@ -16,6 +16,7 @@ from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.locate import locate
+from tiered_kv.catalog.table import names_at
 from tiered_kv.catalog.uses import AdmissionFilter, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
@@ -31,6 +32,7 @@ from tiered_kv.tiers.unwritten import Unwritten
 from tiered_kv.values.errors import CapacityError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import Names
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import TierRun
@@ -326,17 +328,18 @@ class Head:
         self._chain = chain
         self._leases: list[Lease] | None = []
 
-    def hold(self, lease: Lease) -> None:
-        """Take over a lease; release it if no more is to come."""
+    def hold(self, tier: MemoryTier, names: Names) -> None:
+        """Hold these blocks where they have the tier's own slots, unless no more is to come."""
         if self._leases is None:
-            self._chain.release(lease)
-        else:
-            self._leases.append(lease)
+            return
+        slots, _ = tier.index.find(names)  # bounce slots are what others wait for
+        if (is_kept := (slots >= 0) & ~tier.index.is_transient(slots)).any():
+            self._leases.append(tier.index.lease(names_at(names, is_kept)))
 
     def let_go(self) -> None:
-        """Hold nothing any more, nor what is still to be held."""
+        """Hold nothing any more, nor what comes later."""
         leases, self._leases = self._leases or [], None
-        self._chain.release(*leases)
+        self._chain.release(*reversed(leases))  # the head is the most useful: it goes last
 
 
 def _merged(runs: list[TierRun]) -> list[TierRun]:

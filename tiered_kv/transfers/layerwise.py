@@ -124,16 +124,19 @@ class LayerStore(Store):
         self._error: BaseException | None = None
         self._has_ended = False
         done = len(batch) if self._is_refused() else 0
-        while done < len(batch):
-            stop = min(done + self._window(), len(batch))
-            part = batch[done:stop]
-            placing = self._place_now(part)
-            if placing is None:
-                self._drop(batch[done:], Reason.NO_ROOM)
-                break
-            if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
-                self._placed.append(placed)
-            done = stop
+        try:
+            while done < len(batch):
+                stop = min(done + self._window(), len(batch))
+                part = batch[done:stop]
+                placing = self._place_now(part)
+                if placing is None:
+                    self._drop(batch[done:], Reason.NO_ROOM)
+                    break
+                if (placed := self._begin(*placing, part, pages[done:stop])) is not None:
+                    self._placed.append(placed)
+                done = stop
+        finally:
+            self._head.let_go()
 
     async def run(self) -> StoreResult:
         """Wait for the layers; see `Store.run`."""

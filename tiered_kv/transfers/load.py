@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from tiered_kv.catalog.index import NO_SLOTS
 from tiered_kv.catalog.leases import Reservation
-from tiered_kv.catalog.table import names_at
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
@@ -194,12 +193,11 @@ class Load(InTask):
 
     def _hold_head(self, landed: Landed) -> None:
         """Keep what is in memory tiers there until the rest is: a policy may have it make room for that."""
-        index, names = self._chain.host.index, landed.window.batch.names[: landed.num_blocks]
-        is_kept = (landed.host >= 0) & (landed.host < index.max_slots)
-        if self._bringer.may_keep and is_kept.any():
-            self._head.hold(index.lease(names_at(names, is_kept)))
-        if self._gpu is not None and self._may_promote and (is_in_gpu := landed.gpu >= 0).any():
-            self._head.hold(self._gpu.index.lease(names_at(names, is_in_gpu)))
+        names = landed.window.batch.names[: landed.num_blocks]
+        if self._bringer.may_keep:
+            self._head.hold(self._chain.host, names)
+        if self._gpu is not None and self._may_promote:
+            self._head.hold(self._gpu, names)
 
     def _may_wait(self, underway: deque[Window]) -> bool:
         """Say whether to wait for slots: only while holding none."""
@@ -272,9 +270,8 @@ class Load(InTask):
         copied.ok = error is None
         if promotion is not None:
             if copied.ok and self._gpu:
-                lease = promotion.commit()
-                self._gpu.counters.promoted += int(np.count_nonzero(lease.slots >= 0))
-                self._head.hold(lease)
+                self._gpu.counters.promoted += int(np.count_nonzero(promotion.keep() >= 0))
+                self._head.hold(self._gpu, copied.landed.window.batch.names[: copied.landed.num_blocks])
             promotion.close()
         self._chain.release(*copied.landed.leases)
         self._say_failed(error, copied.landed.num_blocks)

@@ -139,7 +139,7 @@ class Prefetch(Revocable):
                 num_there = await self._copy_up(landed)
             else:
                 self._num_moved += num_filled
-            self.brought.hold(self._target.index.lease(landed.window.batch.names[:num_there]))
+            self.brought.hold(self._target, landed.window.batch.names[:num_there])
             return num_there
 
     async def _copy_up(self, landed: Landed) -> int:

@@ -18,7 +18,7 @@ from tiered_kv.catalog.leases import Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.device import attempt, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.tiers.chain import FROM_ENGINE
+from tiered_kv.tiers.chain import FROM_ENGINE, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
@@ -108,6 +108,7 @@ class Store(Revocable):
         self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
+        self._head = Head(chain)
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
         self._dropped: dict[Reason, int] = {}
@@ -151,6 +152,7 @@ class Store(Revocable):
             self.revoked = True
             self._drop(self._batch[done:], Reason.REVOKED)
         finally:
+            self._head.let_go()
             await self.drain_copies(deadline)
             self._close_one()
         await self._use_present()
@@ -168,6 +170,7 @@ class Store(Revocable):
             return None
         if placing is None:
             return None
+        self._head.let_go()  # one window is all there is
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
         chain.count_use(batch, self._came)
@@ -352,6 +355,7 @@ class Store(Revocable):
         if not fresh.all():
             self._count_present(part[~fresh])
             self._present.append(part[~fresh])
+            self._head.hold(tier, part.names[~fresh])
             part, pages = part[fresh], pages[fresh]
         if not len(part):
             reservation.close()
@@ -391,6 +395,7 @@ class Store(Revocable):
             chain.unwritten.comes_anew(self._batch.names, self._came)
             self._is_waited_for, self._came = True, chain.unwritten.begin()
             chain.unwritten.late_ended()
+        self._head.hold(tier, batch.names)  # before the hint, which a lease would end
         if self._request.hint is not None:
             tier.index.hint(batch.names, self._request.hint)
         self._num_stored += n
