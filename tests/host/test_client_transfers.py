@@ -19,7 +19,10 @@ from tests.support.serving import attached, serving
 from tiered_kv import ConfigurationError, ConnectedKV, CPULoadStoreSpec, FileLoadStoreSpec, Shard
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.protocol import Keys
-from tiered_kv.values.events import BlocksLoaded
+from tiered_kv.testing import ScriptedDevice
+from tiered_kv.transfers.transfer_requests import Order
+from tiered_kv.values.errors import Reason
+from tiered_kv.values.events import BlocksLoaded, DeviceFailed
 
 KEYS = prompt(32)
 
@@ -211,3 +214,24 @@ async def test_without_swap_space_there_is_no_swap(tmp_path: Path) -> None:
         async with attached(server, AnyEngine()) as kv:
             with pytest.raises(ConfigurationError, match="swap_space"):
                 await kv.swap(blocks_to_swap_out={0: 0})
+
+
+@pytest.mark.parametrize("order", ["front", "back"])
+async def test_a_client_whose_device_is_lost_asks_for_nothing_more(tmp_path: Path, order: Order) -> None:
+    """Its loads and stores end at once, and say why: for its slots the server would evict what others have there."""
+    engine, device, emit = AnyEngine(), ScriptedDevice(), Recorder()
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine) as others, attached(server, engine, device=device, emit=emit) as kv:
+            await others.store(KEYS, engine.fill(KEYS, range(32)))
+            device.fail(OSError("lost"))
+            loaded = await kv.start_load(KEYS, engine.spec(range(32)), order=order)
+            assert (loaded.num_blocks, loaded.missed_because) == (0, "device unusable")
+            assert [(each.tier, each.detail) for each in loaded.faults] == [("engine", "OSError('lost')")]
+            stored = await kv.store(prompt(8, seed=1), engine.spec(range(8)))
+            assert stored.drop_reasons == {"device unusable": 8}
+            assert [each.dropped for each in await stored.settled()] == [8]
+            stats = kv.stats()
+            assert (stats.is_device_usable, stats.dropped_because) == (False, {Reason.DEVICE_UNUSABLE: 8})
+            assert others.stats().is_device_usable
+            await until(lambda: len(emit.of(DeviceFailed)) == 1)
+            assert (await others.lookup(KEYS)).num_blocks == 32

@@ -44,7 +44,7 @@ from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, Reason
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
@@ -86,14 +86,13 @@ class FarCalls(AskedCalls):
         return there is not None and there.is_open and not there.is_silent
 
     def stats(self) -> CacheStatistics:
-        """See `BlockCache.stats`: of the model's cache in the server, and what was dropped here since `drain`."""
+        """See `BlockCache.stats`: of the model's cache in the server, and of what this client has and has refused."""
         stats: CacheStatistics = super().stats()
-        if not (refused := self._starts.num_refused):
-            return stats
-        because = Counter(stats.dropped_because) + Counter({Reason.DRAINING: refused})
+        refused = self._starts.refused
+        because = Counter(stats.dropped_because) + refused
         return replace(
-            stats, store_requested=stats.store_requested + refused, dropped=stats.dropped + refused,
-            dropped_because=dict(because),
+            stats, store_requested=stats.store_requested + refused.total(), dropped=stats.dropped + refused.total(),
+            dropped_because=dict(because), is_device_usable=self._open(anywhere=True).device.error is None,
         )  # fmt: skip
 
     # How blocks move.

@@ -44,7 +44,7 @@ from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
 from tiered_kv.transfers.jobs import Job, JobBook, with_a_worker
 from tiered_kv.transfers.workers import Process, WorkerProcesses
-from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError
 from tiered_kv.values.hints import ReuseHint, check_hint
 from tiered_kv.values.keys import BlockKeys, StoredKeys, epoch_digest, stored_keys
 from tiered_kv.values.log import log
@@ -540,7 +540,7 @@ class FarPlanner(Planner):
             FarRequest("store", stored, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
         )
         if refused:
-            self._starts.num_refused += len(stored)
+            self._starts.refused[Reason.DRAINING] += len(stored)
         return job
 
     def _check(self, keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:

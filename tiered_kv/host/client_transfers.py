@@ -10,6 +10,7 @@ thread, and started on the event loop.
 
 import asyncio
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -45,6 +46,8 @@ _GRACE_S: Final = 0.25
 """What a server may take to say how a transfer ended whose time is up."""
 _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 """Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
+_WHOSE: Final = {Reason.DEADLINE: "", Reason.REVOKED: "", Reason.DEVICE_UNUSABLE: "engine"}
+"""What ends a load here and is not the server's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,8 +154,9 @@ class Moving(Generic[R]):
         except TieredKVError:
             self._stop(Reason.TOO_MANY_KEYS)
 
-    def refuse(self, why: Reason) -> None:
+    def refuse(self, why: Reason, detail: str = "") -> None:
         """End it before it has begun."""
+        self._detail = detail
         self._stop(why)
 
     def revoke(self) -> None:
@@ -388,8 +392,7 @@ class FarLoad(Moving[LoadResult]):
         """Say why it ended without the server's word."""
         n = len(self._keys)
         assert self._why is not None  # noqa: S101 - it has ended here
-        is_ours = self._why in (Reason.DEADLINE, Reason.REVOKED)
-        fault = TierFault("" if is_ours else "host", self._why, n, self._detail)
+        fault = TierFault(_WHOSE.get(self._why, "host"), self._why, n, self._detail)
         if self._error and self._error != REVOKED:
             return fault, TierFault("engine", Reason.COPY_FAILED, n, self._error)
         return (fault,)
@@ -566,7 +569,7 @@ class Starts:
         epoch: The digest of the weights that the engine serves.
         past_epochs: Digests of weights that it served before, the last one first; a few.
         is_draining: Whether stores are refused.
-        num_refused: Blocks of stores that were: the server does not know of them.
+        refused: Blocks of stores that were, by reason: the server does not know of them.
     """
 
     def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
@@ -574,7 +577,7 @@ class Starts:
         self.epoch = epoch
         self.past_epochs: list[bytes] = []
         self.is_draining = False
-        self.num_refused = 0
+        self.refused: Counter[Reason] = Counter()
         self._connection = connection
         self._emit = emit
 
@@ -622,7 +625,10 @@ class Starts:
         """Begin a load, on the event loop."""
         load = (FarBackLoad if request.order == "back" else FarLoad)(request)
         load.ended.add_done_callback(self._say_loaded)
-        load.start(self._connection.there, request.message)
+        if (error := request.binding.error) is not None:
+            load.refuse(Reason.DEVICE_UNUSABLE, repr(error))
+        else:
+            load.start(self._connection.there, request.message)
         request.side.tasks.watch(load.ended, load.revoke)
         return load.handle()
 
@@ -633,13 +639,18 @@ class Starts:
         store = FarStore(request, request.side.loop.time() + timeout_s)
         store.ended.add_done_callback(self._say_stored)
         store.when_settled(self._say_settled)
-        if self.is_draining:
-            self.num_refused += len(request.keys)
-            store.drop(Reason.DRAINING, [tier.name for tier in there.attached.tiers] if there is not None else [])
+        if (why := self._refusal(request)) is not None:  # here: for its slots the server would evict others' blocks
+            self.refused[why] += len(request.keys)
+            store.drop(why, [tier.name for tier in there.attached.tiers] if there is not None else [])
         else:
             store.start(there, request.message)
         request.side.tasks.watch(store.ended, store.revoke)
         return StoreHandle(store.ended, store)
+
+    def _refusal(self, request: FarStoreRequest) -> Reason | None:
+        if self.is_draining:
+            return Reason.DRAINING
+        return None if request.binding.error is None else Reason.DEVICE_UNUSABLE
 
     def _say_loaded(self, ended: "asyncio.Future[LoadResult]") -> None:
         result = ended.result()

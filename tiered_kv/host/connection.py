@@ -32,8 +32,14 @@ from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
-from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
-from tiered_kv.values.events import Emit
+from tiered_kv.values.errors import (
+    BackendUnavailableError,
+    ClosedError,
+    ConfigurationError,
+    LayoutMismatchError,
+    in_words,
+)
+from tiered_kv.values.events import DeviceFailed, Emit
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.log import log
@@ -150,6 +156,8 @@ class FarSide(EngineSide):
         self.device = device if isinstance(device, Device) else make_device(device)
         if self.device is not device:
             lifetime.push_async_callback(in_a_thread, loop_calls, self.device.close, 1.0)
+        kind = self.device.kind
+        self.device.on_failure = lambda error: loop_calls.call(emit, DeviceFailed(kind, in_words(error)))
         h2d, d2h = Lanes(self.device, "h2d"), Lanes(self.device, "d2h")
         lifetime.callback(h2d.close)
         lifetime.callback(d2h.close)
