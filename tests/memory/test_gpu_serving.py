@@ -1,6 +1,7 @@
 """A whole cache on a driver of our own: every byte comes back, and mistakes that only a GPU would show are found."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.caches import Recorder, inside, until, until_idle
+from tests.support.caches import Recorder, inside, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_driver import FakeDriver, Marker
@@ -171,6 +172,21 @@ async def test_a_gpu_without_room_for_it_is_refused_at_once(fake: FakeDriver) ->
             kv.register_kv_caches(engine.caches)
         fake.room = 40 << 20
         kv.register_kv_caches(engine.caches)
+
+
+async def test_swaps_that_are_refused_for_want_of_room_take_nothing_more_each(fake: FakeDriver) -> None:
+    """The engine asks again and again: the first time a thread is there for them, and once there is room they go."""
+    engine, limits = engine_on(fake), SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})
+    async with open_cache(CPU_TIER, engine=engine, limits=limits, device=GPU) as kv:
+        await asyncio.to_thread(locked, kv)
+        room, fake.room, taken = fake.room, 1 << 20, []
+        for _ in range(3):
+            with pytest.raises(ConfigurationError, match="8 MiB of cuda:3 are wanted for copies of 'swap0'"):
+                await kv.swap({}, {1: 1})
+            taken.append(threading.active_count())
+        assert taken == [taken[0]] * 3
+        fake.room = room
+        assert (await kv.swap({}, {1: 1})).num_out == 1
 
 
 NUM_LAYERS, NUM_BLOCKS = 40, 3

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
-from tiered_kv.memory.device import Device
+from tiered_kv.memory.device import Device, Stream
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError, submit_copy
 from tiered_kv.transfers.handles import Revocable
@@ -56,6 +56,7 @@ class SwapSpaces:
 
     def __init__(self) -> None:
         self._spaces: dict[int, SwapSpace] = {}
+        self._streams: dict[int, Stream] = {}
 
     def of(
         self, group: int, side: SwapSide, caches: PagedCaches | None, num_bytes: int, stack: AsyncExitStack
@@ -63,7 +64,8 @@ class SwapSpaces:
         """Return the space of a KV group, for its registered caches; ``stack`` ends with the cache.
 
         Raises:
-            ConfigurationError: It would hold no page, or the engine's caches are not registered.
+            ConfigurationError: It would hold no page, the engine's caches are not registered, or the device has no
+                memory left for its copies.
         """
         if caches is None:
             raise ConfigurationError("register_kv_caches() comes before swap: the cache has no tensors yet")
@@ -74,14 +76,15 @@ class SwapSpaces:
                     f"CacheLimits.swap_space of {num_bytes} bytes holds no page of {page.stride_bytes}"
                 )
             if space is None:
+                if (stream := self._streams.get(group)) is None:
+                    stream = self._streams[group] = side.device.stream(f"swap{group}")
+                    stack.callback(stream.close)
+                stream.reserve(SIDE_BUFFERS, SIDE_BYTES)  # first: where this is refused the next call asks again
                 slab = HostSlab(
                     num_bytes // page.stride_bytes, page.stride_bytes, page.payload_bytes, name=f"swap{group}"
                 )
                 stack.callback(slab.close)
                 side.device.page_lock(slab, emit=lambda event: side.loop_calls.call(side.emit, event))
-                stream = side.device.stream(slab.name)
-                stack.callback(stream.close)
-                stream.reserve(SIDE_BUFFERS, SIDE_BYTES)
             else:
                 slab, stream = space.slab, space.lane.stream
             space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(stream, None))
