@@ -88,6 +88,22 @@ async def test_an_event_that_fails_fails_its_own_transfer_only(layerwise: bool) 
         assert (await again).num_blocks == 9
 
 
+async def test_an_event_that_fails_before_the_first_layer_fails_the_store() -> None:
+    """Each layer has an event of its own, which comes; the next layer-wise store is none the worse."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(CPU, engine=engine, device=device) as kv:
+        lost, fired = ScriptedEvent(), ScriptedEvent()
+        fired.fire()
+        lost.fail(LOST)
+        for after, num_stored in ((lost, 0), (None, 9)):
+            storing = kv.start_store(KEYS, engine.compute(KEYS), after=after, layerwise=True)
+            for layer in range(2):
+                storing.store_layer(layer, after=fired)
+            await until(lambda storing=storing: storing.done, on_wait=device.run_all)  # type: ignore[misc]
+            assert (await storing).num_stored == num_stored
+        await until_idle(kv, on_wait=device.run_all)
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 @pytest.mark.parametrize("tiers", [[CPU], [GPU, CPU]], ids=["cpu", "gpu, cpu"])
 async def test_a_device_that_is_lost_takes_nothing_with_it(tiers: list[AnyTier], layerwise: bool) -> None:  # noqa: FBT001

@@ -190,6 +190,17 @@ async def test_a_swap_that_fails_says_so() -> None:
         await until_idle(kv, on_wait=device.run_all)
 
 
+async def test_an_event_that_fails_fails_its_own_swap_only() -> None:
+    """The next one, with no event of its own, moves its pages."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(CPU, engine=engine, limits=LIMITS, device=device) as kv:
+        lost = ScriptedEvent()
+        first, second = kv.start_swap({}, {0: 0}, after=lost), kv.start_swap({}, {1: 1})
+        lost.fail(OSError("lost"))
+        await until(lambda: first.done and second.done, on_wait=device.run_all)
+        assert ((await first).num_out, (await second).num_out) == (0, 1)
+
+
 @pytest.mark.parametrize("failing", ["out", "in"])
 async def test_nothing_moves_behind_a_page_that_failed(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages come in over those that have left, so they do not if one could not leave; the result says what failed."""

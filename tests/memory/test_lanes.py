@@ -185,6 +185,40 @@ def test_an_event_that_fails_fails_its_own_transfer_only(device: ScriptedDevice)
     assert (copies.ran, copies.ended) == (["fine"], [("lost", error), ("fine", None)])
 
 
+def test_an_event_that_fails_fails_no_transfer_that_waits_for_nothing_yet(device: ScriptedDevice) -> None:
+    """One with more events to come may have its stream once nobody else has it: it begins anew there."""
+    lanes, copies, error = Lanes(device, "d2h"), Copies(), OSError("lost")
+    for _ in range(4):
+        lost = ScriptedEvent()
+        lane = lanes.take(lost)
+        copies.submit(lane, "lost")
+        lane.release()
+        lost.fail(error)
+    device.run_all()
+    copies.submit(lanes.take_own(), "fine")
+    device.run_all()
+    assert copies.ran == ["fine"]
+
+
+def test_an_event_that_fails_fails_what_waits_for_others_too(device: ScriptedDevice) -> None:
+    """Also with no copy between two events of one lane; its next one, once it is released, is none the worse."""
+    lanes, copies, error = Lanes(device, "d2h"), Copies(), OSError("lost")
+    lost, fine = ScriptedEvent(), ScriptedEvent()
+    lane = lanes.take_own(lost)
+    lane.wait(fine)
+    copies.submit(lane, "first")
+    lane.wait(fine)
+    copies.submit(lane, "second")
+    lane.release()
+    lost.fail(error)
+    fine.fire()
+    device.run_all()
+    assert (copies.ran, copies.ended) == ([], [("first", error), ("second", error)])
+    copies.submit(lanes.take_own(), "fine")
+    device.run_all()
+    assert copies.ran == ["fine"]
+
+
 def test_threads_of_a_cpu_wait_for_each_transfer_apart() -> None:
     """A blocking wait of one holds up none of the others, and closing ends all but the one that hangs."""
     device, never = CPUDevice(), threading.Event()

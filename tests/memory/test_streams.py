@@ -249,6 +249,21 @@ class TestCPU(HeldEventTests):
             ("later", OSError),
         ]
 
+    def test_a_wait_that_failed_may_be_forgiven(self, device: Device) -> None:
+        """What is submitted from then on is another's; what was submitted before fails all the same."""
+
+        class Broken:
+            def synchronize(self) -> None:
+                raise OSError("lost")
+
+        copies, stream = Copies(), device.stream("store")
+        stream.wait(Broken())
+        copies.submit(stream, "behind")
+        stream.forgive()
+        copies.submit(stream, "another's")
+        self.finish(stream)
+        assert copies.ran == ["another's"]
+
     def test_streams_are_daemons_and_end(self, device: Device) -> None:
         """No thread keeps a process alive, none is left after close."""
         stream = device.stream("only-here")

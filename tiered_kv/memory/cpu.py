@@ -55,6 +55,10 @@ class CPUStream(Stream):
         """Have everything submitted later wait for ``after`` in the stream's thread."""
         self._put(_blocking_wait(after), None)
 
+    def forgive(self) -> None:
+        """Forget a failure once the thread is past all that was queued."""
+        self._put(_nothing, None)
+
     def submit(self, copy: Copy, done: Done) -> After:
         """Run ``copy`` in the stream's thread, then ``done`` there."""
         return self._put(copy, done)
@@ -94,6 +98,10 @@ class CPUStream(Stream):
             with self._lock:
                 self._num_queued -= 1
             del item, work, done, ended  # what a copy held must not outlive it until the next one comes
+
+
+def _nothing() -> None:
+    pass
 
 
 def _blocking_wait(after: After) -> Copy:

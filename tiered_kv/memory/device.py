@@ -40,10 +40,17 @@ class Stream(ABC):
         """Have everything submitted later wait for ``after``. Returns at once.
 
         An ``after`` that fails leaves open what it stood for: it fails every copy submitted after it, until the next
-        wait. One that never happens holds up the stream for good: see `Lanes`.
+        wait or `forgive`. One that never happens holds up the stream for good: see `Lanes`.
 
         Raises:
             ConfigurationError: ``after`` is nothing this device can wait for.
+            ClosedError: The stream is closed.
+        """
+
+    def forgive(self) -> None:  # noqa: B027 - of some streams no wait fails
+        """Have no ``after`` that failed fail a copy submitted later: that is of another transfer.
+
+        Raises:
             ClosedError: The stream is closed.
         """
 

@@ -197,6 +197,12 @@ class AcceleratorStream(Stream):
                     if self._unordered is not None and attempt(partial(self._device.new_event().record, self._stream)):
                         self._device.fail(self._unordered)
 
+    def forgive(self) -> None:
+        """Enqueue copies again, in whatever order the last wait would have had them."""
+        with self._lock:
+            self._check_open()
+            self._unordered = None
+
     def submit(self, copy: Copy, done: Done) -> After:
         """Enqueue ``copy`` now, with this stream as the current one, and ``done`` for when the device gets past it.
 

@@ -119,6 +119,8 @@ class Lanes:
             lane = self._side()
             if after is not None:
                 lane.wait(after)
+            else:
+                lane.begin()
         return lane
 
     def reserve(self, num_bytes: int) -> None:
@@ -192,17 +194,25 @@ class Lane:
         """Made by `Lanes` only."""
         self.stream = stream
         self._side = side
+        self._has_waited = False  # since its last copy
         self._is_released = False
         self._count(1)
+
+    def begin(self) -> None:
+        """Have what is submitted later be none the worse for an event of a transfer before it that has failed."""
+        if self._side is None or self._side.num_users == 1:  # else that one goes on
+            self.stream.forgive()
 
     def wait(self, after: After) -> None:
         """Have everything submitted later wait for ``after``; on a lane of `take` or `take_own` that is a side one."""
         side = self._side
-        if side is not None and side.num_users > 1:
-            # Another's event may have failed, and this wait would make the stream forget it before the other copies.
+        if side is not None and (side.num_users > 1 or self._has_waited):
+            # Another's event may have failed, or the last one of this lane, and this wait would make the stream forget
+            # it before their copies.
             side.count(1)
             self.stream.submit(_nothing, side.passed)
         self.stream.wait(after)
+        self._has_waited = True
         if side is not None:
             side.after = after
 
@@ -219,6 +229,7 @@ class Lane:
             copy()
 
         self._count(1)
+        self._has_waited = False
         try:
             return self.stream.submit(checked, ended)
         except BaseException:

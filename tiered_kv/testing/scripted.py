@@ -66,7 +66,7 @@ class ScriptedDevice(Device):
     """Host memory, with copies that run when told. For one thread.
 
     Attributes:
-        log: What was enqueued and what ran, in order: ``(stream, "wait" | "submit" | "done" | "failed")``.
+        log: What was enqueued and what ran, in order: ``(stream, "wait" | "forgive" | "submit" | "done" | "failed")``.
         host: Who submits, and learns how copies ended: this thread, in the account of what orders what.
         running: Whose copy is being run.
     """
@@ -179,6 +179,12 @@ class ScriptedStream(Stream):
         """Have everything submitted later wait for ``after``."""
         self._device.check(after)
         self._put("wait", after, None, None)
+
+    def forgive(self) -> None:
+        """Have no copy submitted later fail for an event before it."""
+        nothing = ScriptedEvent()
+        nothing.fire()
+        self._put("forgive", nothing, None, None)
 
     def submit(self, copy: Copy, done: Done) -> ScriptedEvent:
         """Run ``copy`` in some later `ScriptedDevice.step`."""

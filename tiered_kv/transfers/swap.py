@@ -169,6 +169,7 @@ class Swap(Revocable):
         self._is_unusable = error is not None
         if self._is_unusable:
             return
+        space.lane.begin()
         if after is not None:
             space.lane.wait(after)
         # Out before in: a page that leaves may be another's at once. Copies last: a sequence that comes back may be
