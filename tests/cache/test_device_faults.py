@@ -170,6 +170,23 @@ async def test_a_copy_that_fails_is_one_fault_and_no_more() -> None:
         await until_idle(kv)
 
 
+async def test_a_prefetch_whose_copy_fails_says_so() -> None:
+    """Why nothing came to the GPU pool: one copy failed, or the device is lost."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(GPU, CPU, engine=engine, device=device) as kv:
+        await _have(kv, engine, device)
+        await kv.evict(KEYS, tier="gpu")
+        device.fail_next(MemoryError("no staging"))
+        for reason in ("copy failed", "device unusable"):
+            prefetch = kv.prefetch(KEYS[:4], to="gpu")
+            await until(lambda prefetch=prefetch: prefetch.done, on_wait=device.run_all)  # type: ignore[misc]
+            brought = await prefetch
+            assert brought.num_blocks == 0
+            assert [(each.tier, each.reason, each.num_blocks) for each in brought.faults] == [("gpu", reason, 4)]
+            device.fail(LOST)
+        await until_idle(kv, on_wait=device.run_all)
+
+
 @pytest.mark.parametrize("num_blocks", [4, 9], ids=["begun at once", "in a task"])
 @pytest.mark.parametrize(
     "waits", [lambda kv: kv.flush(), lambda kv: kv.resize("cpu", 12 * PAYLOAD_BYTES)], ids=["flush", "resize"]

@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.memory.copies import copy_rows
+from tiered_kv.memory.lanes import RevokedError
 from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
 from tiered_kv.transfers.window import Bringer, Landed, Said
-from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksPrefetched
 from tiered_kv.values.results import PrefetchResult
 
@@ -156,7 +157,10 @@ class Prefetch(Revocable):
                 work = partial(copy_rows, chain.host.rows, sources, gpu.rows, slots)
                 self.watch(chain.copy(chain.h2d.take(), work), errors.append)
                 await self.drain_copies()
-                if errors[0] is not None:
+                if (error := errors[0]) is not None:
+                    if not isinstance(error, RevokedError):
+                        reason = Reason.COPY_FAILED if chain.h2d.device.error is None else Reason.DEVICE_UNUSABLE
+                        self._bringer.faults.append(TierFault(gpu.name, reason, len(slots), in_words(error)))
                     return 0
             reservation.keep()
             self._num_moved += len(slots)
