@@ -21,7 +21,7 @@ from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine
 from tests.support.engine import prompt as small_prompt
 from tests.support.planned import WAIT_S
 from tests.support.programs import Program, started
-from tests.support.virtual import advance
+from tests.support.virtual import CountingDevice, advance, pools_of, run, watch
 from tiered_kv import (
     BackendUnavailableError,
     ClosedError,
@@ -508,22 +508,31 @@ async def test_it_says_that_a_store_was_dropped_on_its_way_down() -> None:
         await until_idle(kv)
 
 
-async def test_what_nobody_wants_below_any_more_is_not_missed() -> None:
+@pytest.mark.parametrize("outcome", [Outcome.REFUSED, Outcome.FAILED])
+def test_what_nobody_wants_below_any_more_is_not_missed(outcome: Outcome) -> None:
     """Evicted by name while it was written or waited; or never wanted, as by a tier that wants blocks used twice."""
-    engine, keyed = Engine(), ScriptedBackend()
-    rare, late = ScriptedBackend(name="rare", admit_after=2), ScriptedBackend(name="late", write="back")
-    async with open_cache(CPU, keyed, rare, late, engine=engine) as kv:
-        keyed.on_write.hold()
-        keyed.on_write.change_next(lambda outcomes: [Outcome.FAILED] * len(outcomes))
-        await kv.store(KEYS, engine.compute(KEYS))
-        await until(lambda: keyed.on_write.num_held == 1)
-        evicting = asyncio.create_task(kv.evict(KEYS))
-        await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
-        keyed.on_write.release()
-        await evicting
-        assert await kv.drain()
-        assert (keyed.num_records, rare.num_records, late.num_records) == (0, 0, 0)
-        await until_idle(kv)
+
+    async def main() -> None:
+        engine, keyed, device = Engine(), ScriptedBackend(), CountingDevice()
+        rare, late = ScriptedBackend(name="rare", admit_after=2), ScriptedBackend(name="late", write="back")
+        async with open_cache(CPU, keyed, rare, late, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            keyed.on_write.hold()
+            keyed.on_write.change_next(lambda outcomes: [outcome] * len(outcomes))
+            await kv.store(KEYS, engine.compute(KEYS))
+            await until(lambda: keyed.on_write.num_held == 1)
+            evicting = asyncio.create_task(kv.evict(KEYS))
+            await until(lambda: kv.lookup_nowait(KEYS).num_blocks == 0)
+            keyed.on_write.release()
+            await evicting
+            if outcome is Outcome.FAILED:
+                assert not await kv.drain()
+                await asyncio.sleep(120.0)  # nothing that was sent of it comes any more
+            assert await kv.drain()
+            assert (keyed.num_records, rare.num_records, late.num_records) == (0, 0, 0)
+            await until_idle(kv)
+
+    run(main)
 
 
 async def test_it_says_that_another_capacity_has_lost_what_waited() -> None:

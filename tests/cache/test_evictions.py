@@ -12,7 +12,7 @@ from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
-from tiered_kv import BackendUnavailableError, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv import BackendUnavailableError, Block, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.media.backend import Missing, Recovered
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers import owned
@@ -204,6 +204,45 @@ async def test_evicted_while_written_to_a_shared_tier() -> None:
         assert (await kv.lookup(KEYS)).num_blocks == 0
         await until(lambda: shared.num_records == 0)
         await until_idle(kv)
+
+
+class LateBackend(ScriptedBackend):
+    """Gives up what it is to write, which a server that stands still carries out when it goes on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sent: dict[BlockKey, bytes] = {}
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Send the records, and hear nothing of them."""
+        self._sent.update({key: bytes(block) for key, block in zip(keys, blocks, strict=True)})
+        raise BackendUnavailableError("no answer")
+
+    def carry_out(self) -> None:
+        """Have the server write what it was sent."""
+        self._records.update(self._sent)
+
+
+def test_a_write_that_failed_brings_nothing_back_that_was_deleted_since() -> None:
+    """It may be carried out behind the deletion: until that is over nobody finds the block here, or says it is gone."""
+
+    async def main() -> None:
+        engine, shared, device = Engine(), LateBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            stored = await kv.store(KEYS, engine.compute(KEYS))
+            assert [tier.failed for tier in await stored.settled()] == [0, 4]
+            assert (await kv.evict(KEYS)).kept_by == ("keyed",)
+            assert shared.on_delete.num_blocks == 4  # at once, all the same
+            await asyncio.sleep(30.0)
+            shared.carry_out()
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            await asyncio.sleep(32.0)
+            assert shared.num_records == (await kv.lookup(KEYS)).num_blocks == 0
+            assert (await kv.evict(KEYS)).kept_by == ()
+            await until_idle(kv)
+
+    run(main)
 
 
 async def test_evicted_before_its_turn_to_be_read_from_a_shared_tier() -> None:

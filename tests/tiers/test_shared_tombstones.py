@@ -5,7 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tiered_kv.tiers.shared import Tombstones
+from tests.tiers.test_health import Clock
+from tiered_kv.tiers.shared import FailedWrites, Tombstones
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Namespace
 
@@ -94,3 +95,17 @@ def test_blocks_of_several_salts_are_given_back_by_salt() -> None:
     assert rest is not None
     assert (rest.namespace, rest.spaces) == (of_other.namespace, None)
     assert (rest.names == of_other.names).all()
+
+
+def test_a_write_that_failed_may_come_for_a_minute() -> None:
+    """Counted from its last failure; of more than are remembered those that failed last."""
+    clock = Clock()
+    failed = FailedWrites(clock, most_names=3)
+    failed.add(batch(1, 2).names)
+    clock.now += 45.0
+    failed.add(batch(2, 3).names)
+    assert failed.may_come(batch(1, 2, 3, 4).names).tolist() == [True, True, True, False]
+    clock.now += 15.0
+    assert failed.may_come(batch(1, 2, 3, 4).names).tolist() == [False, True, True, False]
+    failed.add(batch(5, 6).names)
+    assert failed.may_come(batch(1, 2, 3, 5, 6).names).tolist() == [False, False, True, True, True]

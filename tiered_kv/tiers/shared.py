@@ -1,6 +1,6 @@
 """A tier that finds and evicts for itself, and that others may share: what it says it has, a read decides.
 
-What it says is taken with three kinds of doubt, all of them plain data for the event loop's thread:
+What it says is taken with four kinds of doubt, all of them plain data for the event loop's thread:
 
 - `Answers`: what it has said of blocks lately, for engines that ask key by key, every step, and cannot wait. Any thread
   may look: what is not known is to be asked, by whoever is told so first. An answer is forgotten after a second, and as
@@ -11,6 +11,8 @@ What it says is taken with three kinds of doubt, all of them plain data for the 
   be right on the medium and others may read them.
 - `Tombstones`: what was evicted while its medium could not be told. It is absent, whatever the medium says, until it
   has been told.
+- `FailedWrites`: blocks that somebody on the way may write yet, behind a deletion. Of these a tombstone stays until
+  they have been deleted once more, when that is over.
 """
 
 import asyncio
@@ -316,6 +318,37 @@ def _names(rows: Iterable[bytes]) -> Names:
     return np.frombuffer(b"".join(rows), np.uint64).reshape(-1, 4)
 
 
+_MAY_COME_S: Final = 60.0
+
+
+class FailedWrites:
+    """The blocks of one tier whose write failed less than a minute ago, ``most_names`` at most: the oldest go first.
+
+    The call has ended here; what was sent of it may lie in a kernel, a link or a server that stands still.
+    """
+
+    def __init__(self, clock: Callable[[], float], *, most_names: int = _MOST_NAMES) -> None:
+        self._clock = clock
+        self._most_names = most_names
+        self._until = OrderedDict[bytes, float]()  # the first to end first
+
+    def add(self, names: Names) -> None:
+        """Take into account that the writes of these have failed now."""
+        now = self._clock()
+        for name in rows_of(names):
+            self._until[name] = now + _MAY_COME_S
+            self._until.move_to_end(name)
+        while self._until and (len(self._until) > self._most_names or next(iter(self._until.values())) <= now):
+            self._until.popitem(last=False)
+
+    def may_come(self, names: Names) -> Mask:
+        """Say which blocks may be written yet, though nobody here writes them."""
+        if not self._until:
+            return np.zeros(len(names), np.bool_)
+        now = self._clock()
+        return np.array([self._until.get(name, now) > now for name in rows_of(names)], np.bool_)
+
+
 _DELETED_AT_ONCE: Final = 1024
 _ASKED_AT_ONCE: Final = 1024
 _LOOKED_UP: Final = (Outcome.HIT, Outcome.MISS)
@@ -344,6 +377,7 @@ class SharedTier(StorageTier):
         self.suspects = Suspects(parts.health.clock)
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
         self._tombstones = Tombstones()
+        self._failed_writes = FailedWrites(parts.health.clock)
         self._deleting: dict[object, Batch] = {}
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
@@ -508,6 +542,7 @@ class SharedTier(StorageTier):
                     outcomes = made.outcomes(await self._write(write, len(made.at), waiter, on_late))
                 written[at] = [outcome is Outcome.STORED for outcome in outcomes]
                 dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
+                self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
                 self.suspects.wrote(batch.names[written])
                 self._tombstones.lift(batch[written], serial)
                 self._asking.clear()  # what is asked from now on is not to be answered as of before
@@ -559,7 +594,8 @@ class SharedTier(StorageTier):
     async def _delete_evicted(self, batch: Batch, serial: int, num_lost: int) -> bool:
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
 
-        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`.
+        Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`, as does
+        what a write that failed may bring back.
 
         Returns:
             Whether all of it is known to be gone.
@@ -573,13 +609,15 @@ class SharedTier(StorageTier):
             if self._tombstones.num_lost == num_lost:  # else there is no telling what was written since
                 part = part[self._tombstones.holds(part)]
             if len(part):
-                answer = await self._delete(part, serial)
+                stays_gone = ~self._failed_writes.may_come(part.names)
+                answer = await self._delete(part)
                 if not answer.is_well:
                     return False
-                is_gone &= answer.value is not False
+                self._tombstones.lift(part[stays_gone], serial)
+                is_gone &= answer.value is not False and bool(stays_gone.all())
         return is_gone
 
-    async def _delete(self, batch: Batch, serial: int) -> Answer[bool | None]:
+    async def _delete(self, batch: Batch) -> Answer[bool | None]:
         """Have the medium delete blocks: what it was told of it hides from here on."""
         deletion = object()
         self._deleting[deletion] = batch
@@ -588,8 +626,6 @@ class SharedTier(StorageTier):
         finally:
             del self._deleting[deletion]
         self._is_unsure |= answer.value is False
-        if answer.is_well:
-            self._tombstones.lift(batch, serial)
         return answer
 
     async def _have_deleted(self, keys: Sequence[BlockKey]) -> Answer[bool | None]:

@@ -344,10 +344,10 @@ class RemovalResult:
 
     Attributes:
         num_blocks: How many were in an owned tier, of each KV group and rank that was meant.
-        kept_by: The storage tiers that are not known to have removed them by now: they failed, or were not in time.
-            Each is told again, until it has; before that another process, or another start, may find blocks there. Of
-            an ``s3`` tier also if a block may be in a pack that cannot be named yet. A shared tier that is only read is
-            not told, nor named: what is there is others' to keep.
+        kept_by: The storage tiers that are not known to have removed them by now: they failed, or were not in time, or
+            a write that failed lately may come behind. Each is told again, until it has; before that another process,
+            or another start, may find blocks there. Of an ``s3`` tier also if a block may be in a pack that cannot be
+            named yet. A shared tier that is only read is not told, nor named: what is there is others' to keep.
     """
 
     num_blocks: int
