@@ -1,11 +1,13 @@
 """Blocks of a shared tier that are broken or unreadable: repaired by a store, deleted late, not asked for often."""
 
+from collections.abc import Sequence
+
 import pytest
 
 from tests.support.backends import ScriptedBackend, only
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import Engine, contents, prompt
-from tiered_kv import GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv import Block, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.values.events import BlocksCorrupted
 
@@ -60,6 +62,33 @@ async def test_a_block_that_is_broken_a_second_time_is_deleted() -> None:
         assert await load(kv, engine) == BROKEN
         assert shared.on_delete.num_blocks == 1
         assert shared.num_records == 3
+
+
+class KeepingBackend(ScriptedBackend):
+    """Keeps the first record of a key, and says that each was stored."""
+
+    async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
+        """Write what is not there."""
+        first = dict(self._records)
+        outcomes = await super().write(keys, blocks)
+        self._records.update(first)
+        return outcomes
+
+
+async def test_a_store_that_replaces_nothing_leaves_a_broken_block_to_its_second_read() -> None:
+    """Some media keep what they have: as it is broken still, it is deleted, and the next store repairs it."""
+    engine, shared = Engine(), KeepingBackend(name="shared")
+    async with open_cache(shared, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        shared.flip_byte(BROKEN)
+        assert await load(kv, engine) == BROKEN
+        await keep(kv, engine, KEYS)
+        assert await load(kv, engine) == BROKEN
+        await until(lambda: shared.num_records == 3)
+        await until_idle(kv)
+        await keep(kv, engine, KEYS)
+        assert await load(kv, engine) == 4
+        assert kv.stats()["shared"].corrupt == 2
 
 
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.MISS])

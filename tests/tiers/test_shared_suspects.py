@@ -33,13 +33,25 @@ def test_a_broken_block_is_absent_at_once_and_deleted_when_it_is_broken_again() 
     assert suspects.saw(named(1, 2), [HIT, CORRUPT]).tolist() == [False, True]
 
 
-def test_a_block_that_was_stored_anew_starts_anew() -> None:
-    """It is found at once, and if it is broken then, that is the first time."""
+def test_a_broken_block_that_was_stored_anew_is_right_once_it_is_read() -> None:
+    """It is found at once. Broken again before that, it is one that its medium did not replace: it is deleted."""
     suspects = Suspects(Clock())
-    suspects.saw(named(1), [CORRUPT])
+    suspects.saw(named(1, 2), [CORRUPT, CORRUPT])
+    suspects.wrote(named(1, 2))
+    assert not suspects.absent(named(1, 2)).any()
+    suspects.saw(named(1), [HIT])
+    assert suspects.saw(named(1, 2), [CORRUPT, CORRUPT]).tolist() == [False, True]
+
+
+def test_a_block_that_was_not_read_and_is_stored_anew_starts_anew() -> None:
+    """What failed before says nothing of the new record."""
+    suspects = Suspects(Clock())
+    fail(suspects, 1, 3)
+    assert suspects.absent(named(1)).any()
     suspects.wrote(named(1))
     assert not suspects.absent(named(1)).any()
-    assert not suspects.saw(named(1), [CORRUPT]).any()
+    fail(suspects, 1, 2)
+    assert not suspects.absent(named(1)).any()
 
 
 @pytest.mark.parametrize("outcome", [FAILED, MISS])

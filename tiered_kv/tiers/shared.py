@@ -7,8 +7,8 @@ What it says is taken with four kinds of doubt, all of them plain data for the e
   soon as something happens that it does not know of.
 - `Suspects`: blocks that are said to be there and could not be read. They are absent for a while, each time for longer,
   so that one that is broken or lost costs one load now and then, not every load. A store in that while finds it absent
-  and writes it anew, which is how it is repaired; only what is broken a second time is to be deleted, for the bytes may
-  be right on the medium and others may read them.
+  and writes it anew, which is how it is repaired, but for a medium that keeps what it has; only what is broken a second
+  time is to be deleted, for the bytes may be right on the medium and others may read them.
 - `Tombstones`: what was evicted while its medium could not be told. It is absent, whatever the medium says, until it
   has been told.
 - `FailedWrites`: blocks that somebody on the way may write yet, behind a deletion. Of these a tombstone stays until
@@ -200,7 +200,7 @@ class Suspects:
         What was refused for its seal is not deleted: others may have its key. A store replaces it.
 
         Returns:
-            Which blocks were broken before, too, with no write in between: delete them.
+            Which blocks were broken before, too, and never right in between: delete them.
         """
         delete = np.zeros(len(names), np.bool_)
         if outcomes.count(Outcome.FAILED) == len(outcomes) > 1:
@@ -215,10 +215,14 @@ class Suspects:
         return delete
 
     def wrote(self, names: Names) -> None:
-        """Trust blocks again that were written anew."""
-        if self._suspects:
-            for name in names:
-                self._suspects.pop(name.tobytes(), None)
+        """Look for blocks again that were written anew. One that was broken may be so still, as some media keep it."""
+        for name in rows_of(names) if self._suspects else ():
+            if (suspect := self._suspects.get(name)) is None:
+                continue
+            if suspect.why == "corrupt":
+                self._suspects[name] = _Suspect(why="corrupt")
+            else:
+                del self._suspects[name]
 
     def _went_badly(self, name: bytes, why: _Why) -> bool:
         now = self._clock()

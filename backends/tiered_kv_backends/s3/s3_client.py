@@ -74,7 +74,7 @@ class S3Settings(StorageTierSettings):
     max_retries: int = Field(default=2, ge=0, le=10)
     """Of one request, with jitter, within 15 % of ``timeout_s``."""
     create_only: bool = False
-    """Never replace an object (``If-None-Match: *``). A damaged one is then deleted before it is stored again."""
+    """Never replace an object (``If-None-Match: *``). A damaged one is deleted by its second read, then stored anew."""
     pack_bytes: Size = Field(default=default_size(4 << 20), ge=0)
     """Blocks of a prompt are stored together in objects of up to this size, 16 at most. 0: one object per block."""
     answer_ttl_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
