@@ -206,6 +206,26 @@ async def test_evicted_while_written_to_a_shared_tier() -> None:
         await until_idle(kv)
 
 
+def test_evicted_while_a_write_to_a_shared_tier_hangs() -> None:
+    """However long it hangs, few wait to delete what it writes: who has evicted it, and one who tries again."""
+
+    async def main() -> None:
+        engine, shared, device = Engine(), ScriptedBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            shared.on_write.hold()
+            await kv.store(KEYS, engine.compute(KEYS))
+            await until(lambda: shared.on_write.num_held == 1)
+            assert (await kv.evict(KEYS)).kept_by == ("keyed",)
+            await asyncio.sleep(100.0)
+            shared.on_write.release()
+            await until(lambda: shared.num_records == 0 < shared.on_delete.num_calls)
+            await until_idle(kv)
+            assert shared.on_delete.num_calls <= 2
+
+    run(main)
+
+
 class LateBackend(ScriptedBackend):
     """Gives up what it is to write, which a server that stands still carries out when it goes on."""
 

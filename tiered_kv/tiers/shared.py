@@ -383,6 +383,7 @@ class SharedTier(StorageTier):
         self._tombstones = Tombstones()
         self._failed_writes = FailedWrites(parts.health.clock)
         self._deleting: dict[object, Batch] = {}
+        self._trying_again: asyncio.Task[bool] | None = None
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
 
@@ -578,9 +579,11 @@ class SharedTier(StorageTier):
         """Begin to delete what could not be deleted."""
         if self._deleting or self.settings.read_only or self.health.is_off("delete"):
             return
+        if self._trying_again is not None and not self._trying_again.done():
+            return  # it waits for a write, which may hang
         if (batch := self._tombstones.oldest(_DELETED_AT_ONCE)) is not None:
             tombstones = self._tombstones
-            self._tasks.spawn(
+            self._trying_again = self._tasks.spawn(
                 self._delete_evicted(batch, tombstones.serial, tombstones.num_lost), f"delete again: {self.name}"
             )
 
