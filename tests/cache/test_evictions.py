@@ -402,6 +402,38 @@ def test_a_deletion_that_fails_is_gone_on_with_later() -> None:
     run(main)
 
 
+class GrippingBackend(ScriptedBackend):
+    """Cannot delete one key."""
+
+    kept = b""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Delete the others."""
+        others = [key for key in keys if key.hash != self.kept]
+        await super().delete(others)
+        if len(others) < len(keys):
+            raise BackendUnavailableError("held by somebody")
+
+
+def test_what_cannot_be_deleted_holds_up_no_others() -> None:
+    """However much waits, each has its turn."""
+
+    async def main() -> None:
+        engine, keys, shared, device = Engine(), prompt(3000), GrippingBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, keys[:1])
+            shared.kept = shared.keys()[0].hash
+            await keep(kv, engine, keys[-4:])
+            assert (await kv.evict(keys)).kept_by == ("keyed",)
+            await asyncio.sleep(30.0)
+            assert [key.hash for key in shared.keys()] == [shared.kept]  # noqa: SIM118 - no dict
+            assert (await kv.lookup(keys)).num_blocks == 0
+            await until_idle(kv)
+
+    run(main)
+
+
 async def test_a_forget_that_fails_is_made_up_for() -> None:
     """The medium is told what it holds soon after: then no restart finds what was evicted."""
     slots, engine = ScriptedSlotBackend(16), Engine()

@@ -643,6 +643,20 @@ async def test_closing_gives_back_what_was_not_written(tmp_path: Path) -> None:
     await until(lambda: asyncio.all_tasks() <= tasks)
 
 
+async def test_what_cannot_be_deleted_keeps_no_others(tmp_path: Path) -> None:
+    """It is said that something was not; all else of the call is gone."""
+    keys = keys_of(*range(4))
+    async with opened(tmp_path / "kv", num_threads=1) as backend:
+        await store(backend, keys)
+        file = tmp_path / "kv" / files.path_of(keys[1])
+        file.unlink()
+        file.mkdir()
+        with pytest.raises(BackendUnavailableError, match="directory"):
+            await backend.delete(keys)
+        assert await backend.lookup(keys) == [Outcome.MISS] * 4
+        assert file.exists()
+
+
 async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:
     """There is nothing in it; nothing is stored, and nobody knows what will be there once it is back: both are said."""
     path = tmp_path / "kv"

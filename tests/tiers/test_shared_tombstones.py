@@ -58,6 +58,18 @@ def test_the_oldest_are_of_one_namespace_and_know_their_place() -> None:
     assert evicted.holds(batch(1, 2, 3, 4)).tolist() == [False, True, False, True]
 
 
+def test_what_is_put_off_is_told_after_the_others_and_remembered_no_longer() -> None:
+    """Until it is evicted again it is behind all that waits; for want of room those go that were evicted first."""
+    evicted = Tombstones(most_names=3)
+    evicted.add(batch(1, 2, 3))
+    evicted.put_off(batch(1, 9))
+    oldest = evicted.oldest(2)
+    assert oldest is not None
+    assert oldest.names[:, 0].tolist() == [2, 3]
+    evicted.add(batch(4))
+    assert evicted.holds(batch(1, 2, 3, 4, 9)).tolist() == [False, True, True, True, False]
+
+
 def test_the_garbage_collector_walks_none_of_them() -> None:
     """However many are evicted: else the eviction of a long prompt is a pause in the size of the whole process."""
     evicted, many, begun = Tombstones(), batch(*range(20_000)), list[str]()

@@ -365,7 +365,7 @@ class Backend(_Tier):
 
     @abstractmethod
     async def delete(self, keys: Sequence[BlockKey]) -> bool | None:
-        """Forget the keys; absent ones are no error.
+        """Forget the keys, the others too if one cannot be; absent ones are no error.
 
         Returns:
             False where it is not known that they are gone: nobody finds them by this backend any more, but another

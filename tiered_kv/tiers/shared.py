@@ -261,8 +261,8 @@ class Tombstones:
         self.is_cleared = False
         self._most_names = most_names
         # Three of the same names, not one of tuples: these make the garbage collector walk the whole process.
-        self._serials = OrderedDict[bytes, int]()
-        self._spaces = dict[bytes, Namespace]()
+        self._serials = OrderedDict[bytes, int]()  # the first to go first
+        self._spaces = OrderedDict[bytes, Namespace]()  # the next to be told first
         self._positions = dict[bytes, int]()
 
     def __bool__(self) -> bool:
@@ -273,10 +273,10 @@ class Tombstones:
         self.serial += 1
         names = rows_of(batch.names)
         self._drop(names)  # so that what is evicted again is the last to go
-        for name in names:  # its update() makes a tuple of each
-            self._serials[name] = self.serial
         spaces = repeat(batch.namespace, len(names)) if batch.spaces is None else batch.spaces
-        self._spaces.update(zip(names, spaces, strict=False))
+        for name, space in zip(names, spaces, strict=True):  # an update() makes a tuple of each
+            self._serials[name] = self.serial
+            self._spaces[name] = space
         self._positions.update(zip(names, batch.positions.tolist(), strict=True))
         num_lost = max(0, len(self._serials) - max(self._most_names, len(batch)))
         self._drop(list(islice(self._serials, num_lost)))
@@ -304,12 +304,18 @@ class Tombstones:
         """Return the names of all these blocks; None if there are none."""
         return _names(self._serials) if self._serials else None
 
+    def put_off(self, batch: Batch) -> None:
+        """Let others be told before these."""
+        for name in rows_of(batch.names):
+            if name in self._spaces:
+                self._spaces.move_to_end(name)
+
     def oldest(self, most: int) -> Batch | None:
-        """Return up to ``most`` of the blocks that wait longest, of one namespace; None if there are none."""
-        if not self._serials:
+        """Return up to ``most`` of the blocks that are to be told next, of one namespace; None if there are none."""
+        if not self._spaces:
             return None
-        space = self._spaces[next(iter(self._serials))]
-        taken = [name for name in islice(self._serials, most) if self._spaces[name] == space]
+        space = next(iter(self._spaces.values()))
+        taken = [name for name, its in islice(self._spaces.items(), most) if its == space]
         return Batch(space, _names(taken), np.array([self._positions[name] for name in taken], np.int64))
 
     def _drop(self, names: list[bytes]) -> None:
@@ -583,6 +589,7 @@ class SharedTier(StorageTier):
             return  # it waits for a write, which may hang
         if (batch := self._tombstones.oldest(_DELETED_AT_ONCE)) is not None:
             tombstones = self._tombstones
+            tombstones.put_off(batch)  # one that cannot be deleted holds up no others
             self._trying_again = self._tasks.spawn(
                 self._delete_evicted(batch, tombstones.serial, tombstones.num_lost), f"delete again: {self.name}"
             )

@@ -80,18 +80,24 @@ def which_exist(root: str, keys: Sequence[BlockKey]) -> list[Outcome]:
 
 
 def unlink_records(root: str, keys: Sequence[BlockKey]) -> None:
-    """Remove the keys' files, as far as they are there.
+    """Remove the keys' files, as far as they are there; the others, too, if one cannot be removed.
 
     Raises:
         OSError: The filesystem fails, or is not mounted: nobody knows what is there once it is again.
     """
+    failed: OSError | None = None
     with _Folders.opened(root) as folders:
         check_mounted(root)
         if folders is None:  # it has come back in between
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), root)
         for key in keys:
-            with contextlib.suppress(FileNotFoundError, NotADirectoryError), folders.of(key) as folder:
-                os.unlink(key.hash.hex(), dir_fd=folder)
+            try:
+                with contextlib.suppress(FileNotFoundError, NotADirectoryError), folders.of(key) as folder:
+                    os.unlink(key.hash.hex(), dir_fd=folder)
+            except OSError as error:
+                failed = error
+    if failed is not None:
+        raise failed
 
 
 def probe_reading(root: str) -> None:
