@@ -5,7 +5,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import assert_nothing_left, keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
@@ -16,6 +16,7 @@ from tiered_kv import (
     CPULoadStoreSpec,
     CPUTier,
     GPULoadStoreSpec,
+    Outcome,
     TieredKVSettings,
 )
 
@@ -181,14 +182,29 @@ async def test_no_more_than_an_hours_share_is_written_at_once(most_at_once: int)
         assert (tier.bytes_written, tier.written, tier.held_back) == (share, 8, 16)
 
 
-async def test_what_was_not_written_is_no_wear() -> None:
-    """A write that failed leaves its share to others."""
+async def test_what_was_refused_is_no_wear() -> None:
+    """It leaves its share to others."""
     engine, backend = Engine(), ScriptedBackend(max_write_bytes_per_day=24 * 4 * RECORD)
     async with open_cache(CPUTier(capacity=64 * PAYLOAD_BYTES), backend, engine=engine, limits=LIMITS) as kv:
-        backend.on_write.fail_next(BackendUnavailableError("not now"))
+        backend.on_write.change_next(lambda outcomes: [Outcome.REFUSED] * len(outcomes))
         await keep(kv, engine, prompt(4))
-        assert (kv.stats()["keyed"].written, kv.stats()["keyed"].failed) == (0, 4)
+        assert (kv.stats()["keyed"].written, kv.stats()["keyed"].dropped) == (0, 4)
         await keep(kv, engine, prompt(4, seed=1))
         assert (kv.stats()["keyed"].written, kv.stats()["keyed"].held_back) == (4, 0)
         await keep(kv, engine, prompt(4, seed=2))
         assert (kv.stats()["keyed"].written, kv.stats()["keyed"].held_back) == (4, 4)
+
+
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_what_failed_counts_as_written(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
+    """The medium may have got all of it: so no more than an hour's share goes there, however writes end."""
+    engine, backend = Engine(), kind(name="worn", max_write_bytes_per_day=24 * 8 * RECORD)
+    async with open_cache(CPUTier(capacity=64 * PAYLOAD_BYTES), backend, engine=engine, limits=LIMITS) as kv:
+        backend.on_write.change_next(lambda outcomes: outcomes)  # of the call that fails
+        backend.on_write.fail_next(BackendUnavailableError("the link broke"))
+        await keep(kv, engine, prompt(4))
+        backend.on_write.change_next(lambda outcomes: [Outcome.FAILED, *outcomes[1:]])
+        await keep(kv, engine, prompt(4, seed=1))
+        assert (kv.stats()["worn"].written, kv.stats()["worn"].failed) == (3, 5)
+        await keep(kv, engine, prompt(4, seed=2))
+        assert (kv.stats()["worn"].written, kv.stats()["worn"].held_back) == (3, 4)

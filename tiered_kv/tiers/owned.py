@@ -210,7 +210,7 @@ class OwnedTier(StorageTier, BookedTier):
 
         def end(report: WriteReport) -> None:
             give_back()
-            self._wear.give_back(num_bytes - self._num_bytes(int(np.count_nonzero(report.written))))
+            self._wear.give_back(num_bytes - self._num_bytes(report.num_worn))
             then(report)
 
         writing = self._take_slots(batch, is_wanted())

@@ -208,7 +208,7 @@ class StorageTier(Tier):
                 report = await self._write_blocks(batch, blocks, is_wanted(), both(give_back, on_late), waiter)
             finally:
                 give_back()
-            num_worn = self._num_bytes(int(np.count_nonzero(report.written)))
+            num_worn = self._num_bytes(report.num_worn)
         finally:
             self._wear.give_back(num_bytes - num_worn)
         return report

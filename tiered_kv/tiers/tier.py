@@ -393,6 +393,11 @@ class WriteReport:
         nothing = np.zeros(n, np.bool_)
         return cls(nothing, nothing, nothing)
 
+    @property
+    def num_worn(self) -> int:
+        """How many blocks the medium may have written: of what failed nobody knows how much."""
+        return int(np.count_nonzero(self.written | self.failed))
+
     def counts(self) -> dict[str, int]:
         """How many blocks, by what became of them; the dropped ones apart."""
         return {name: int(np.count_nonzero(getattr(self, name))) for name in ("written", "present", "failed")}
