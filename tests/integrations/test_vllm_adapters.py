@@ -77,6 +77,19 @@ def test_what_is_trained_anew_under_its_path_finds_nothing_after_a_restart(
         assert ask(engine, train(tmp_path / "sql", **change)) == (0, NUM_BLOCKS)
 
 
+def test_what_an_adapter_computed_is_stored_when_vllm_is_about_to_drop_it(tmp_path: Path) -> None:
+    """As what the model itself computed is: vLLM knows the block by a hash that is not its name below."""
+    lora, room = train(tmp_path / "sql"), {"medium": "cpu", "capacity": 256 * STRIDE}
+    with opened(room, store_when="evicted", has_cache=True, num_blocks=64) as engine:
+        for number in range(32):  # eight prompts of twelve blocks, again and again: vLLM has room for five
+            engine.ask(f"r{number}", 12 * BLOCK_SIZE + 1, 1, prompt=f"p{number % 8}", lora=lora)
+            engine.settle()
+            engine.settle_loop()
+        kept = engine.scheduling.kv.stats()
+    assert kept.stored > 0
+    assert kept.requested > kept.missed
+
+
 def test_an_adapter_whose_files_change_while_it_is_served_is_neither_stored_nor_found(tmp_path: Path) -> None:
     """In memory are its old weights or, loaded in place, the new ones; under another number it is read anew."""
     lora = train(tmp_path / "sql")

@@ -6,7 +6,7 @@ that memory has not are copied out. They are held in the pool while they are cop
 vLLM's pool says what a block holds by a hash, and not whose salt it was; so what requests fill is noted here.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -30,9 +30,9 @@ _GROUP_BYTES: Final = 4
 
 
 class _Held(NamedTuple):
-    """What a block of vLLM's holds: a key of a run, and by which hash vLLM knows it."""
+    """What a block of vLLM's holds: a key of a run, and by which hash vLLM knows it, which is no adapter's key."""
 
-    digest: bytes
+    hash: bytes
     keys: BlockKeys
     at: int
 
@@ -79,13 +79,13 @@ class Evicting:
         self._num_turns = 0
         self._num_seen = self._num_taken = 0  # blocks near the head, the last time, and since then
 
-    def note(self, keys: BlockKeys, block_ids: list[int]) -> None:
-        """Take note of blocks that a request has in vLLM's cache, full after the step that is next."""
+    def note(self, keys: BlockKeys, block_ids: list[int], hashes: Sequence[bytes]) -> None:
+        """Take note of blocks that a request has in vLLM's cache, by its hashes: full after the step that is next."""
         num_late = 0
-        for at, (block, digest) in enumerate(zip(block_ids, keys, strict=True)):
+        for at, (block, block_hash) in enumerate(zip(block_ids, hashes, strict=True)):
             before = self._held.get(block)
-            num_late += before is not None and before.digest != digest and block not in self._safe
-            self._held[block] = _Held(digest, keys, at)
+            num_late += before is not None and before.hash != block_hash and block not in self._safe
+            self._held[block] = _Held(block_hash, keys, at)
             self._safe.discard(block)
             self._turns.pop(block, None)
         self._counts.late(num_late)
@@ -143,7 +143,7 @@ class Evicting:
             held = self._held.get(number)
             if held is None or number in self._safe:
                 continue
-            if block.block_hash is None or not held.digest.startswith(block.block_hash[:-_GROUP_BYTES]):
+            if block.block_hash is None or block.block_hash[:-_GROUP_BYTES] != held.hash:
                 continue  # vLLM has forgotten it, or has put something else there
             self._safe.add(number)
             runs[id(held.keys)] = held.keys

@@ -63,6 +63,12 @@ class RequestNaming:
             self._adapters[name] = _read(lora, is_first=known is None)
         return bool(self._digest(lora))
 
+    def hashes(self, group: EngineGroup, request: Any, first: int, stop: int) -> Sequence[bytes]:
+        """Return what vLLM itself knows a request's blocks by, of a group as `keys` has them."""
+        each = group.hashes_per_block
+        hashes: Sequence[bytes] = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        return hashes
+
     def keys(self, group: EngineGroup, request: Any, first: int, stop: int, *, end: int | None = None) -> BlockKeys:
         """Name a request's blocks of a group, as far as its tokens are known. Images are in vLLM's hashes.
 
@@ -73,8 +79,7 @@ class RequestNaming:
             stop: That of the one behind them.
             end: Tokens of a prefix that ends inside of the last block: that is named by those, whole hashes of vLLM's.
         """
-        each = group.hashes_per_block
-        hashes = request.block_hashes[(first + 1) * each - 1 : max(0, stop) * each : each]
+        hashes, each = self.hashes(group, request, first, stop), group.hashes_per_block
         if end is not None and end < stop * group.block_size:
             hashes = [*hashes[: stop - 1 - first], request.block_hashes[end * each // group.block_size - 1]]
         return self._named(group, request, hashes, first)

@@ -360,7 +360,8 @@ class SchedulingSide:
                 noted, tracked.num_noted = tracked.num_noted // size, stop * size
                 if may_store:
                     table = tables.get_block_ids(request.request_id)[group.table]
-                    self._evicting.note(self.naming.keys(group, request, noted, stop), table[noted:stop])
+                    keys = self.naming.keys(group, request, noted, stop)
+                    self._evicting.note(keys, table[noted:stop], self.naming.hashes(group, request, noted, stop))
             if stop > first and may_store and not group.is_handed_over and self._evicting is None:
                 table = tables.get_block_ids(request.request_id)[group.table]
                 self._storing.gather(tracked, group, first, table[first:stop])
