@@ -33,6 +33,11 @@ from tiered_kv.values.keys import ModelIdentity
 
 _NO_FACTS: Final = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 
+_KINDS: Final = ("model_type", "rope_type", "type")
+_BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
+"""Kinds of rope whose frequencies vLLM takes by ``max_model_len``, and models whose attention it tunes by that, or as
+their generation config says."""
+
 
 def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     """Return what to name a model's blocks by.
@@ -45,17 +50,28 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
         ConfigurationError: There are no files to tell by.
     """
     model = vllm_config.model_config
-    facts = {
+    facts: dict[str, Any] = {
         "config": {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_FACTS},
         "dtype": str(model.dtype),
         "quantization": str(model.quantization),
         "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
     }
+    if _goes_by_length(facts["config"]):
+        said = {**model.try_get_generation_config(), **model.override_generation_config}
+        facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     name = "+".join(model.hf_config.architectures or ["unknown"])
     load_format = str(vllm_config.load_config.load_format)
     weights = weights or weights_of(model.model, model.revision, load_format=load_format)
     return ModelIdentity(name, weights, (("vllm config", digest),))
+
+
+def _goes_by_length(config: Mapping[str, Any]) -> bool:
+    """Say whether a model's config, or one in it, has vLLM compute KV by how long a prompt may be."""
+    return any(
+        _goes_by_length(value) if isinstance(value, Mapping) else key in _KINDS and value in _BY_LENGTH
+        for key, value in config.items()
+    )
 
 
 def weights_of(model: str, revision: str | None = None, *, load_format: str = "auto") -> str:
