@@ -1,11 +1,13 @@
 """Whose KV a block of vLLM's is: what computes other bytes has another name, and what does not has the same."""
 
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from tests.support.small_vllm import VLLM
+from tests.support.small_vllm import VLLM, group
 from tiered_kv import ModelIdentity
 
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -59,3 +61,57 @@ def test_attention_that_is_tuned_by_hand_is_another_model() -> None:
     """Llama 4's, by its generation config; what that says of sampling is nothing of KV's."""
     config = {"model_type": "llama4_text"}
     assert len({identity(config, tuned=tuned) for tuned in (None, False, True)}) == 3
+
+
+@dataclass
+class Layer:
+    """One of vLLM's, as its model runner has set it up."""
+
+    isa: str = "vec"
+    backend: str = "CPU_ATTN"
+
+    def get_attn_backend(self) -> Any:  # noqa: ANN401 - vLLM's
+        """Say which kernels it has."""
+        return SimpleNamespace(get_name=lambda: self.backend)
+
+
+def page_tag(monkeypatch: pytest.MonkeyPatch, layer: Layer, *, is_head_major: bool = True) -> str:
+    """Say what the pages of a layer are, of 8 blocks of 4 heads and 16 tokens."""
+    monkeypatch.setattr(VLLM.moving, "get_layers_from_vllm_config", lambda *_: {"l": layer})
+    pages = torch.zeros(8, 4, 16, 32) if is_head_major else torch.zeros(8, 16, 4, 32).transpose(1, 2)
+    wanted = SimpleNamespace(num_engine_blocks=8, num_stages=1, num_ranks=1, groups=(group(page=8192),))
+    worker = VLLM.moving.MovingSide(None, wanted)
+    worker.register_kv_caches(dict.fromkeys(wanted.groups[0].layer_names, pages))
+    return worker.hello().layout.groups[0].tag  # type: ignore[no-any-return]
+
+
+def chunk_tag() -> str:
+    """Say what a chunk of vLLM's CPU tier is."""
+    parallel = SimpleNamespace(tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=True)
+    config = SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=16, layer_names=("l",)),), parallel=parallel, replicated_layout=False,
+        model=SimpleNamespace(name="org/model", dtype="fp8"), cache=1, kv_cache_layout="LBNHC", canonical_layout=False,
+    )  # fmt: skip
+    return VLLM.offload_tier._tag(config)  # type: ignore[no-any-return]  # noqa: SLF001 - ours
+
+
+def test_pages_are_told_apart_by_how_kernels_pack_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By vLLM's backend, by the instructions that a CPU has, and by the order of a page's heads and tokens."""
+    plain = page_tag(monkeypatch, Layer())
+    assert plain == page_tag(monkeypatch, Layer())
+    others = [
+        page_tag(monkeypatch, Layer(isa="amx")),
+        page_tag(monkeypatch, Layer(backend="TRITON_ATTN")),
+        page_tag(monkeypatch, Layer(), is_head_major=False),
+    ]
+    assert len({plain, *others}) == 4
+
+
+def test_another_make_of_gpu_reads_none_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called fp8 is another number there; so it is with chunks of vLLM's CPU tier."""
+    tags = []
+    for name, fp8 in (("cuda", "e4m3fn"), ("rocm", "e4m3fn"), ("rocm", "e4m3fnuz")):
+        here = SimpleNamespace(device_name=name, fp8_dtype=lambda fp8=fp8: f"torch.float8_{fp8}")
+        monkeypatch.setattr(VLLM.compatibility, "current_platform", here)
+        tags += [page_tag(monkeypatch, Layer()), chunk_tag()]
+    assert len({*tags}) == 6

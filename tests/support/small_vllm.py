@@ -42,6 +42,10 @@ def pretended() -> dict[str, ModuleType]:
     class Stats:
         data: dict[str, Any] = field(default_factory=dict)
 
+    class SecondaryTierManager:
+        def __init__(self, *_: object) -> None:
+            self.block_size_bytes = PAGE_BYTES
+
     def as_blocks(tensor: torch.Tensor, _num_blocks: int) -> torch.Tensor:
         return tensor
 
@@ -50,15 +54,20 @@ def pretended() -> dict[str, ModuleType]:
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
         "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
-        "KVConnectorTransferResults",
+        "KVConnectorTransferResults", "LookupResult", "RequestOffloadingContext", "JobResult",
     )  # fmt: skip
     names: dict[str, object] = {name: type(name, (Base,), {}) for name in bases}
     names |= {
         "__version__": "0.32.0",
         "KVConnectorStats": Stats,
+        "SecondaryTierManager": SecondaryTierManager,
+        "Medium": SimpleNamespace(STORAGE="storage"),
+        "get_offload_block_hash": None,
+        "get_offload_group_idx": None,
         "generate_block_hash_extra_keys": None,
         "to_event_extra_keys": None,
         "get_layers_from_vllm_config": lambda *_: {},
+        "current_platform": SimpleNamespace(device_name="cpu", fp8_dtype=lambda: torch.float8_e4m3fn),
         "get_pp_group": None,
         "get_tensor_model_parallel_rank": lambda: 0,
         "group_kernel_blocks": as_blocks,
@@ -68,8 +77,10 @@ def pretended() -> dict[str, ModuleType]:
         "vllm.distributed.kv_transfer.kv_connector", "vllm.distributed.kv_transfer.kv_connector.v1",
         "vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
         "vllm.distributed.parallel_state", "vllm.model_executor", "vllm.model_executor.layers",
-        "vllm.model_executor.layers.attention_layer_base", "vllm.v1", "vllm.v1.core", "vllm.v1.core.kv_cache_utils",
-        "vllm.v1.kv_cache_interface", "vllm.v1.metrics", "vllm.v1.metrics.cache_hit_source",
+        "vllm.model_executor.layers.attention_layer_base", "vllm.platforms", "vllm.v1", "vllm.v1.core",
+        "vllm.v1.core.kv_cache_utils", "vllm.v1.kv_cache_interface", "vllm.v1.kv_offload", "vllm.v1.kv_offload.base",
+        "vllm.v1.kv_offload.tiering", "vllm.v1.kv_offload.tiering.base", "vllm.v1.metrics",
+        "vllm.v1.metrics.cache_hit_source",
     )  # fmt: skip
     made = {name: ModuleType(name) for name in modules}
     for module in made.values():
@@ -83,6 +94,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
     sys.modules.update(pretended())
     try:
         names = [
+            "compatibility",
             "scheduling",
             "moving",
             "configuration",
@@ -90,6 +102,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
             "counts",
             "loading",
             "naming",
+            "offload_tier",
             "paying",
             "storing",
         ]

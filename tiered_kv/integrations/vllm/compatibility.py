@@ -1,9 +1,13 @@
-"""Which vLLM this is written for. Imported before anything of vLLM's that may have another shape in another version."""
+"""Which vLLM this is written for, and on what it runs.
+
+Imported before anything of vLLM's that may have another shape in another version.
+"""
 
 import re
 from typing import Final
 
 from vllm import __version__
+from vllm.platforms import current_platform
 
 from tiered_kv.values.errors import ConfigurationError
 
@@ -28,3 +32,8 @@ def check_version(version: str) -> str:
 
 VERSION: Final = check_version(__version__)
 """Of the vLLM that is here."""
+
+
+def device_kind() -> str:
+    """Say what computes: what is called fp8 is another number, of the same bits, on another make of GPU."""
+    return f"{current_platform.device_name} with {current_platform.fp8_dtype()}"

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.v1.kv_cache_interface import group_kernel_blocks
 
 from tiered_kv.cache.worker import Worker
-from tiered_kv.integrations.vllm.compatibility import VERSION
+from tiered_kv.integrations.vllm.compatibility import VERSION, device_kind
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.messages import Hello, Report, Step, StoreOrder
 from tiered_kv.values.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
@@ -232,12 +232,14 @@ class MovingSide:
     def _tag(self, tensor: torch.Tensor, layer_names: tuple[str, ...]) -> str:
         """Say what a page's bytes are: whoever says the same can read them."""
         layers = get_layers_from_vllm_config(self._vllm_config, AttentionLayerBase, list(layer_names))
-        backends = sorted({str(layer.get_attn_backend().get_name()) for layer in layers.values()})
-        device = tensor.device.type
-        if device == "cpu":  # its kernels pack keys for the instructions that there are
+        # On a CPU a layer says for which instructions its kernels pack keys.
+        packed = {f"{layer.get_attn_backend().get_name()} {getattr(layer, 'isa', '')}" for layer in layers.values()}
+        device = device_kind()
+        if tensor.device.type == "cpu":
             device += f" {torch.backends.cpu.get_cpu_capability()}"
-        page = tuple(group_kernel_blocks(tensor, self._configuration.num_engine_blocks).shape[1:])
-        tag = f"vllm {VERSION}, {'+'.join(backends)} on {device}, {tensor.dtype} {page}"
+        page = group_kernel_blocks(tensor, self._configuration.num_engine_blocks)[0]
+        form = f"{tensor.dtype} {tuple(page.shape)} by {page.stride()}"
+        tag = f"vllm {VERSION}, {'+'.join(sorted(packed))} on {device}, {form}"
         stages = self._configuration.num_stages
         return f"{tag}, a stage of {stages}" if stages > 1 else tag  # which one is in the rank
 

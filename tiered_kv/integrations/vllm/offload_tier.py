@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.integrations.vllm.compatibility import VERSION
+from tiered_kv.integrations.vllm.compatibility import VERSION, device_kind
 from tiered_kv.integrations.vllm.configuration import weights_of, with_rank
 from tiered_kv.integrations.vllm.offload_jobs import OffloadJobs
 from tiered_kv.settings.settings import TieredKVSettings
@@ -146,4 +146,4 @@ def _tag(config: Any) -> str:
     groups = [(group.tokens_per_block, group.layer_names) for group in config.groups]
     facts = (config.model.dtype, groups, config.cache, sizes, config.kv_cache_layout, config.canonical_layout)
     digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:32]
-    return f"vllm {VERSION} offloaded chunk on {platform.machine()}, {digest}"
+    return f"vllm {VERSION} offloaded chunk on {device_kind()} of {platform.machine()}, {digest}"
