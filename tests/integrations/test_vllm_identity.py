@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support.small_vllm import VLLM, group
-from tiered_kv import ModelIdentity
+from tiered_kv import ConfigurationError, ModelIdentity
 
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
@@ -115,3 +115,12 @@ def test_another_make_of_gpu_reads_none_of_its_pages(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(VLLM.compatibility, "current_platform", here)
         tags += [page_tag(monkeypatch, Layer()), chunk_tag()]
     assert len({*tags}) == 6
+
+
+def test_below_vllm_s_own_tier_a_model_of_the_hub_must_be_named() -> None:
+    """A tier is told no revision, and the newest one here may be another than the one that is served."""
+    config = SimpleNamespace(model=SimpleNamespace(name="org/model"), parallel=SimpleNamespace(data_parallel_index=0))
+    with pytest.raises(ConfigurationError, match="which revision of it is served"):
+        VLLM.offload_tier.TieredKVTier(
+            SimpleNamespace(config=config), memoryview(bytearray(4096)), "t", ["cpu://?capacity=1MiB"]
+        )

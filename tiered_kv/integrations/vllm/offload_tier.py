@@ -6,6 +6,7 @@ done by the cache's event loop. Only `drain_jobs` and `shutdown` wait.
 
 import gc
 import hashlib
+import os
 import platform
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,7 +58,8 @@ class TieredKVTier(SecondaryTierManager):
             primary_kv_view: vLLM's CPU tier, ``(num_chunks, bytes a chunk)``. Lent until `shutdown`.
             tier_type: vLLM's name of this tier.
             tiers: Of `TieredKVSettings`. Without ``cpu`` no memory is taken beside `CacheLimits.bounce`.
-            weights: Names the weights; read off the checkpoint's files if left out.
+            weights: Names the weights, and what of vLLM's settings changes their KV: a tier is told of none. If left
+                out, the checkpoint's files tell, of a model that is a folder.
             limits: Of `TieredKVSettings`.
             backpressure_detector: vLLM's.
             load_timeout_s: How long a load may take; what has not come then is computed.
@@ -72,7 +74,13 @@ class TieredKVTier(SecondaryTierManager):
         config = offloading_spec.config
         rank = config.parallel.data_parallel_index
         settings = TieredKVSettings(tiers=with_rank(tiers, rank), limits=with_rank(dict(limits or {}), rank))
-        model = ModelIdentity(config.model.name.rpartition("/")[2], weights or weights_of(config.model.name))
+        name = config.model.name
+        if not weights and not os.path.isdir(name):  # noqa: PTH112 - the name of a model is no path
+            raise ConfigurationError(
+                f"vLLM tells a tier the name of a model, {name!r}, and not which revision of it is served: say that by "
+                '"weights" beside "tiers", a name that changes when they do'
+            )
+        model = ModelIdentity(name.rpartition("/")[2], weights or weights_of(name))
         chunk = KVGroup.opaque(
             self.block_size_bytes, tag=_tag(config), block_size=config.groups[0].tokens_per_block * _blocks(config)
         )
