@@ -199,6 +199,41 @@ def test_other_weights_are_another_model(opened: Open) -> None:
         opened(pool, weights=None, model_name="no/such-model")
 
 
+def test_what_else_changes_kv_is_another_model(opened: Open, tmp_path: Path) -> None:
+    """How weights are quantized as they are loaded, and by which scales an fp8 cache is kept: what their file says."""
+    scales = tmp_path / "scales.json"
+    scales.write_text('{"layer0": 1.0}')
+    plain: dict[str, Any] = {"load_format": "auto", "kv_cache_dtype": "fp8_e4m3"}
+    scaled = {**plain, "quantization_param_path": str(scales)}
+    pool = host_pool("page_first")
+
+    def has(arguments: dict[str, Any]) -> bool:
+        storage = opened(pool, arguments=arguments)
+        is_there = bool(storage.batch_exists(KEYS[:1]))
+        storage.batch_set_v1(KEYS[:1], at(0))
+        storage.close()
+        return is_there
+
+    served = [plain, scaled, *({**plain, name: "fp8"} for name in ("modelopt_quant", "rl_quant_profile"))]
+    served.append({**plain, "quantize_and_serve": True})
+    assert [has(arguments) for arguments in served] == [False] * 5
+    assert [has(arguments) for arguments in served] == [True] * 5
+    scales.write_text('{"layer0": 2.0}')
+    assert not has(scaled)
+    scales.unlink()
+    with pytest.raises(ConfigurationError, match="can't be read"):
+        has(scaled)
+
+
+def test_weights_of_chance_must_be_named(opened: Open, tmp_path: Path) -> None:
+    """SGLang makes them up, whatever is in the checkpoint's files."""
+    (tmp_path / "model.safetensors").write_bytes(bytes(8) + b"{}")
+    arguments = {"load_format": "dummy", "model_path": str(tmp_path)}
+    with pytest.raises(ConfigurationError, match="are in no file"):
+        opened(host_pool("page_first"), weights=None, arguments=arguments)
+    assert opened(host_pool("page_first"), arguments=arguments).batch_exists(KEYS[:1]) == 0
+
+
 def test_after_closing_nothing_is_there(opened: Open) -> None:
     """SGLang may still ask: it is told no, and raised nothing at; closing again is harmless."""
     pool = host_pool("layer_first")

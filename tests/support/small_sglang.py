@@ -7,7 +7,7 @@ from abc import ABC
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -253,6 +253,7 @@ def storages() -> Iterator[Any]:
         connect: str = "",
         prefill_tokens_per_s: float = 0.0,
         beside: dict[str, Any] | None = None,
+        arguments: dict[str, Any] | None = None,
         **config: Any,  # noqa: ANN401 - fields of Config
     ) -> Any:  # noqa: ANN401 - as `adapter` has it
         settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
@@ -261,6 +262,8 @@ def storages() -> Iterator[Any]:
         extra = {"interface_v1": 1, "tiered_kv": {"weights": weights, **settings}}
         config.setdefault("is_mla_model", isinstance(pool, MLATokenToKVPoolHost))
         storage = adapter()(Config(extra, **config), {})
+        if arguments is not None:  # of an engine, which a storage is otherwise without
+            vars(sys.modules["sglang.srt.runtime_context"])["get_server_args"] = lambda: SimpleNamespace(**arguments)
         opened.append(storage)
         storage.register_mem_pool_host(pool)
         for name, other in (beside or {}).items():

@@ -10,6 +10,7 @@ them for a tier: what does not arrive, or find room, is answered with False, and
 """
 
 import asyncio
+import hashlib
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -42,6 +43,11 @@ _ALL_PAGES: Final = "all_pages"
 _TRAILING_PAGES: Final = "trailing_pages"
 _MAMBA: Final = "mamba"
 """SGLang's name of the pool of states, which each rank has of its own whatever the other pools hold."""
+_ARGUMENTS: Final = (
+    "quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile", "json_model_override_args",
+    "speculative_draft_model_path", "kv_cache_dtype",
+)  # fmt: skip
+"""SGLang's, which change what its weights compute or how that is kept."""
 
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
@@ -455,10 +461,18 @@ def _identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity:  # 
         arguments = get_server_args()
     except Exception:  # noqa: BLE001 - there is no engine, only its controller
         arguments = None
-    for name in ("quantization", "json_model_override_args", "speculative_draft_model_path", "kv_cache_dtype"):
-        facts[name] = str(getattr(arguments, name, None))
+    facts |= {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS}
+    if scales := getattr(arguments, "quantization_param_path", None):
+        try:
+            facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
+        except OSError as error:
+            raise ConfigurationError(f"the scales of the KV cache in {scales!r} can't be read: {error}") from error
     path = str(getattr(arguments, "model_path", None) or config.model_name or "")
     if weights is None:
+        if getattr(arguments, "load_format", None) == "dummy":
+            raise ConfigurationError(
+                'weights of load_format "dummy" are in no file: name them by "tiered_kv": {"weights": ...}'
+            )
         weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None)))
     return ModelIdentity(Path(path).name or "model", weights, extra=tuple(sorted(facts.items())))
 
