@@ -54,6 +54,16 @@ def llama(seed: int = 0) -> Model:
     return model
 
 
+def llava() -> Model:
+    """Return a small model of text and images."""
+    sizes: dict[str, Any] = {
+        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2
+    }  # fmt: skip
+    text, vision = LlamaConfig(vocab_size=64, **sizes), CLIPVisionConfig(image_size=32, patch_size=16, **sizes)
+    config = LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, vision_feature_layer=-1)
+    return LlavaForConditionalGeneration(config)
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a small Llama."""
@@ -345,21 +355,17 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
 
 def test_prompts_with_images_are_refused() -> None:
     """Their tokens are the same whatever an image shows; text for the same model is served."""
-    sizes: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2
-    }  # fmt: skip
-    text, vision = LlamaConfig(vocab_size=64, **sizes), CLIPVisionConfig(image_size=32, patch_size=16, **sizes)
-    model: Model = LlavaForConditionalGeneration(
-        LlavaConfig(text_config=text, vision_config=vision, image_token_index=63, vision_feature_layer=-1)
-    )
-    with open_tiered(model, {"tiers": ["cpu://?capacity=4MiB"]}, weights="w", block_size=SIZE) as tiered:
+    with open_tiered(llava(), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w", block_size=SIZE) as tiered:
         assert tiered.past(torch.tensor([[1, 2, 3]])).num_loaded_tokens == [0]
         with pytest.raises(ConfigurationError, match="has image tokens"):
             tiered.past(torch.tensor([[1, 63, 63, 63, 63, 2]]))
 
 
 def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) -> None:
-    """Loaded again they are the same; a model made in memory, or with an adapter, has to be named."""
+    """Loaded again they are the same; a model made in memory, or with an adapter, has to be named.
+
+    Other positions, or weights that are quantized as they are loaded, are another model.
+    """
     assert identity_of(load_model(checkpoint)) == identity_of(model)
     assert identity_of(model).weights.startswith("files:")
     with pytest.raises(ConfigurationError, match="pass weights="):
@@ -367,6 +373,11 @@ def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) ->
     scaled = load_model(checkpoint)
     scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
     assert identity_of(scaled) != identity_of(model)
+    for make in (llama, llava):
+        whole, quantized = make(), make()
+        quantized.config.quantization_config = {"load_in_4bit": True, "quant_method": "bitsandbytes"}
+        assert identity_of(whole, "w") == identity_of(make(), "w")
+        assert identity_of(quantized, "w") != identity_of(whole, "w")
     adapted = load_model(checkpoint)
     adapted._hf_peft_config_loaded = True  # noqa: SLF001 - as loading an adapter does
     with pytest.raises(ConfigurationError, match="adapters"):

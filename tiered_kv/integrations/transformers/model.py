@@ -229,6 +229,7 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
             )
     facts = model.config.get_text_config(decoder=True).to_dict()
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
+    kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
     digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest),))
 
