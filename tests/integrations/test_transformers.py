@@ -353,6 +353,31 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
             )  # fmt: skip
 
 
+def test_what_generate_hides_by_itself_is_refused(model: Model, tmp_path: Path) -> None:
+    """Without a mask it hides a token that is its padding: KV computed so is no other prompt's, and is not stored.
+
+    With a mask of ones the token is one like any other, as it is where it ends answers, and in continuous batching.
+    """
+    prompt = [0 if 20 <= at < 40 else token for at, token in enumerate(PROMPTS[0])]
+    ids = torch.tensor([prompt])
+    ends = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=0, pad_token_id=0)  # type: ignore[no-untyped-call]  # transformers' is not
+    (expected,) = batch(model, prompts=[prompt])
+    with opened(model, tmp_path) as tiered:
+        with pytest.raises(ConfigurationError, match="same attention_mask"):
+            model.generate(ids, past_key_values=tiered.past(ids), generation_config=GREEDY)
+        rows, mask = padded()
+        with pytest.raises(ConfigurationError, match="same attention_mask"):
+            model.generate(rows, attention_mask=mask, past_key_values=tiered.past(rows), generation_config=GREEDY)
+        ones = torch.ones_like(ids)
+        for asked, config, num_loaded in ((ones, GREEDY, 0), (None, ends, 192)):
+            past = tiered.past(ids)
+            assert past.num_loaded_tokens == [num_loaded]
+            out = model.generate(ids, attention_mask=asked, past_key_values=past, generation_config=config)
+            assert out[0, len(prompt) :].tolist() == expected
+            past.store(out)
+        assert batch(model, prompts=[prompt]) == [expected]
+
+
 def test_prompts_with_images_are_refused() -> None:
     """Their tokens are the same whatever an image shows; text for the same model is served."""
     with open_tiered(llava(), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w", block_size=SIZE) as tiered:

@@ -62,7 +62,9 @@ class TieredModel:
         Args:
             input_ids: ``(batch, width)``, what ``generate`` is going to get. Prompts that are shorter are padded on the
                 left, as ``generate`` wants them.
-            attention_mask: ``(batch, width)``, 0 where ``input_ids`` is padding; none is by default.
+            attention_mask: ``(batch, width)``, 0 where ``input_ids`` is padding; none is by default. Give ``generate``
+                the same. Without one it hides each token that is its ``pad_token_id``, unless that ends answers too,
+                and is refused where ``past`` was not told that these are hidden.
 
         Raises:
             ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
@@ -115,8 +117,23 @@ def open_tiered(
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks))
-        with nullcontext() if parts.state is None else _states_kept(model, block_size):
+        with _masks_checked(model), nullcontext() if parts.state is None else _states_kept(model, block_size):
             yield tiered
+
+
+@contextmanager
+def _masks_checked(model: PreTrainedModel) -> Iterator[None]:
+    """Have a `TieredCache` see what is hidden from the tokens that a step computes into it."""
+
+    def check(_model: Module, _args: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - any model's
+        if isinstance(past := given.get("past_key_values"), TieredCache):
+            past.check_mask(given.get("attention_mask"))
+
+    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
 
 
 @contextmanager

@@ -119,6 +119,27 @@ class TieredCache(DynamicCache):
             )
         self._load(device)
 
+    def check_mask(self, attention_mask: Tensor | None) -> None:
+        """See that a step hides of the prompts what they were named without.
+
+        Args:
+            attention_mask: ``(batch, n)``, of the first tokens, to the last that the step computes; None: all are seen.
+
+        Raises:
+            ConfigurationError: It hides something else.
+        """
+        width = self._prompts.shape[1]
+        if self.get_seq_length() >= width or (attention_mask is not None and len(attention_mask) != len(self._pads)):
+            return  # what was generated is hidden from nobody; and other rows are refused with their KV
+        wanted = torch.arange(width) >= torch.tensor(self._pads)[:, None]
+        seen = torch.ones_like(wanted) if attention_mask is None else attention_mask[:, :width].cpu().bool()
+        if not torch.equal(seen, wanted[:, : seen.shape[-1]]):
+            raise ConfigurationError(
+                "tokens of these prompts are hidden that were not from past(), or the other way round: give both the "
+                "same attention_mask. Without one generate() hides what equals pad_token_id: pass one of ones if it "
+                "stands for itself"
+            )
+
     def update(
         self,
         key_states: Tensor,
