@@ -11,6 +11,8 @@ import pytest
 import torch
 from transformers import (
     CLIPVisionConfig,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
@@ -384,6 +386,31 @@ def test_prompts_with_images_are_refused() -> None:
         assert tiered.past(torch.tensor([[1, 2, 3]])).num_loaded_tokens == [0]
         with pytest.raises(ConfigurationError, match="has image tokens"):
             tiered.past(torch.tensor([[1, 63, 63, 63, 63, 2]]))
+
+
+@pytest.mark.parametrize("rope", ["dynamic", "longrope", "of one type of layers"])
+def test_keys_that_go_by_a_prompt_s_length_are_refused(rope: str) -> None:
+    """What a short prompt has stored would be read by a longer one, whose own keys are rotated otherwise."""
+    sizes: dict[str, Any] = {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 16,
+    }  # fmt: skip
+    plain: dict[str, Any] = {"rope_type": "default", "rope_theta": 10000.0}
+    dynamic = {**plain, "rope_type": "dynamic", "factor": 4.0}
+    factors = {"factor": 4.0, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    model: Model
+    if rope == "of one type of layers":
+        types: dict[str, Any] = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32}
+        ropes = {"sliding_attention": plain, "full_attention": dynamic}
+        model = Gemma3ForCausalLM(Gemma3TextConfig(rope_parameters=ropes, **types, **sizes))
+    else:
+        long = {**plain, "rope_type": "longrope", "original_max_position_embeddings": 128, **factors}
+        model = LlamaForCausalLM(LlamaConfig(rope_parameters=dynamic if rope == "dynamic" else long, **sizes))
+    with (
+        pytest.raises(ConfigurationError, match="by how long that is"),
+        open_tiered(model, {"tiers": ["cpu://?capacity=4MiB"]}, weights="w"),
+    ):
+        pass
 
 
 def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) -> None:

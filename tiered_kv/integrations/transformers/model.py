@@ -259,7 +259,15 @@ def _check(model: PreTrainedModel) -> None:
             f"{type(model).__name__} has layers that keep {', '.join(sorted(others))}: served are full attention, "
             "windows and states, and no more than that (an index, a state beside a window)"
         )
-    if "reuse" in (getattr(model.config.get_text_config(decoder=True), "kv_sharing_modes", None) or ()):
+    text = model.config.get_text_config(decoder=True)
+    ropes = getattr(text, "rope_parameters", None) or {}
+    types = {str(each.get("rope_type")) for each in (ropes, *ropes.values()) if isinstance(each, Mapping)}
+    if by_length := types & {"dynamic", "longrope"}:
+        raise ConfigurationError(
+            f"{type(model).__name__} has rope of type {', '.join(sorted(by_length))}: transformers rotates all keys of "
+            "a prompt by how long that is, so a longer one can't go on with what a shorter one has stored"
+        )
+    if "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         raise ConfigurationError(f"{type(model).__name__} has layers that share others' KV: not served")
     if all(kind in (LinearAttentionLayer, DummyLayer) for kind in kinds):
         raise ConfigurationError(
