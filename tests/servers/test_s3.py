@@ -29,6 +29,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError,
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
 from tiered_kv.values.specs import LoadStoreSpec, ObjectLoadStoreSpec
 from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant, s3_backend
+from tiered_kv_backends.s3.doomed import mark_of
 
 _PREFIXES = itertools.count()
 SIZE = GROUPS[0].payload_bytes
@@ -477,6 +478,14 @@ NO_OBJECTS = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketRes
 """What a store without marks of evictions answers who lists them."""
 
 
+def a_part_of(names: Sequence[str]) -> str:
+    """Return the answer that lists these objects, and says that there are more."""
+    since = "<LastModified>2026-11-22T00:00:00.000Z</LastModified><Size>0</Size>"
+    objects = "".join(f"<Contents><Key>{name}</Key>{since}</Contents>" for name in names)
+    more = "<IsTruncated>true</IsTruncated><NextContinuationToken>more</NextContinuationToken>"
+    return f"<ListBucketResult>{more}{objects}</ListBucketResult>"
+
+
 class AnsweringServer:
     """Speaks enough HTTP to answer each request by what ``answer`` returns, and counts those under way; no listings."""
 
@@ -486,7 +495,9 @@ class AnsweringServer:
         self.hold_until = hold_until
         """Answers wait until so many requests have come."""
         self.listing = "200 OK"
-        """How it answers who lists the marks of evictions, of which it has none."""
+        """How it answers who lists the marks of evictions, of which it has none; empty: not at all."""
+        self.marks: Sequence[str] = ()
+        """It lists these if there are any, and never answers who asks for more."""
         self._now = 0
         self._answers = answers
         self._enough = asyncio.Event()
@@ -497,7 +508,9 @@ class AnsweringServer:
             while (head := await reader.readuntil(b"\r\n\r\n")).strip():
                 status, body = "404 Not Found", ""
                 if b"list-type=2" in head:
-                    status, body = self.listing, NO_OBJECTS.decode()
+                    if b"continuation-token" in head or not self.listing:
+                        continue
+                    status, body = self.listing, a_part_of(self.marks) if self.marks else NO_OBJECTS.decode()
                 elif b"is-anybody-there" not in head:
                     self.num_requests += 1
                     self._now += 1
@@ -732,6 +745,20 @@ async def test_what_was_evicted_is_known_before_anything_is_served(monkeypatch: 
         assert server.num_requests == 0
         server.listing = "200 OK"
         assert await backend.lookup([block_key(1)]) == [Outcome.MISS]
+
+
+async def test_marks_that_take_too_long_to_list_are_asked_for_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evictions so many that their listing does not end in time make lookups slower; if nothing comes they fail."""
+    monkeypatch.setattr(s3_backend, "_READ_MARKS_EVERY_S", 0.0)
+    monkeypatch.setattr(s3_backend, "_LISTED_AT_ONCE", 1)
+    (key,), whole = chain(1, "others"), chain(16)
+    async with answering(itertools.repeat("404 Not Found"), timeout_s=2) as (backend, server):
+        server.marks = [mark_of(key)]
+        assert await backend.lookup(whole) == [Outcome.MISS] * 16
+        assert server.num_requests == 16 + 1 + 16
+        server.listing = ""
+        with pytest.raises(BackendUnavailableError, match=r"list evicted blocks: nothing came within 0\.6 s"):
+            await backend.lookup(whole)
 
 
 async def test_one_failed_block_fails_alone() -> None:

@@ -237,17 +237,26 @@ class S3Backend(Backend):
         self._doomed.read(marks, are_all=are_all)
 
     async def _list_marks(self) -> tuple[frozenset[str], bool]:
-        """List marks within the time of one request, and say whether these are all: a listing need have no end."""
-        marks, num_listed = set[str](), 0
-        async with asyncio.timeout(REQUEST_WITHIN * self.settings.timeout_s):
-            for shape in self._context.groups:
-                async for some in obstore.list(
-                    self._store, f"{MARKS}/{shape.fingerprint.hex()}", chunk_size=_LISTED_AT_ONCE
-                ):
-                    marks.update(each["path"] for each in some if is_mark(each["path"]))
-                    num_listed += len(some)
-                    if num_listed >= MOST_MARKS:
-                        return frozenset(marks), False
+        """List marks within the time of one request, and say whether these are all: a listing need have no end.
+
+        Raises:
+            TimeoutError: Not even a part of them came in that time.
+        """
+        marks, num_listed, limit_s = set[str](), 0, REQUEST_WITHIN * self.settings.timeout_s
+        try:
+            async with asyncio.timeout(limit_s):
+                for shape in self._context.groups:
+                    async for some in obstore.list(
+                        self._store, f"{MARKS}/{shape.fingerprint.hex()}", chunk_size=_LISTED_AT_ONCE
+                    ):
+                        marks.update(each["path"] for each in some if is_mark(each["path"]))
+                        num_listed += len(some)
+                        if num_listed >= MOST_MARKS:
+                            return frozenset(marks), False
+        except TimeoutError:
+            if not num_listed:
+                raise TimeoutError(f"nothing came within {limit_s:g} s") from None
+            return frozenset(marks), False
         return frozenset(marks), True
 
     async def _delete_all(self, names: list[str], deadline: float) -> None:
