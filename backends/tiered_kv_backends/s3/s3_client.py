@@ -76,7 +76,10 @@ class S3Settings(StorageTierSettings):
     create_only: bool = False
     """Never replace an object (``If-None-Match: *``). A damaged one is deleted by its second read, then stored anew."""
     pack_bytes: Size = Field(default=default_size(4 << 20), ge=0)
-    """Blocks of a prompt are stored together in objects of up to this size, 16 at most. 0: one object per block."""
+    """Blocks of a prompt are stored together in objects of up to this size, 16 at most. 0: one object per block.
+
+    The same for all that share a prefix: packs of another size are neither found nor evicted.
+    """
     answer_ttl_s: float = Field(default=2.0, ge=0, allow_inf_nan=False)
     """How long what a probe said is believed. 0: every lookup asks."""
     sign_payload: bool = False
