@@ -21,6 +21,7 @@ pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
 from mooncake.store import MooncakeDistributedStore  # noqa: E402 - after the check for it
 
 from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - after the check for its client
+from tiered_kv_backends import mooncake  # noqa: E402 - only where it can be imported
 from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
 
 SIZE = 2 << 20
@@ -203,6 +204,23 @@ async def test_a_master_that_does_not_answer() -> None:
             await MooncakeBackend(settings).open(context)
         for each in full:
             each.close()
+
+
+async def test_a_master_that_stands_still_keeps_nobody() -> None:
+    """A host that takes connections and says nothing ends in our error in time: the client is not asked to join it."""
+    with socket.create_server(("127.0.0.1", 0)) as mute, open_context() as context:
+        settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{mute.getsockname()[1]}", timeout_s=0.5)
+        with pytest.raises(BackendUnavailableError, match=r"no answer within 0\.5 s"):
+            await MooncakeBackend(settings).open(context)
+
+
+async def test_what_the_client_says_of_joining_is_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last words of the process that joins first are in the error."""
+    monkeypatch.setattr(mooncake, "_JOIN", "raise ImportError('no such client')")
+    with socket.create_server(("127.0.0.1", 0)) as mute, open_context() as context:
+        settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{mute.getsockname()[1]}")
+        with pytest.raises(BackendUnavailableError, match="its client says ImportError: no such client"):
+            await MooncakeBackend(settings).open(context)
 
 
 async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
