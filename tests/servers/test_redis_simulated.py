@@ -178,7 +178,7 @@ def _taken(sent: bytearray) -> list[bytes] | None:
 
 
 @asynccontextmanager
-async def opened(server: SimulatedServer, patch: pytest.MonkeyPatch) -> AsyncIterator[RedisBackend]:
+async def opened(server: SimulatedServer, patch: pytest.MonkeyPatch, **changes: object) -> AsyncIterator[RedisBackend]:
     """Yield a backend whose connections are the server's."""
 
     async def connect(*_: object) -> Any:  # noqa: ANN401 - what has a socket's methods
@@ -188,7 +188,8 @@ async def opened(server: SimulatedServer, patch: pytest.MonkeyPatch) -> AsyncIte
         return SimulatedSocket(server)
 
     patch.setattr(Socket, "connect", connect)
-    backend = RedisBackend({"url": "redis://a.server:1", "timeout_s": TIMEOUT_S, "connections": 2, "ttl_s": 60})
+    settings = {"url": "redis://a.server:1", "timeout_s": TIMEOUT_S, "connections": 2, "ttl_s": 60}
+    backend = RedisBackend(settings | changes)
     odds, server._odds = server._odds, 0.0  # noqa: SLF001 - it opens well
     await backend.open(BackendContext(GROUPS, lambda _: None, asyncio.get_running_loop().time))  # type: ignore[arg-type, return-value]  # no threads
     server._odds = odds  # noqa: SLF001 - and then it is as it is
@@ -300,6 +301,30 @@ def simulate_all(seeds: Iterable[int], patch: pytest.MonkeyPatch) -> None:
 def test_what_is_answered_is_true_whatever_becomes_of_connections(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """By ten seeds each; a failure names its own."""
     simulate_all(range(first, first + 10), monkeypatch)
+
+
+def test_a_server_that_took_no_connection_is_asked_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When to ask a single server again is for its tier to decide: no pause of the medium's own is added to that."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        server = SimulatedServer(0)
+        server.well_from = 0.0
+        async with opened(server, monkeypatch, connect_timeout_s=1) as backend:
+            for each in server.sockets:
+                each.close()
+            with monkeypatch.context() as patch:
+                patch.setattr(Socket, "connect", never)
+                with pytest.raises(BackendUnavailableError, match="LATE"):
+                    await backend.lookup(KEYS)
+            assert await backend.lookup(KEYS) == [Outcome.MISS] * NUM_KEYS
+
+    loop = VirtualLoop()
+    loop.is_busy = lambda: False
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
 
 
 @pytest.mark.parametrize("bug", ["a connection is used again", "an error counts as gone"])

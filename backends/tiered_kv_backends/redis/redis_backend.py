@@ -195,7 +195,8 @@ class RedisBackend(Backend):
             else:
                 found = [f"{_LATE} {server.address} a moment ago"] * len(which)
         except TimeoutError:
-            server.was_late(self._clock())
+            if self.settings.cluster:  # when to ask a single server again is for its tier to decide
+                server.was_late(self._clock())
             self._servers.doubt()  # its keys may be another node's by now; the next call will see
             found = [f"{_LATE} {server.address}"] * len(which)
         except (OSError, RedisError) as error:
