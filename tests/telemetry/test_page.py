@@ -14,7 +14,7 @@ import pytest
 from fastapi import FastAPI
 
 from tests.support.backends import ScriptedBackend
-from tests.support.caches import Recorder, keep, open_cache
+from tests.support.caches import Recorder, a_while, keep, open_cache
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tests.support.virtual import advance
 from tests.support.virtual import run as run_in_virtual_time
@@ -22,6 +22,7 @@ from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, Ti
 from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
 from tiered_kv.telemetry.page import page_server
+from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.telemetry.prompts import Asked
 from tiered_kv.telemetry.watch import Moment, MomentHistory
 from tiered_kv.values.keys import salt_digest
@@ -291,6 +292,28 @@ async def test_silent_connections_keep_nobody_from_asking(tmp_path: Path) -> Non
             each.connect(str(path))
         assert await served_at(path) == 200
         assert await asyncio.to_thread(is_ended, silent[0])
+
+
+async def test_a_page_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path) -> None:
+    """Which begins while the first one still waits for who is asking it; nor is one removed that others put there."""
+    path = tmp_path / "kv.sock"
+    first, second = (PageServer(Page(), f"unix:{path}") for _ in range(2))
+    first.start()
+    with socket.socket(socket.AF_UNIX) as asking_slowly:
+        asking_slowly.connect(str(path))
+        asking_slowly.sendall(HALF_A_QUESTION)
+        ending = asyncio.ensure_future(first.stop())
+        while isinstance(second.start(), PageNotServed):
+            await a_while()
+        await ending
+    assert await served_at(path) == 503
+    path.unlink()
+    third = PageServer(Page(), f"unix:{path}")
+    third.start()
+    await second.stop()
+    assert await served_at(path) == 503
+    await third.stop()
+    assert not path.exists()
 
 
 async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:

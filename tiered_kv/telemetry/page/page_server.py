@@ -44,6 +44,7 @@ class PageServer:
             import uvicorn  # noqa: PLC0415 - an extra; a cache that lacks it does not open
         except ImportError as error:
             raise ConfigurationError("serving the page needs uvicorn: pip install 'tiered-kv[page]'") from error
+        self._socket: tuple[Path, os.stat_result] | None = None
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
@@ -56,6 +57,9 @@ class PageServer:
             listening = _listen(where)
         except OSError as error:
             return PageNotServed(self._address, error.strerror or str(error))
+        if isinstance(where, str):
+            with suppress(FileNotFoundError):  # removed at once
+                self._socket = Path(where), Path(where).lstat()
         app = self._app
         if not isinstance(where, str) and is_of_this_host(where[0]):
             app = _of_this_host_alone(app)
@@ -74,16 +78,22 @@ class PageServer:
     async def stop(self) -> None:
         """Serve no more; waits for the thread for a limited time."""
         if self._server is not None and self._thread is not None:
+            if self._socket is not None:
+                _remove_own(*self._socket)
             self._server.should_exit = True
             await asyncio.to_thread(self._thread.join, _CLOSE_TIMEOUT_S)
 
 
 def _serve(server: "uvicorn.Server", listening: socket.socket) -> None:
-    name = listening.getsockname()
     with listening:
         server.run(sockets=[listening])
-    if isinstance(name, str):
-        Path(name).unlink(missing_ok=True)
+
+
+def _remove_own(path: Path, made: os.stat_result) -> None:
+    """Remove a socket while it is listened at: later the next process may have taken its place."""
+    with suppress(OSError):
+        if os.path.samestat(path.lstat(), made):
+            path.unlink()
 
 
 class _Silent:
