@@ -347,12 +347,18 @@ def test_a_directory_is_the_same_by_a_link(tmp_path: Path) -> None:
     assert "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme'" in complaint(tiers=tiers)
 
 
-def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kubernetes sets these in every pod beside a service called tiered-kv."""
-    for name in ("TIEREDKV_PORT", "TIEREDKV_SERVICE_HOST", "TIERED_KV_SERVICE_PORT_HTTP", "TIERED_KV_PORT_80_TCP_ADDR"):
-        monkeypatch.setenv(name, "10.0.0.1")
-    for name in ("TIERED_KV_SERVICE_HOST", "TIERED_KV_PORT", "TIERED_KV_PORT_80_TCP", "TIERED_KV_SERVICE_PORT"):
-        monkeypatch.setenv(name, "tcp://10.0.0.1:80")
+@pytest.mark.parametrize(
+    "service", ["TIERED_KV", "TIEREDKV", *(f"TIERED_KV_{field.upper()}" for field in TieredKVSettings.model_fields)]
+)
+def test_variables_of_others_are_let_be(monkeypatch: pytest.MonkeyPatch, service: str) -> None:
+    """Kubernetes sets these in every pod beside a service called tiered-kv, or tiered-kv-metrics."""
+    for name in ("SERVICE_HOST", "PORT_80_TCP_ADDR"):
+        monkeypatch.setenv(f"{service}_{name}", "10.0.0.1")
+    for name in ("SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT_80_TCP_PORT"):
+        monkeypatch.setenv(f"{service}_{name}", "80")
+    for name in ("PORT", "PORT_80_TCP"):
+        monkeypatch.setenv(f"{service}_{name}", "tcp://10.0.0.1:80")
+    monkeypatch.setenv(f"{service}_PORT_80_TCP_PROTO", "tcp")
     assert TieredKVSettings() == TieredKVSettings(tiers=[CPUTier()])
 
 

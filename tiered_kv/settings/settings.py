@@ -43,6 +43,8 @@ from tiered_kv.values.errors import ConfigurationError
 _PREFIX = "TIERED_KV_"
 _CONFIG = "TIERED_KV_CONFIG"
 _LIKE_OURS = re.compile("TIERED_*KV_*(.+)")
+_OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|PORT=(tcp|udp|sctp)://)")
+"""What every pod has of each service beside it, whatever that is called."""
 _GIB, _MIB = 1024**3, 1024**2
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -258,8 +260,9 @@ def _no_json(error: SettingsError) -> str:
 def _check_environment(fields: Iterable[str]) -> None:
     """Refuse variables that look like ours and are not read."""
     known = [field.upper() for field in fields] + [_CONFIG.removeprefix(_PREFIX)]
-    for variable in os.environ:
-        if (like_ours := _LIKE_OURS.fullmatch(variable.upper())) is None:
+    for variable, value in os.environ.items():
+        like_ours = _LIKE_OURS.fullmatch(variable.upper())
+        if like_ours is None or _OF_KUBERNETES.match(f"{variable}={value}"):
             continue
         name = like_ours[1]
         head, *rest = name.split("__", maxsplit=1)
@@ -268,6 +271,5 @@ def _check_environment(fields: Iterable[str]) -> None:
         limit = re.sub(r"^LIMITS?_*", "", name)
         if limit.lower() in CacheLimits.model_fields:
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
-        # Only what resembles ours: Kubernetes sets TIERED_KV_PORT and more where a service is called tiered-kv.
         if close := difflib.get_close_matches(head, known, n=1):
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{'__'.join([close[0], *rest])}")
