@@ -45,6 +45,8 @@ _CONFIG = "TIERED_KV_CONFIG"
 _LIKE_OURS = re.compile("TIERED_*KV_*(.+)")
 _OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|PORT=(tcp|udp|sctp)://)")
 """What every pod has of each service beside it, whatever that is called."""
+_IN_PARTS = ("LIMITS", "HOST")
+"""Fields of which each part has a variable of its own, behind ``__``."""
 _GIB, _MIB = 1024**3, 1024**2
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -266,10 +268,12 @@ def _check_environment(fields: Iterable[str]) -> None:
             continue
         name = like_ours[1]
         head, *rest = name.split("__", maxsplit=1)
-        if head in known and variable.upper() == _PREFIX + name:
+        if variable.upper() == _PREFIX + name and (head in _IN_PARTS if rest else head in known):
             continue
         limit = re.sub(r"^LIMITS?_*", "", name)
         if limit.lower() in CacheLimits.model_fields:
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
-        if close := difflib.get_close_matches(head, known, n=1):
-            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{'__'.join([close[0], *rest])}")
+        whole = "_".join([head, *rest])
+        if close := [whole] if whole in known else difflib.get_close_matches(head, known, n=1):
+            meant = "__".join([close[0], *rest]) if close[0] in _IN_PARTS else close[0]
+            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{meant}")
