@@ -32,6 +32,16 @@ async def test_the_socket_has_the_mode_and_the_group_that_were_asked_for(tmp_pat
         assert about.st_gid == group
 
 
+def test_a_socket_that_nobody_may_use_is_not_left(tmp_path: Path) -> None:
+    """Where it cannot be given its group: not under the name that it had until then either."""
+    with (
+        pytest.raises(ConfigurationError, match="no group"),
+        serving(tmp_path, cpu(8), host={"group": "no-such-group"}),
+    ):
+        pass
+    assert [each for each in tmp_path.iterdir() if each.is_socket()] == []
+
+
 async def test_whose_process_attaches_is_logged_and_shown(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As the system says it, beside what the client calls itself."""
     caplog.set_level(logging.INFO, "tiered_kv")

@@ -93,6 +93,8 @@ def _bound(path: Path, host: HostSettings) -> socket.socket:
         new.rename(path)
     except BaseException:
         listener.close()
+        with suppress(OSError):
+            new.unlink()
         raise
     finally:
         os.close(folder)
