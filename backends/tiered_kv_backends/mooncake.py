@@ -87,7 +87,8 @@ class MooncakeBackend(Backend):
         @classmethod
         def _check_url(cls, url: str) -> str:
             parts = split_url(url)
-            if parts.scheme != "mooncake" or not parts.hostname or not parts.port or parts.path.strip("/"):
+            more = "@" in parts.netloc or parts.path.strip("/") or parts.query or parts.fragment
+            if parts.scheme != "mooncake" or not parts.hostname or not parts.port or more:
                 raise ValueError("write mooncake://host:port of the master, e.g. mooncake://10.0.0.1:50051")
             return url
 

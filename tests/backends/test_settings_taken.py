@@ -44,3 +44,11 @@ def test_a_url_is_taken_as_it_is(url: str) -> None:
     """Of any store that S3 settings may name, with a host or without: as in a dict, and with fields after it."""
     for given in (url, {"url": url}, f"{url}?connections=3"):
         assert S3Backend(given).settings.url == url
+
+
+@pytest.mark.parametrize("url", ["mooncake://me:geheim@10.0.0.1:50051", "mooncake://10.0.0.1:50051?key=geheim"])
+def test_a_secret_has_no_place_in_a_url_that_is_shown(url: str) -> None:
+    """Mooncake's master knows no passwords: an address with one is refused, and not repeated."""
+    with pytest.raises(ConfigurationError, match="write mooncake://host:port of the master") as caught:
+        MooncakeBackend({"url": url})
+    assert "geheim" not in str(caught.value)
