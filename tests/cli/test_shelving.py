@@ -210,6 +210,31 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
     assert num_bytes - 60 < max(slept) <= num_bytes
 
 
+def files_in(path: Path) -> list[Path]:
+    """Return the files of blocks, in the order in which they are listed."""
+    return [each for each in sorted(path.rglob("*")) if len(each.name) == 64 and each.is_file()]
+
+
+@pytest.mark.parametrize("tier", ["shared_fs"], indirect=True)
+async def test_what_is_deleted_while_it_is_listed_harms_nothing(
+    tier: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that has the tier open deletes files, before or after they are looked at."""
+    await fill(tier)
+    first, second = files_in(Path(tier["path"]))[:2]
+    look = Path.stat
+
+    def looked_at(path: Path, **how: Any) -> os.stat_result:  # noqa: ANN401 - as `Path.stat` has them
+        seen = look(path, **how)
+        if path == first:
+            first.unlink()
+            second.unlink()
+        return seen
+
+    monkeypatch.setattr(Path, "stat", looked_at)
+    assert sum(each["num_blocks"] for each in await answer("inspect", tier["path"])) == 2 * NUM_BLOCKS - 1
+
+
 @pytest.mark.parametrize(
     "arguments",
     [

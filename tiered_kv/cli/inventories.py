@@ -10,6 +10,7 @@ import asyncio
 import fcntl
 import os
 import re
+import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -196,8 +197,13 @@ def _records_in(root: Path) -> Iterator[Found]:
             continue
         for name in sorted(files):
             path = here / name
-            if (match := _SHARED_FILE.search(path.as_posix())) and path.is_file() and not path.is_symlink():
-                status = path.stat()
+            if (match := _SHARED_FILE.search(path.as_posix())) is None:
+                continue
+            try:
+                status = path.lstat()
+            except FileNotFoundError:  # deleted meanwhile, by whoever uses the tier
+                continue
+            if stat.S_ISREG(status.st_mode):
                 yield _File(str(path), Place.of(match["path"]), status.st_size, written_at=status.st_mtime)
 
 
