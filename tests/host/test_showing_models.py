@@ -2,14 +2,16 @@
 
 import asyncio
 import re
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from anyio import fail_after
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.support.any_layout import AnyEngine, cpu, prompt
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import a_while
 from tests.support.command_line import answer, run
 from tests.support.hints import hints
@@ -65,6 +67,21 @@ async def test_a_page_and_metrics_over_all_models(tmp_path: Path, shown: dict[st
     assert not socket.exists()
     with serving(tmp_path, cpu(32), settings=shown) as server:
         assert 'model="two"' not in (await get(socket, "/metrics")).text  # others in this process may have theirs
+
+
+async def test_no_sample_is_there_twice(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """Of a process that is attached twice there is one, of all that it holds: a scrape with two of one name fails."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        async with attached(server, engine, model=ONE) as kv, attached(server, engine, model=ONE) as other:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            async with kv.lease(KEYS[:3]), other.lease(KEYS[:2]):
+                metrics = (await get(tmp_path / "page.sock", "/metrics")).text
+    samples = [each for family in text_string_to_metric_families(metrics) for each in family.samples]
+    names = Counter((each.name, *sorted(each.labels.items())) for each in samples)
+    assert [name for name, times in names.items() if times > 1] == []
+    (held,) = [each.value for each in samples if each.name == "tiered_kv_host_client_bytes"]
+    assert held == 5 * STRIDE
 
 
 async def test_hints_of_a_models_blocks_come_by_http(tmp_path: Path, shown: dict[str, Any]) -> None:

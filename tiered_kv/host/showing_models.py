@@ -100,8 +100,8 @@ class HostMetrics:
             yield under_way
         labels = ["model", "client"]
         held = GaugeMetricFamily("tiered_kv_host_client_bytes", "Held by transfers, leases and jobs.", labels=labels)
-        for model, counts in clients:
-            held.add_metric([model, counts["name"]], counts["bytes"])
+        for (model, client), size in _held(clients).items():
+            held.add_metric([model, client], size)
         yield held
         for field, what in (("given", "share_bytes"), ("right", "share_right_bytes")):
             parts = GaugeMetricFamily(f"tiered_kv_host_{what}", "Of a tier, a model's.", labels=["model", "tier"])
@@ -109,6 +109,14 @@ class HostMetrics:
                 parts.add_metric([model, tier], size)
             yield parts
         yield CounterMetricFamily("tiered_kv_host_refused", "Clients that were refused.", value=self._refused())
+
+
+def _held(clients: Sequence[Client]) -> dict[tuple[str, str], int]:
+    """Add up what clients of one name hold of a model: a process may be attached to it twice."""
+    held: dict[tuple[str, str], int] = {}
+    for model, counts in clients:
+        held[model, counts["name"]] = held.get((model, counts["name"]), 0) + counts["bytes"]
+    return held
 
 
 def _sizes(shares: Sequence[Share], field: str) -> dict[tuple[str, str], int]:
