@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.caches import Recorder, keep, open_cache
+from tests.support.caches import Recorder, keep, open_cache, until
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import (
     ConfigurationError,
@@ -17,7 +17,7 @@ from tiered_kv import (
     TraceFailed,
 )
 from tiered_kv.replay import BlockCost, TierPlan, replay
-from tiered_kv.telemetry import TraceRecorder
+from tiered_kv.telemetry import TraceRecorder, trace_recorder
 from tiered_kv.traces import Trace, read_trace
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -103,6 +103,25 @@ async def test_requests_at_once_that_share_a_prefix_are_told_apart(tmp_path: Pat
         for _ in range(2):
             await kv.load(prompt(2), GPULoadStoreSpec(range(2)))
     assert lengths(read_trace(path)) == [2, 3, 4]
+
+
+@pytest.mark.parametrize("name", ["trace.jsonl", "trace.jsonl.gz"])
+async def test_what_was_asked_is_in_the_file_while_the_cache_is_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Every few seconds, packed or not: a process that is killed loses no more."""
+    monkeypatch.setattr(trace_recorder, "_FLUSH_EVERY_S", 0.0)
+    path = tmp_path / name
+
+    def is_there() -> bool:
+        try:
+            return lengths(read_trace(path)) == [3]
+        except (ConfigurationError, FileNotFoundError):
+            return False
+
+    async with open_cache(CPU, engine=Engine(), record_trace=str(path)) as kv:
+        await kv.lookup(prompt(3))
+        await until(is_there)
 
 
 async def test_a_file_that_cannot_be_written_is_told_and_harms_nothing(tmp_path: Path) -> None:
