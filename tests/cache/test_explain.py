@@ -16,6 +16,7 @@ from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.fates import Fates, IndexPlace
+from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.values.keys import epoch_digest
 
 KEYS = prompt(4)
@@ -71,6 +72,21 @@ async def test_others_have_their_turns_while_many_ask_why() -> None:
         assert num_turns > 20 * 10
         for answer in await explaining:
             assert [str(each) for each in answer] == ["ready, in cpu"] * 4 + ["never stored"] * 636
+
+
+@pytest.mark.parametrize("ask", [False, True])
+async def test_one_turn_names_a_few_blocks(monkeypatch: pytest.MonkeyPatch, *, ask: bool) -> None:
+    """To name all of a long prompt, and to look whether all are there, takes as long as to explain them."""
+    named, name = list[int](), Naming.batch
+
+    def batch(naming: Naming, keys: BlockKeys, epoch: bytes) -> Batch:
+        named.append(len(keys))
+        return name(naming, keys, epoch)
+
+    async with open_cache(cpu(16), ScriptedSlotBackend(name="disk")) as kv:
+        monkeypatch.setattr(Naming, "batch", batch)
+        assert len(await kv.explain(prompt(3000), ask=ask)) == 3000
+    assert max(named) <= 64
 
 
 async def test_what_had_to_go_for_others_says_from_where() -> None:

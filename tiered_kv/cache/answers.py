@@ -77,22 +77,21 @@ class Explanation:
 
 async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
-    parts = seat.batches(keys)
-    asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
-    # To its end, whoever waits: what is being read must not be overwritten.
-    others = [
-        [*seat.past_epochs, *(await seat.cache.finish(_epochs_in(chain, batch), "explain") if ask else [])]
-        for chain, batch in parts
-    ]
     explanations: list[Explanation] = []
-    for start in range(0, len(keys), _EXPLAINED_AT_ONCE):
-        piece = slice(start, start + _EXPLAINED_AT_ONCE)
+    others: list[list[bytes]] | None = None
+    for start in range(0, max(1, len(keys)), _EXPLAINED_AT_ONCE):  # of no keys at all it is looked at whose they are
+        piece = keys[start : start + _EXPLAINED_AT_ONCE]
+        parts = seat.batches(piece)
+        asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
+        if ask and others is None and not all(_is_here(chain, batch) for chain, batch in parts):
+            # To its end, whoever waits: what is being read must not be overwritten.
+            others = [
+                await seat.cache.finish(_epochs_in(chain, batch.namespace.epoch), "explain") for chain, batch in parts
+            ]
         async with seat.cache.explaining:
             of_ranks = [
-                _of_rank(
-                    chain, batch[piece], keys[piece], epochs, seat.pins, {name: at[piece] for name, at in found.items()}
-                )
-                for (chain, batch), epochs, found in zip(parts, others, asked, strict=True)
+                _of_rank(chain, batch, piece, [*seat.past_epochs, *epochs], seat.pins, found)
+                for (chain, batch), epochs, found in zip(parts, others or [[]] * len(parts), asked, strict=True)
             ]
             await asyncio.sleep(0)
         explanations += [
@@ -162,15 +161,16 @@ def _of_rank(
     return explanations
 
 
-async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
+def _is_here(chain: Chain, batch: Batch) -> bool:
+    return bool(np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all())
+
+
+async def _epochs_in(chain: Chain, served: bytes) -> list[bytes]:
     """Return of which other weights storage tiers hold blocks: an earlier start may have served them.
 
-    The headers of a few say it, read one by one from all over a tier, unless all blocks asked for are here. One that is
-    late is not waited for.
+    The headers of a few say it, read one by one from all over a tier. One that is late is not waited for.
     """
     epochs = dict[bytes, None]()
-    if np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all():
-        return []
     for tier in chain.owned:
         index = tier.index
         for start in range(0, index.num_slots, max(1, index.num_slots // _SAMPLED)):
@@ -179,7 +179,7 @@ async def _epochs_in(chain: Chain, batch: Batch) -> list[bytes]:
                 continue
             if (key := await _key_in(tier, names, slots)) is not None:
                 epochs[key.namespace.epoch] = None
-    return [epoch for epoch in epochs if epoch != batch.namespace.epoch]
+    return [epoch for epoch in epochs if epoch != served]
 
 
 async def _key_in(tier: OwnedTier, names: Names, slots: Slots) -> BlockKey | None:
