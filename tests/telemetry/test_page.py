@@ -146,6 +146,21 @@ async def test_why_a_prompt_is_not_there_by_tokens_and_by_hashes() -> None:
             assert {block["state"] for block in answer["blocks"]} == {"never stored"}
 
 
+async def test_a_long_prompt_is_explained_whole_and_one_without_end_is_refused() -> None:
+    """An answer has as many blocks as were asked for, up to a number that is named."""
+    page, engine = Page(), Engine()
+    async with open_cache(CPU, engine=engine, page=page) as kv, asking(page) as client:
+        await keep(kv, engine, prompt(4))
+        hashes = [row.tobytes().hex() for row in prompt(2500).words]
+        answer = (await client.post("/explain.json", json={"hashes": hashes})).json()
+        assert [block["state"] for block in answer["blocks"]] == ["ready"] * 4 + ["never stored"] * 2496
+        assert answer["block_size"] == BLOCK_SIZE
+        assert (await client.post("/explain.json", json={"hashes": []})).json()["blocks"] == []
+        refused = await client.post("/explain.json", json={"hashes": hashes[:1] * 65_537})
+        assert refused.status_code == 413
+        assert "65,537 blocks, and at most 65,536 at once" in refused.json()["error"]
+
+
 @pytest.mark.parametrize(
     ("question", "status"),
     [

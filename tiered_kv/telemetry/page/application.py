@@ -10,7 +10,7 @@ What the page shows, as plain values for JSON. Rates are parts of 1, times are s
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
 from importlib.metadata import version
@@ -139,6 +139,10 @@ Answer = tuple[int, str, bytes]
 
 _MOST_ASKED_BYTES: Final = 8 << 20
 _MOST_AT_ONCE: Final = 8
+_MOST_EXPLAINED: Final = 1 << 16
+"""Blocks of one question."""
+_ENCODED_AT_ONCE: Final = 1024
+"""Blocks: whoever encodes more keeps all other threads from running."""
 _OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),
@@ -268,14 +272,22 @@ def _refused(headers: Mapping[bytes, bytes], door: HintsDoor | None) -> Answer |
 
 
 async def _explained(watch: Watch, keys: BlockKeys) -> Answer:
+    if len(keys) > _MOST_EXPLAINED:
+        return _problem(413, f"{len(keys):,} blocks, and at most {_MOST_EXPLAINED:,} at once: ask for a shorter prompt")
     blocks = await watch.explain(keys)
-    return _said(
-        {
-            "block_size": keys.block_size,
-            "named_by": digests_of(replace(watch.watched.namespaces()[keys.group], salt=keys.salt_id)),
-            "blocks": [vars(each) | {"says": str(each)} for each in blocks],
-        }
-    )
+    about = {
+        "block_size": keys.block_size,
+        "named_by": digests_of(replace(watch.watched.namespaces()[keys.group], salt=keys.salt_id)),
+    }
+    return 200, "application/json", await asyncio.to_thread(_in_json, about, blocks)
+
+
+def _in_json(about: Mapping[str, Any], blocks: Sequence[object]) -> bytes:
+    pieces = [
+        json.dumps([vars(each) | {"says": str(each)} for each in blocks[start : start + _ENCODED_AT_ONCE]])[1:-1]
+        for start in range(0, len(blocks), _ENCODED_AT_ONCE)
+    ]
+    return f'{json.dumps(about)[:-1]}, "blocks": [{", ".join(pieces)}]}}'.encode()
 
 
 async def _hinted(watch: Watch, keys: BlockKeys, asked: Mapping[str, Any], door: HintsDoor) -> Answer:
