@@ -1,5 +1,6 @@
 import gzip
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -76,6 +77,7 @@ def test_bailians_requests_know_their_conversation(tmp_path: Path) -> None:
         (MOONCAKE[0] | {"timestamp": "soon"}, "timestamp must be a number of 0 or more, got 'soon'"),
         (MOONCAKE[0] | {"timestamp": float("nan")}, "timestamp must be"),
         (MOONCAKE[0] | {"timestamp": True}, "timestamp must be"),
+        (MOONCAKE[0] | {"timestamp": 10**400}, "timestamp must be"),
         (MOONCAKE[0] | {"input_length": -1}, "input_length must be an int of 0 or more, got -1"),
         ({"timestamp": 0, "input_length": 3}, "hash_ids must be a list, got None"),
         (MOONCAKE[0] | {"hash_ids": [1, -2]}, "hash_ids must be ints from 0 to 2**63 - 1"),
@@ -84,6 +86,7 @@ def test_bailians_requests_know_their_conversation(tmp_path: Path) -> None:
         (MOONCAKE[0] | {"hash_ids": [[1], 2]}, "hash_ids must be ints"),
         (MOONCAKE[0] | {"hash_ids": [2**64]}, "hash_ids must be ints"),
         (MOONCAKE[0] | {"hash_ids": ["a"]}, "hash_ids must be ints"),
+        (MOONCAKE[0] | {"hash_ids": [1, 2, 1]}, "hash_ids names a block twice"),
         (MOONCAKE[0] | {"block_size": 16}, "block_size is 16, and 0 before"),
     ],
 )
@@ -179,6 +182,11 @@ def test_synthetic_traces_go_by_name() -> None:
     for wrong in ("num_requests=0", "per_s=0", "per_s=-1", "per_s=nan"):
         with pytest.raises(ConfigurationError, match="must be more than 0"):
             open_trace(f"synthetic:chat?{wrong}")
+    for beyond in ("zipf?exponent=-400", "zipf?exponent=inf", "batches?mean_batch=inf", "chat?think_s=nan"):
+        with pytest.raises(
+            ConfigurationError, match=f"^synthetic:{re.escape(beyond)}: .* come numbers for any of seed=0"
+        ):
+            open_trace(f"synthetic:{beyond}")
 
 
 def test_names_are_the_ids() -> None:

@@ -27,6 +27,7 @@ import numpy as np
 from tiered_kv.traces.requests import Ids, Request, Trace
 from tiered_kv.traces.synthetic import SYNTHETIC
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import is_number
 
 Format = Literal["mooncake", "bailian"]
 
@@ -69,8 +70,10 @@ def open_trace(
         given = {key: type(defaults[key])(value) for key, value in arguments.items()}
         if wrong := [key for key, value in given.items() if key not in _MAY_BE_ZERO and not value > 0]:
             raise ValueError(f"{wrong[0]} must be more than 0")  # noqa: TRY301 - told as the others are
+        if wrong := [key for key, value in given.items() if not math.isfinite(value)]:
+            raise ValueError(f"{wrong[0]} must be finite")  # noqa: TRY301 - as above
         return SYNTHETIC[name](**given)
-    except (KeyError, ValueError) as error:
+    except (KeyError, ValueError, ArithmeticError) as error:
         known = ", ".join(f"{key}={value}" for key, value in defaults.items())
         raise ConfigurationError(f"{where}: {error}: after the '?' come numbers for any of {known}") from None
 
@@ -192,9 +195,9 @@ def _parsed(line: bytes) -> Mapping[str, Any]:
 
 def _number(line: Mapping[str, Any], name: str) -> float:
     value = line.get(name)
-    if type(value) not in {int, float} or not math.isfinite(number := float(value)) or number < 0:  # type: ignore[arg-type] # an int or a float by now
+    if not is_number(value) or not 0 <= value < math.inf:
         raise _BadLineError(f"{name} must be a number of 0 or more, got {value!r:.40}")
-    return number
+    return float(value)
 
 
 def _count(line: Mapping[str, Any], name: str, default: int | None = None) -> int:
@@ -214,6 +217,8 @@ def _ids(line: Mapping[str, Any]) -> Ids:
         ids = np.empty(0)
     if ids.dtype != np.int64 or ids.ndim != 1 or (ids.size and ids.min() < 0):
         raise _BadLineError("hash_ids must be ints from 0 to 2**63 - 1")
+    if len(np.unique(ids)) < len(ids):
+        raise _BadLineError("hash_ids names a block twice: each stands for a whole prefix")
     return ids
 
 
