@@ -111,6 +111,8 @@ def test_without_matplotlib_a_picture_names_its_extra(monkeypatch: pytest.Monkey
         (["--medium", "cpu=1@fast"], "write NAME=PRICE@RATE"),
         (["--prices", "/no/such/file"], "No such file"),
         (["--policy", "best"], "policy must be one of"),
+        (["--engine-price", "inf"], "engine_price_per_hour: Input should be a finite number"),
+        (["--medium", "a=1@1GB"] + ["--medium", "b=1@1GB"] * 4, "media: Tuple should have at most 4 items"),
         (["--png", "/no/such/folder/plan.png"], "No such file"),
     ],
 )

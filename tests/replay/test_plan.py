@@ -120,6 +120,13 @@ def test_a_trace_that_takes_no_time_says_nothing_of_a_month() -> None:
         choices(burst, {"lru": lru_curve(burst)}, Prices(), COST)
 
 
+def test_a_trace_without_blocks_says_nothing_either() -> None:
+    """Nothing is asked for, so no tier can be worth anything."""
+    empty = Trace("empty", [Request(at, np.empty(0, np.int64), 3) for at in (0.0, 1.0)], 16)
+    with pytest.raises(ConfigurationError, match="no request of the trace has a block"):
+        choices(empty, {"lru": lru_curve(empty)}, Prices(), COST)
+
+
 def test_a_page_needs_nothing_beside_it(trace: Trace) -> None:
     """Its picture is inside; what a trace is called is text."""
     named = Trace("<b>", trace.requests, trace.block_size)

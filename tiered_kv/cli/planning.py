@@ -154,10 +154,8 @@ def _prices(
     media = tuple(
         each.model_copy(update={"read_bandwidth": measured.get(each.name, each.read_bandwidth)}) for each in media
     )
-    prices = prices.model_copy(update={"media": media})
-    if engine_price is not None:
-        prices = prices.model_copy(update={"engine_price_per_hour": engine_price})
-    return prices
+    priced = prices.engine_price_per_hour if engine_price is None else engine_price
+    return Prices.of({"engine_price_per_hour": priced, "media": media}, "--engine-price and --medium")
 
 
 def _measured(path: Path | None) -> dict[str, ByteSize]:

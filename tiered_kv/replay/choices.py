@@ -82,13 +82,25 @@ class Prices(BaseModel):
             OSError: It cannot be read.
         """
         try:
-            return cls.model_validate(tomllib.loads(path.read_text(encoding="utf-8")))
+            return cls.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+        except (ValueError, RecursionError) as error:  # of syntax or of encoding
+            if isinstance(error, ConfigurationError):
+                raise
+            raise ConfigurationError(f"{path} is no TOML: {error}") from None
+
+    @classmethod
+    def of(cls, given: Mapping[str, object], source: str) -> "Prices":
+        """Make them of what ``source`` gives.
+
+        Raises:
+            ConfigurationError: It says what cannot be; source and field are named.
+        """
+        try:
+            return cls.model_validate(given)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
             where = ".".join(map(str, first["loc"]))
-            raise ConfigurationError(f"{path}: {where}: {first['msg']}") from None
-        except ValueError as error:  # of syntax or of encoding
-            raise ConfigurationError(f"{path} is no TOML: {error}") from None
+            raise ConfigurationError(f"{source}: {where}: {first['msg']}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +162,10 @@ def choices(trace: Trace, curves: Mapping[str, Curve], prices: Prices, cost: Blo
         cost: Of a token.
 
     Raises:
-        ConfigurationError: The trace takes no time, so that nothing can be said of a month.
+        ConfigurationError: The trace takes no time, so that nothing can be said of a month, or has no blocks.
     """
+    if not trace.num_references:
+        raise ConfigurationError("no request of the trace has a block: there is nothing to keep")
     if not trace.seconds:
         raise ConfigurationError("all requests of the trace came at once: a plan needs to know how many come in a day")
     best: dict[tuple[str, ...], Choice] = {}
