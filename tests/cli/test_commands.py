@@ -164,6 +164,25 @@ async def test_fix_leaves_an_open_nvme_tier_alone(tmp_path: Path) -> None:
         assert "close that first" in result.stderr
 
 
+@pytest.mark.parametrize(
+    ("stdout", "code", "said"),
+    [(">/dev/full", 2, "tiered-kv: stdout: No space left on device\n"), (">&-", 0, "")],
+)
+def test_an_answer_that_cannot_be_shown_is_said_in_one_line(stdout: str, code: int, said: str) -> None:
+    """Where stdout takes nothing; one that is closed is not to be shown anything."""
+    asked = ["sh", "-c", f'"$0" -m tiered_kv config --json {stdout}', sys.executable]
+    result = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (code, said)
+
+
+def test_a_stdin_that_is_closed_is_empty() -> None:
+    """So that what is missing is said."""
+    asked = ["sh", "-c", '"$0" -m tiered_kv explain - <&-', sys.executable]
+    result = subprocess.run(asked, capture_output=True, text=True, check=False)
+    assert result.returncode == 2
+    assert result.stderr.startswith("tiered-kv: - is no JSON")
+
+
 @pytest.mark.parametrize("where", ["/no/such/folder", "s3://bucket/prefix", "gpu://?capacity=1GiB"])
 def test_errors_are_one_line_with_a_remedy(where: str) -> None:
     """No traceback, exit code 2."""
