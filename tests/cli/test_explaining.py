@@ -158,8 +158,14 @@ async def test_what_is_no_question_is_refused_in_words(at: str, tmp_path: Path) 
     """A file that is no list, and token ids that are none."""
     file = tmp_path / "prompt.json"
     async with working(at, CPU):
-        for text, words in (("{", "no JSON"), ("{}", "no list"), (json.dumps(["a"] * BLOCK_SIZE), "answers")):
-            file.write_text(text)
+        for text, words in (
+            (b"{", "no JSON"),
+            (b"\x80\x81", "no JSON"),
+            (b"[" * 200_000, "no JSON"),
+            (b"{}", "no list"),
+            (json.dumps(["a"] * BLOCK_SIZE).encode(), "answers"),
+        ):
+            file.write_bytes(text)
             result = await run("explain", str(file), "--at", at)
             assert result.exit_code == 2
             assert words in result.stderr

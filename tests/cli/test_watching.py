@@ -4,6 +4,7 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,12 +12,13 @@ from tests.support.backends import ScriptedBackend
 from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine
-from tiered_kv import CPUTier, TieredKV, hash_blocks
+from tiered_kv import CPUTier, PageServed, TieredKV, hash_blocks
 from tiered_kv.settings import page_address
 from tiered_kv.telemetry.page import page_server
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
 TOKENS = list(range(6 * BLOCK_SIZE))
+DEEP = b"[" * 100_000
 
 
 @pytest.fixture
@@ -62,6 +64,36 @@ async def test_a_page_that_is_busy_is_not_taken_for_something_else(at: str, monk
         result = await run("status", "--at", at)
     assert result.exit_code == 2
     assert "too busy (503): ask again" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        b"{}",
+        b'{"status": "ok"}',
+        b'{"models": [1]}',
+        b"[]",
+        b"\xff\xfe\xfa",
+        b'{"hour": null}',
+        pytest.param(DEEP, id="deep"),
+    ],
+)
+@pytest.mark.parametrize("command", [("status",), ("top", "--looks", "1"), ("explain", "-")])
+async def test_what_answers_and_is_no_page_is_said_in_one_line(command: tuple[str, ...], other: bytes) -> None:
+    """Whatever JSON something else has at that address."""
+
+    async def app(_: Any, __: Any, send: Any) -> None:  # noqa: ANN401 - as ASGI has it
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": other})
+
+    server = page_server.PageServer(app, "127.0.0.1:0")
+    served = server.start()
+    assert isinstance(served, PageServed)
+    result = await run(*command, "--at", served.address, stdin="[1, 2]")
+    await server.stop()
+    assert result.exit_code == 2
+    assert "is no cache's page" in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 async def test_top_looks_again_and_again(at: str) -> None:

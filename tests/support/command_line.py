@@ -9,9 +9,9 @@ from typer.testing import CliRunner, Result
 from tiered_kv.cli.app import app
 
 
-async def run(*arguments: str) -> Result:
+async def run(*arguments: str, stdin: str | None = None) -> Result:
     """Call it, while the loop goes on."""
-    return await asyncio.to_thread(CliRunner().invoke, app, arguments)
+    return await asyncio.to_thread(CliRunner().invoke, app, arguments, stdin)
 
 
 async def answer(*arguments: str, code: int = 0) -> Any:  # noqa: ANN401 - what JSON is

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from tiered_kv.cli.running import AsJSON, At, one_line_errors, print_json, print_table, running_cache
+from tiered_kv.cli.running import AsJSON, At, one_line_errors, print_json, print_table, read_whole, running_cache
 from tiered_kv.settings.page_address import DEFAULT
 from tiered_kv.values.errors import ConfigurationError
 
@@ -94,10 +94,10 @@ def _conclusion(said: Mapping[str, Any], missing: int) -> str:
 
 
 def _list_in(path: str) -> list[Any]:
-    text = sys.stdin.read() if path == "-" else Path(path).read_text()
+    data = read_whole(path)
     try:
-        found = json.loads(text)
-    except ValueError as error:
+        found = json.loads(data)
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is no JSON ({error}): write a list, [1, 2, 3]") from error
     if not isinstance(found, list):
         raise ConfigurationError(f"{path} holds no list: write [1, 2, 3]")

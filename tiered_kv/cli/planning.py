@@ -1,6 +1,5 @@
 """``tiered-kv plan``: which tiers a trace makes worth their price."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,7 +23,7 @@ from tiered_kv.cli.replaying import (
     size_of,
     tell_if_guessed,
 )
-from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table
+from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table, read_whole
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
 from tiered_kv.traces import Trace
@@ -163,7 +162,7 @@ def _measured(path: Path | None) -> dict[str, ByteSize]:
     if path is None:
         return {}
     try:
-        found = _BENCH.validate_json(sys.stdin.read() if str(path) == "-" else path.read_bytes())
+        found = _BENCH.validate_json(read_whole(str(path)))
     except ValidationError:
         raise ConfigurationError(f"--bench {path}: this is not what `tiered-kv bench --json` prints") from None
     loads = [each for each in found if each.direction == "load"]

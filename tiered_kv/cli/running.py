@@ -8,6 +8,7 @@ Answers go to stdout, as tables or with ``--json`` as one line of JSON; all else
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
@@ -34,6 +35,8 @@ At = Annotated[
 ]
 
 _TIMEOUT_S: Final = 10.0
+_STATE: Final = {"model", "at", "lag_s", "tiers", "cache", "hour", "shortfalls", "troubles"}
+"""What other JSON has not."""
 _ADVICE: Final = "set page = true where it runs, or give its address: --at HOST:PORT, unix:/PATH or http://HOST/PATH"
 
 
@@ -50,7 +53,7 @@ class RunningCache:
         Raises:
             BackendUnavailableError: Nobody answers, or no cache is open there.
         """
-        return self._asked("GET", "stats.json")
+        return self._asked("GET", "stats.json", _STATE)
 
     def explain(self, question: dict[str, Any]) -> dict[str, Any]:
         """Ask why blocks are there or are not.
@@ -59,16 +62,16 @@ class RunningCache:
             BackendUnavailableError: As `state`.
             ConfigurationError: It is no question.
         """
-        return self._asked("POST", "explain.json", json=question)
+        return self._asked("POST", "explain.json", {"block_size", "named_by", "blocks"}, json=question)
 
-    def _asked(self, method: str, path: str, **what: Any) -> dict[str, Any]:  # noqa: ANN401 - as httpx has it
+    def _asked(self, method: str, path: str, fields: AbstractSet[str], **what: Any) -> dict[str, Any]:  # noqa: ANN401 - as httpx has it
         try:
             answer = self._client.request(method, path, **what)
             said = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise BackendUnavailableError(f"no cache answers at {self._at} ({why}): {_ADVICE}") from error
-        except ValueError:
+        except (ValueError, RecursionError):
             said = None
         if isinstance(said, dict) and isinstance(models := said.get("models"), dict):
             pages = ", ".join(f"{self._at}/{directory}/ ({name})" for directory, name in models.items())
@@ -77,7 +80,7 @@ class RunningCache:
             )
         if not isinstance(said, dict) and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             raise BackendUnavailableError(f"what answers at {self._at} is too busy (503): ask again")
-        if not isinstance(said, dict) or ("error" not in said and answer.is_error):
+        if not isinstance(said, dict) or ("error" not in said and (answer.is_error or not said.keys() >= fields)):
             raise BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
         if "error" in said:
             kind = BackendUnavailableError if answer.is_server_error else ConfigurationError
@@ -149,6 +152,11 @@ def one_line_errors() -> Iterator[None]:
         fail(" ".join([str(error), *getattr(error, "__notes__", ())]))
     except OSError as error:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def read_whole(path: str) -> bytes:
+    """Return what a file holds, or stdin for ``-``."""
+    return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
 
 
 def fail(what: str) -> NoReturn:
