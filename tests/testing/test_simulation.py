@@ -3,8 +3,10 @@
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -104,6 +106,24 @@ def test_seeds_without_scrubs_ranks_and_planners_are_as_they_were(monkeypatch: p
     for odds in ("_SCRUBBED", "_RANKED", "_PLANNED"):
         monkeypatch.setattr(f"tiered_kv.testing.simulation.scenes.{odds}", 0.0)
     assert all(drawn_theme(Tape(seed)) == drawn[seed] for seed in others)
+
+
+def test_ctrl_c_waits_for_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes while a simulated thread runs, and leaves none behind; the next run does what it did without it."""
+    whole, threads, tell, told = simulate(0, STEPS), threading.enumerate(), World.tell, list[str]()
+
+    def interrupted(world: World, what: str) -> None:
+        told.append(what)
+        if len(told) == 50:
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+        tell(world, what)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(World, "tell", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            simulate(0, STEPS)
+    assert threading.enumerate() == threads
+    assert simulate(0, STEPS).digest == whole.digest
 
 
 def test_a_run_is_the_same_in_another_process() -> None:

@@ -1,6 +1,7 @@
 """``tiered-kv simulate``: the shipped code in virtual time, on threads that take turns, disks and stores that fail."""
 
 import html
+import signal
 from collections import Counter, deque
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -57,7 +58,8 @@ def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[RunRep
     if processes == 1:
         for each in seeds:
             yield _run(each, twice)
-    pool = ProcessPoolExecutor(processes, mp_context=get_context("spawn"))
+    ignored = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which ends the others
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, ignored)
     try:
         pending = deque(pool.submit(_run, next(seeds), twice) for _ in range(2 * processes))
         while True:

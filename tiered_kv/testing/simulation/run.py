@@ -6,7 +6,11 @@ shrink(report)                           # "first come, first served, but at cho
 """
 
 import asyncio
+import signal
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -58,7 +62,7 @@ def simulate(
     numbers = Tape(seed, tape)
     theme, shape = drawn_theme(numbers)
     world = World(numbers, num_steps, shape, keeps_timeline=keeps_timeline)
-    with world.begun():
+    with _interrupted_later(), world.begun():
         try:
             _direct(world, theme)
         except Stuck as error:
@@ -75,6 +79,32 @@ def simulate(
         tuple(world.timeline),
         time.perf_counter() - started,
     )
+
+
+@contextmanager
+def _interrupted_later() -> Iterator[None]:
+    """Have Ctrl-C wait for the end of the run: in the middle of it the director would go on beside whose turn it is.
+
+    The second one does not wait: a run may have no end.
+    """
+    usual = signal.default_int_handler
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is not usual:
+        yield
+        return
+    is_interrupted = False
+
+    def note(*_: object) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        signal.signal(signal.SIGINT, usual)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    if is_interrupted:
+        raise KeyboardInterrupt
 
 
 def _direct(world: World, theme: Scene) -> None:
