@@ -386,12 +386,8 @@ class OwnedTier(StorageTier, BookedTier):
         write, hidden, more = object(), self.records.names(names), {"make": make} if make else {}
         self._in_write[write] = names, slots
         try:
-            return await self._write(
-                lambda: self.backend.write(self.group, slots.copy(), hidden, records, **more),
-                len(slots),
-                waiter,
-                on_late,
-            )
+            write_now = partial(self.backend.write, self.group, slots.copy(), hidden, records, **more)
+            return await self._write(write_now, len(slots), waiter, on_late)
         finally:
             del self._in_write[write]
 
