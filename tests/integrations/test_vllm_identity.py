@@ -75,11 +75,19 @@ class Layer:
         return SimpleNamespace(get_name=lambda: self.backend)
 
 
-def page_tag(monkeypatch: pytest.MonkeyPatch, layer: Layer, *, is_head_major: bool = True) -> str:
-    """Say what the pages of a layer are, of 8 blocks of 4 heads and 16 tokens."""
+def page_tag(
+    monkeypatch: pytest.MonkeyPatch,
+    layer: Layer,
+    *,
+    order: tuple[int, ...] = (0, 1, 2, 3),
+    blocks: int = 8,
+    heads: int = 4,
+) -> str:
+    """Say what the pages of a layer are, of blocks of heads of 16 tokens, which lie in memory in some order."""
     monkeypatch.setattr(VLLM.moving, "get_layers_from_vllm_config", lambda *_: {"l": layer})
-    pages = torch.zeros(8, 4, 16, 32) if is_head_major else torch.zeros(8, 16, 4, 32).transpose(1, 2)
-    wanted = SimpleNamespace(num_engine_blocks=8, num_stages=1, num_ranks=1, groups=(group(page=8192),))
+    sizes = (blocks, heads, 16, 32)
+    pages = torch.zeros([sizes[axis] for axis in order]).permute(*map(order.index, range(4)))
+    wanted = SimpleNamespace(num_engine_blocks=blocks, num_stages=1, num_ranks=1, groups=(group(page=2048 * heads),))
     worker = VLLM.moving.MovingSide(None, wanted)
     worker.register_kv_caches(dict.fromkeys(wanted.groups[0].layer_names, pages))
     return worker.hello().layout.groups[0].tag  # type: ignore[no-any-return]
@@ -102,9 +110,15 @@ def test_pages_are_told_apart_by_how_kernels_pack_them(monkeypatch: pytest.Monke
     others = [
         page_tag(monkeypatch, Layer(isa="amx")),
         page_tag(monkeypatch, Layer(backend="TRITON_ATTN")),
-        page_tag(monkeypatch, Layer(), is_head_major=False),
+        page_tag(monkeypatch, Layer(), order=(0, 2, 1, 3)),
     ]
     assert len({plain, *others}) == 4
+
+
+def test_pages_are_the_same_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where one head is all that a page has, and lies before all blocks: another start finds what one stored."""
+    tags = {page_tag(monkeypatch, Layer(), order=(1, 0, 2, 3), blocks=n, heads=1) for n in (8, 9)}
+    assert len(tags) == 1
 
 
 def test_another_make_of_gpu_reads_none_of_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:

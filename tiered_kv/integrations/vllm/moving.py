@@ -238,10 +238,16 @@ class MovingSide:
         if tensor.device.type == "cpu":
             device += f" {torch.backends.cpu.get_cpu_capability()}"
         page = group_kernel_blocks(tensor, self._configuration.num_engine_blocks)[0]
-        form = f"{tensor.dtype} {tuple(page.shape)} by {page.stride()}"
+        form = f"{tensor.dtype} {tuple(page.shape)} in order {_axes_in_memory(page)}"
         tag = f"vllm {VERSION}, {'+'.join(sorted(packed))} on {device}, {form}"
         stages = self._configuration.num_stages
         return f"{tag}, a stage of {stages}" if stages > 1 else tag  # which one is in the rank
+
+
+def _axes_in_memory(page: torch.Tensor) -> list[int]:
+    """Return a page's axes, the outermost first; of one that has one place the stride may be of all blocks."""
+    strides = page.stride()
+    return sorted((axis for axis, size in enumerate(page.shape) if size > 1), key=lambda axis: -strides[axis])
 
 
 def _ended(outcomes: Outcomes) -> "Future[Outcomes]":
