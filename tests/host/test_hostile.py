@@ -6,7 +6,7 @@ import os
 import socket
 import tracemalloc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -337,7 +337,7 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
     ours, theirs = socket.socketpair()
     with theirs:
         ours.settimeout(0.0)
-        await wire.start(made, ours)
+        await made.start(ours)
         theirs.sendall(wire.frame(protocol.Ping(1)) + b"\3\0\0\0abc")
         came = b""
         while part := await asyncio.to_thread(theirs.recv, 4096):
@@ -347,6 +347,56 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
         assert not lost
     await until(lambda: lost == [True])
     assert taken == [1]
+
+
+@pytest.mark.both_loops
+async def test_what_was_said_is_taken_though_an_answer_fails() -> None:
+    """The other side has closed its end after its last words, and these are not read yet when a write to it fails."""
+    taken: list[object] = []
+    lost: list[bool] = []
+    made: Link[Any] = Link(protocol.request_from, taken.append, lambda: lost.append(True), broken=print)
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.0)
+    await made.start(ours)
+    theirs.sendall(UNREAD + wire.frame(protocol.Bye()))
+    theirs.close()
+    made.send(protocol.Answered(1, b"\xc0"))
+    await until(lambda: lost == [True])
+    assert len(taken) == 1001
+    assert isinstance(taken[-1], protocol.Bye)
+
+
+class Followed(socket.socket):
+    """An end of a connection of which the other side writes more whenever this one reads."""
+
+    theirs: socket.socket
+    num_reads = 0
+
+    def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
+        """Read, once there is something."""
+        self.num_reads += 1
+        assert self.num_reads < 100
+        with suppress(BrokenPipeError):
+            self.theirs.sendall(UNREAD)
+        return super().recv(bufsize, flags)
+
+
+async def test_who_reads_no_answers_and_writes_on_is_not_read_on_and_on() -> None:
+    """A write to it fails: what it had said by then is taken, and no more."""
+    taken: list[object] = []
+    lost: list[bool] = []
+    made: Link[Any] = Link(protocol.request_from, taken.append, lambda: lost.append(True), broken=print)
+    ours, theirs = socket.socketpair()
+    followed = Followed(fileno=ours.detach())
+    followed.settimeout(0.0)
+    followed.theirs = theirs
+    with theirs:
+        await made.start(followed)
+        theirs.sendall(UNREAD)
+        theirs.shutdown(socket.SHUT_RD)
+        made.send(protocol.Answered(1, b"\xc0"))
+        await until(lambda: lost == [True])
+    assert len(taken) == 1000
 
 
 async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> None:

@@ -184,7 +184,7 @@ class Admission:
                 slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)
                 answer = self._attached(token, slabs, places_of(seat), is_read_only=session.is_read_only)
                 await handshake.send_opened(connection, answer, descriptors)
-            await wire.start(client.link, connection)
+            await client.link.start(connection)
         except BaseException:  # cancelled, too: what was taken for a client that is none goes back
             if client is not None:
                 client.end()  # nothing was asked for yet

@@ -10,6 +10,7 @@ import asyncio
 import socket
 import struct
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any, Final, Generic, TypeVar, cast
 
 import numpy as np
@@ -189,9 +190,19 @@ class Link(asyncio.Protocol, Generic[M]):
         self._broken = broken
         self._received = bytearray()
         self._transport: asyncio.Transport | None = None
+        self._connection: socket.socket | None = None
         self._unsent: list[bytes] = []  # what is said to messages that came together goes together
         self._is_taking = self._is_waiting = self._is_broken = self._is_over = self._is_unread = False
         self._has_ended_writing = False
+
+    async def start(self, connection: socket.socket) -> None:
+        """Take over a connection that has begun."""
+        self._connection = connection
+        try:
+            await asyncio.get_running_loop().create_unix_connection(lambda: self, sock=connection)
+        except BaseException:  # cancelled: not every event loop tells of its end then, and uvloop's never knows it
+            self.connection_lost(None)
+            raise
 
     @property
     def is_open(self) -> bool:
@@ -265,9 +276,18 @@ class Link(asyncio.Protocol, Generic[M]):
         """End, once what has come is taken; a second time does nothing."""
         if self._is_over:
             return
-        self._is_over, self._is_unread, self._transport = True, False, None
+        if exc is not None and self._connection is not None and not self._is_broken:
+            self._read_rest(self._connection)
+        self._is_over, self._is_unread, self._transport, self._connection = True, False, None, None
         if not self._is_waiting:
             self._take_some()
+
+    def _read_rest(self, connection: socket.socket) -> None:
+        """Read what had come when a write failed, which no transport does: the other side may have said goodbye."""
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RD)  # whoever writes on is not read for as long
+            while data := connection.recv(_READ_ON_BYTES):
+                self._received += data
 
     def _send_all(self) -> None:
         is_open = self._transport is not None and not self._transport.is_closing() and not self._has_ended_writing
@@ -314,12 +334,3 @@ class Link(asyncio.Protocol, Generic[M]):
     def _take_more(self) -> None:
         self._take_some()
         self._read_or_wait()
-
-
-async def start(link: Link[M], connection: socket.socket) -> None:
-    """Have ``link`` take over a connection that has begun."""
-    try:
-        await asyncio.get_running_loop().create_unix_connection(lambda: link, sock=connection)
-    except BaseException:  # cancelled: not every event loop tells the link of its end then, and uvloop's never knows it
-        link.connection_lost(None)
-        raise
