@@ -17,18 +17,20 @@ def claims(draw: st.DrawFn) -> tuple[int, list[Claim]]:
         left -= right
         given_ = draw(st.integers(0, capacity))
         used = draw(st.integers(0, given_))
-        made.append(Claim(right, given_, used, draw(st.sampled_from([0.5, 1.0, 3.0])), draw(st.booleans())))
+        weight = draw(st.sampled_from([0.5, 1.0, 3.0]))
+        made.append(Claim(right, given_, used, weight, draw(st.booleans()), draw(st.booleans())))
     return capacity, made
 
 
 @given(claims())
 def test_nobody_who_stores_has_less_than_its_right_and_all_fit(drawn: tuple[int, list[Claim]]) -> None:
-    """Whatever was lent: a model that is at work has its own, and an idle one what it uses, of its own."""
+    """Whatever was lent: a model that is at work has its own, and an idle one what it uses, or cannot lend, of that."""
     capacity, made = drawn
     parts = divided(capacity, made)
     assert sum(parts) <= capacity
     for part, claim in zip(parts, made, strict=True):
-        assert part >= (min(claim.used, claim.right, claim.given) if claim.is_idle else claim.right)
+        kept = min(claim.used if claim.lends else claim.given, claim.given, claim.right)
+        assert part >= (kept if claim.is_idle else claim.right)
 
 
 def test_what_is_idle_is_lent_by_weight_and_taken_back() -> None:

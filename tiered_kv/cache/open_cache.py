@@ -215,12 +215,16 @@ class OpenCache:
         is_written = all(chain.unwritten.is_written(mark) for chain, mark in marks.items())
         return is_written and num_failed == [chain.unwritten.num_failed for chain in self.chains]
 
-    async def resize(self, name: str, capacity_bytes: int) -> int:
-        """Change the capacity of a tier; see `TieredKV.resize`."""
+    def slots_within(self, name: str, capacity_bytes: int) -> int:
+        """Say how many blocks of each KV group a tier would hold within a capacity; raises what `resize` would."""
         names = self.chains[0].names
         if name not in names:
             raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
-        num_slots = slots_within(self.chains, names.index(name), capacity_bytes)
+        return slots_within(self.chains, names.index(name), capacity_bytes)
+
+    async def resize(self, name: str, capacity_bytes: int) -> int:
+        """Change the capacity of a tier; see `TieredKV.resize`."""
+        num_slots = self.slots_within(name, capacity_bytes)
         error = await self.finish(self._resize(name, num_slots), f"resize {name}")
         if error is not None:
             raise error

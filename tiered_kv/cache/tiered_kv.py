@@ -570,6 +570,16 @@ def pins_of(cache: TierCalls) -> Pins:
     return cache._open().pins  # noqa: SLF001 - its own module's
 
 
+def slots_within(cache: TierCalls, tier: str, capacity_bytes: int) -> int:
+    """Say how many blocks of each KV group a tier of an open cache would hold, if `TieredKV.resize` were called so.
+
+    Raises:
+        ConfigurationError: It cannot have that capacity.
+        BackendUnavailableError: Its medium is not open yet.
+    """
+    return cache._open().cache.slots_within(tier, capacity_bytes)  # noqa: SLF001 - its own module's
+
+
 class SeatCalls(TierCalls):
     """The calls of an open cache, for one engine of several. It is never closed: what it moves ends with the cache.
 

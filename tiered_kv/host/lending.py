@@ -13,7 +13,7 @@ from tiered_kv.values.errors import ConfigurationError
 _FULL: Final = 7 / 8
 _ROOM: Final = 5 / 4
 """Of what a lender uses it keeps so much."""
-_KEPT: Final = 1 / 8
+KEPT: Final = 1 / 8
 """Of its right a lender keeps so much at least: what comes first has a place until it has its own back."""
 
 
@@ -27,7 +27,7 @@ class Claim:
         used: How much of that holds blocks.
         weight: Beside others that want more.
         is_idle: Whether nothing was stored for it lately.
-        least: What it keeps at least, if it is idle: in less it could hold nothing.
+        lends: Whether it would have room for a block yet in the least that a lender keeps.
     """
 
     right: int
@@ -35,7 +35,7 @@ class Claim:
     used: int
     weight: float
     is_idle: bool
-    least: int = 0
+    lends: bool = True
 
     @property
     def is_wanting(self) -> bool:
@@ -75,7 +75,8 @@ def divided(capacity: int, claims: Sequence[Claim]) -> list[int]:
 
 
 def _room(claim: Claim) -> int:
-    return min(claim.right, max(int(claim.used * _ROOM), int(claim.right * _KEPT), claim.least))
+    kept = max(int(claim.used * _ROOM), int(claim.right * KEPT)) if claim.lends else claim.right
+    return min(claim.right, kept)
 
 
 def _lent(capacity: int, claims: Sequence[Claim], borrowing: Sequence[int], least: list[int]) -> list[int]:

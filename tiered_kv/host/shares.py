@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.checks import metrics_of
-from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.host.lending import Claim, divided, rights
+from tiered_kv.cache.tiered_kv import TieredKV, slots_within
+from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
@@ -50,6 +50,7 @@ class Share:
         directory: Its name on disks; what equal models have in common.
         name: The model's.
         weight: Beside those of other models.
+        block_bytes: What a block of it takes, of all KV groups and shards together.
         cache: Open, or None.
         page: What shows it, if the server has a page.
         num_clients: That are attached.
@@ -60,13 +61,13 @@ class Share:
         wanted: By owned tier, the bytes that it is to have.
         given: By owned tier, the bytes that it has now, or will have once it is open; of one that was left, on disks.
         resizing: The owned tiers of which it is being given more or less.
-        least: By owned tier, the bytes that it kept when it was to keep fewer, in which no block has room.
         stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
     """
 
     directory: str
     name: str = ""
     weight: float = 1.0
+    block_bytes: int = 0
     cache: TieredKV | None = None
     page: Page | None = None
     num_clients: int = 0
@@ -77,7 +78,6 @@ class Share:
     wanted: dict[str, int] = field(default_factory=dict)
     given: dict[str, int] = field(default_factory=dict)
     resizing: set[str] = field(default_factory=set)
-    least: dict[str, int] = field(default_factory=dict)
     stored_at: float = 0.0
     _num_stored: int = 0
 
@@ -87,11 +87,22 @@ class Share:
         try:
             await self.cache.resize(tier, capacity)
         except TieredKVError as error:
-            if isinstance(error, ConfigurationError):
-                self.least[tier] = self.given[tier]
             log("warning", "host.resize_failed", tier=tier, model=self.name, error=str(error))
             return False
         return True
+
+    def has_room_in(self, tier: str, capacity: int) -> bool:
+        """Say whether a block has room in so many bytes of a tier, as far as its medium can tell before it has them."""
+        if tier in self.given and self.given[tier] <= capacity:
+            return True
+        if self.cache is None:
+            return capacity >= self.block_bytes
+        try:
+            return slots_within(self.cache, tier, capacity) > 0
+        except ConfigurationError:
+            return False
+        except TieredKVError:  # its medium is away, or it is about to be closed
+            return True
 
     def look(self, now: float) -> None:
         """See whether something was stored since the last time; of one that is open."""
@@ -105,7 +116,8 @@ class Share:
         slots, given = self.cache.stats()[tier], self.given[tier]
         used = given * (slots.ready + slots.pending) // max(1, slots.num_slots)
         is_idle = not self.num_clients or self.stored_at < since
-        return Claim(self.right[tier], given, used, self.weight, is_idle, self.least.get(tier, 0))
+        right = self.right[tier]
+        return Claim(right, given, used, self.weight, is_idle, lends=self.has_room_in(tier, int(right * KEPT)))
 
     async def drain(self) -> bool:
         """Take no more stores and write what it has; say whether that was done in time."""
@@ -342,7 +354,10 @@ class Shares:
         share = Share(directory, model.name, host.weights.get(model.name, 1.0))
         token = self._settings.page_hints_token.get_secret_value()
         share.page = Page(hints_token=token) if self._settings.page else None
-        share.right = self._rights([share, *(each for each in self if each is not before)])[share]
+        share.block_bytes = len(shards) * sum(group.stride_bytes for group in layout.groups)
+        rights_ = self._rights([share, *(each for each in self if each is not before)])
+        _check_room(rights_)
+        share.right = rights_[share]
         share.given = dict(share.right)
         cache = self._made(share, model, layout, shards)
         self._shares[directory] = share
@@ -412,17 +427,7 @@ class Shares:
         gc.collect()  # a closed cache is a circle with tables of megabytes, of too few objects to be looked for soon
 
     def _made(self, share: Share, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard]) -> TieredKV:
-        """Make a model's cache, with the part of each tier that is its own.
-
-        Raises:
-            ConfigurationError: It holds no block.
-        """
-        stride_bytes = len(shards) * sum(group.stride_bytes for group in layout.groups)
-        if small := next((tier for tier, right in share.right.items() if right < stride_bytes), ""):
-            raise ConfigurationError(
-                f"model {model.name!r:.80} would have {share.right[small]} bytes of tier {small!r}, and a block of it "
-                f"takes {stride_bytes}"
-            )
+        """Make a model's cache, with the part of each tier that is its own."""
         settings = self._settings
         return TieredKV(
             [tier.part(share.directory, share.right.get(tier.name, 0)) for tier in self._tiers],
@@ -490,6 +495,17 @@ class Shares:
     def _free_bytes(self, tier: DividedTier) -> int:
         """Say what of a tier no model has; less than 0 of one that a model is to have and others have yet."""
         return tier.capacity - sum(share.given.get(tier.name, 0) for share in self)
+
+
+def _check_room(rights_: Mapping[Share, Mapping[str, int]]) -> None:
+    """Raise unless every model that stays has room for a block in what is to be its own of each tier."""
+    for share, right in rights_.items():
+        for tier, num_bytes in right.items():
+            if share.going is None and not share.has_room_in(tier, num_bytes):
+                raise ConfigurationError(
+                    f"model {share.name!r:.80} would have {num_bytes} bytes of tier {tier!r}: "
+                    f"too few for a block of it, of {share.block_bytes} bytes"
+                )
 
 
 def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:
