@@ -21,7 +21,7 @@ from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.values.events import TierFailed
 
 T = TypeVar("T")
-KEYS = prompt(4)
+KEYS, OTHERS = prompt(4), prompt(4, seed=1)
 INTO = GPULoadStoreSpec(range(4))
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 
@@ -207,21 +207,25 @@ async def test_evicted_while_written_to_a_shared_tier() -> None:
 
 
 def test_evicted_while_a_write_to_a_shared_tier_hangs() -> None:
-    """However long it hangs, few wait to delete what it writes: who has evicted it, and one who tries again."""
+    """However long it hangs, who has evicted it waits to delete what it writes, and nobody else waits for that."""
 
     async def main() -> None:
         engine, shared, device = Engine(), ScriptedBackend(), CountingDevice()
         async with open_cache(CPU, shared, engine=engine, device=device) as kv:
             watch(device, pools_of(kv))
+            await keep(kv, engine, OTHERS)
             shared.on_write.hold()
             await kv.store(KEYS, engine.compute(KEYS))
             await until(lambda: shared.on_write.num_held == 1)
             assert (await kv.evict(KEYS)).kept_by == ("keyed",)
+            shared.on_delete.fail_next(BackendUnavailableError("once"))
+            assert (await kv.evict(OTHERS)).kept_by == ("keyed",)
             await asyncio.sleep(100.0)
+            assert (shared.on_delete.num_calls, shared.num_records) == (2, 0)
             shared.on_write.release()
-            await until(lambda: shared.num_records == 0 < shared.on_delete.num_calls)
+            await until(lambda: shared.on_delete.num_calls == 3)
             await until_idle(kv)
-            assert shared.on_delete.num_calls <= 2
+            assert shared.num_records == 0
 
     run(main)
 
@@ -259,8 +263,29 @@ def test_a_write_that_failed_brings_nothing_back_that_was_deleted_since() -> Non
             assert (await kv.lookup(KEYS)).num_blocks == 0
             await asyncio.sleep(32.0)
             assert shared.num_records == (await kv.lookup(KEYS)).num_blocks == 0
+            assert shared.on_delete.num_blocks == 8  # once more, when that is over
             assert (await kv.evict(KEYS)).kept_by == ()
             await until_idle(kv)
+
+    run(main)
+
+
+def test_what_may_come_yet_keeps_nothing_else_from_being_deleted_at_the_end() -> None:
+    """A drain says No for it, and has told the medium of all that is evicted."""
+
+    async def main() -> None:
+        engine, keys, shared, device = Engine(), prompt(3000), ScriptedBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, keys[-4:])
+            shared.on_write.fail_next(BackendUnavailableError("no"))
+            await (await kv.store(OTHERS, engine.compute(OTHERS))).settled()
+            for each in (OTHERS, keys):
+                shared.on_delete.fail_next(BackendUnavailableError("no"))
+                await kv.evict(each)
+            assert shared.num_records == 4
+            assert not await kv.drain()
+            assert shared.num_records == 0
 
     run(main)
 

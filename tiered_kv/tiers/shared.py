@@ -268,6 +268,9 @@ class Tombstones:
     def __bool__(self) -> bool:
         return self.is_cleared or bool(self._serials)
 
+    def __len__(self) -> int:
+        return len(self._serials)
+
     def add(self, batch: Batch) -> None:
         """Take blocks for absent from now on."""
         self.serial += 1
@@ -389,7 +392,6 @@ class SharedTier(StorageTier):
         self._tombstones = Tombstones()
         self._failed_writes = FailedWrites(parts.health.clock)
         self._deleting: dict[object, Batch] = {}
-        self._trying_again: asyncio.Task[bool] | None = None
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
 
@@ -582,24 +584,28 @@ class SharedTier(StorageTier):
         return self._delete_evicted(batch, serial, num_lost)
 
     def tick(self) -> None:
-        """Begin to delete what could not be deleted."""
+        """Begin to delete what could not be deleted, but for what a write may bring back: that has its turn later."""
         if self._deleting or self.settings.read_only or self.health.is_off("delete"):
             return
-        if self._trying_again is not None and not self._trying_again.done():
-            return  # it waits for a write, which may hang
-        if (batch := self._tombstones.oldest(_DELETED_AT_ONCE)) is not None:
-            tombstones = self._tombstones
-            tombstones.put_off(batch)  # one that cannot be deleted holds up no others
-            self._trying_again = self._tasks.spawn(
-                self._delete_evicted(batch, tombstones.serial, tombstones.num_lost), f"delete again: {self.name}"
-            )
+        tombstones = self._tombstones
+        if (batch := tombstones.oldest(_DELETED_AT_ONCE)) is None:
+            return
+        tombstones.put_off(batch)  # one that cannot be deleted holds up no others
+        batch = batch[~(self._is_being_written(batch.names) | self._failed_writes.may_come(batch.names))]
+        if len(batch):
+            deleting = self._delete_evicted(batch, tombstones.serial, tombstones.num_lost)
+            self._tasks.spawn(deleting, f"delete again: {self.name}")
 
     @override
     async def pay(self) -> bool:
-        tombstones = self._tombstones
-        while not self.settings.read_only and (batch := tombstones.oldest(_DELETED_AT_ONCE)) is not None:
-            if not await self._delete_evicted(batch, tombstones.serial, tombstones.num_lost):
-                return False
+        tombstones, is_gone = self._tombstones, True
+        num_left = 0 if self.settings.read_only else len(tombstones)
+        while num_left > 0 and (batch := tombstones.oldest(_DELETED_AT_ONCE)) is not None:
+            tombstones.put_off(batch)
+            is_gone &= await self._delete_evicted(batch, tombstones.serial, tombstones.num_lost)
+            num_left = 0 if self.health.is_off("delete") else num_left - len(batch)
+        if not is_gone:
+            return False
         if self._is_unsure:
             answer = await self._have_deleted([])
             self._is_unsure = not answer.is_well or answer.value is False

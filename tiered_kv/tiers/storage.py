@@ -418,6 +418,13 @@ class StorageTier(Tier):
             del self._writing[write]
             done.set_result(None)
 
+    def _is_being_written(self, names: Names) -> Mask:
+        """Say of which of these blocks something may be under way on the medium."""
+        hashes, busy = hash_names(names), np.zeros(len(names), np.bool_)
+        for each, _ in self._writing.values():
+            busy |= np.isin(hashes, each)
+        return busy
+
     async def _until_written(self, names: Names) -> None:
         """Wait until nothing is under way on the medium that may be about these blocks."""
         hashes = hash_names(names)
