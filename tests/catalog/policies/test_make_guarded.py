@@ -103,9 +103,11 @@ def test_a_policy_that_raises_costs_nothing_but_its_order(
         lambda *_: np.array([0, 0]),
         lambda *_: [1, 99],
         lambda _, n, __: list(range(n)),
+        lambda *_: [-1, 3],
+        lambda *_: [[2], [3]],
         lambda *_: None,
     ],
-    ids=["too few", "twice", "none of the tier", "leased ones", "nothing"],
+    ids=["too few", "twice", "none of the tier", "leased ones", "below zero", "in a column", "nothing"],
 )
 def test_a_policy_that_chooses_what_it_may_not_is_not_asked_again(choose: Callable[..., Any]) -> None:
     """Else a block would be overwritten that somebody reads."""

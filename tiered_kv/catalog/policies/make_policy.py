@@ -120,7 +120,7 @@ class GuardedPolicy(Policy):
 
     def _check(self, slots: Slots, n: int, keep: Slots) -> None:
         """Raise unless these are ``n`` different evictable slots, none of them in ``keep``."""
-        is_right = len(slots) == n and (np.diff(np.sort(slots)) > 0).all()
+        is_right = slots.shape == (n,) and (slots >= 0).all() and (np.diff(np.sort(slots)) > 0).all()
         if not is_right or not self._is_evictable[slots].all() or np.isin(slots, keep).any():
             raise ValueError(f"{n} of the evictable blocks were asked for, got slots {slots.tolist()!r:.200}")
 
