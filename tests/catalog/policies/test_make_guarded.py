@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from typing_extensions import override
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LRUPolicy, Policy
+from tiered_kv.catalog.table import Slots
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
@@ -126,6 +128,46 @@ def test_an_order_that_is_none_is_not_noted_down() -> None:
     fill(index, 1, 2, 3)
     listed, slots = index.names_in_order()
     assert (sorted(listed[:, 0].tolist()), sorted(slots.tolist())) == ([1, 2, 3], [0, 1, 2])
+
+
+class OneArray(LRUPolicy):
+    """Right, and chooses victims by a view of the one array that it keeps the order in."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self._kept = np.zeros(num_slots, np.int64)
+
+    @override
+    def park(self, slots: Slots) -> None:
+        super().park(slots)
+        self._keep()
+
+    @override
+    def unpark(self, slots: Slots, *, cold: bool = False) -> None:
+        super().unpark(slots, cold=cold)
+        self._keep()
+
+    @override
+    def evict(self, slots: Slots, names: Names) -> None:
+        super().evict(slots, names)
+        self._keep()
+
+    @override
+    def victims(self, n: int, keep: Slots) -> Slots:
+        return super().victims(n, keep) if len(keep) else self._kept[:n]
+
+    def _keep(self) -> None:
+        self._kept[: len(self)] = self.order()
+
+
+def test_a_policy_may_answer_with_a_view_of_what_it_changes_next() -> None:
+    """The blocks that it chose are those that go, whatever becomes of its array once it is told."""
+    index = TierIndex(4, policy=OneArray)
+    fill(index, 1, 2, 3, 4)
+    with index.reserve(names(5, 6)) as reservation:
+        assert reservation.slots.tolist() == [0, 1]
+        reservation.commit().release()
+    assert index.ready(names(1, 2, 3, 4, 5, 6)).tolist() == [False, False, True, True, True, True]
 
 
 def test_every_method_of_a_policy_is_guarded_and_has_to_be_there() -> None:
