@@ -1,4 +1,7 @@
-"""A prefix on its way to memory does not lose its head to its tail, whatever the tier's policy would have go first."""
+"""A prefix on its way to memory loses neither its head to its tail nor what memory has of its tail to its head.
+
+Whatever the tier's policy would have go first.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -122,6 +125,70 @@ async def test_a_store_that_is_cancelled_holds_nothing() -> None:
         storing.cancel()
         await until(lambda: storing.done)
         below.on_write.release()
+
+
+@asynccontextmanager
+async def tail_in(tier: str) -> AsyncIterator[TieredKV]:
+    """Have one tier of memory, which is full, be the only one that has the tail of a prompt; it came last."""
+    above = [gpu(SLOTS) | NEWEST_FIRST] if tier == "gpu" else []
+    async with full(*above) as (kv, _):
+        if tier == "gpu":
+            await kv.evict(KEYS, tier="gpu")
+            assert (await kv.prefetch(OTHERS, to="gpu")).num_blocks == 20
+        assert (await kv.prefetch(KEYS[16:], to=tier)).num_blocks == 4
+        assert not kv.stats()[tier].free
+        for other in {"gpu": ("keyed", "cpu"), "cpu": ("keyed",)}[tier]:
+            await kv.evict(KEYS[16:], tier=other)
+        assert (await kv.lookup(KEYS)).num_blocks == 20
+        yield kv
+
+
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_a_load_brings_the_tail_that_memory_alone_has(tier: str, *, layerwise: bool) -> None:
+    """What is of no prompt that is wanted makes room for its head; and there it is in the end, too."""
+    async with tail_in(tier) as kv:
+        loaded = await kv.start_load(KEYS, GPULoadStoreSpec(range(20)), layerwise=layerwise)
+        assert loaded.by_tier == {"keyed": 16, tier: 4}
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(20)))).num_blocks == 20
+
+
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
+async def test_a_prefetch_leaves_the_tail_that_memory_alone_has(tier: str) -> None:
+    """Likewise; it has all of it where it was to be."""
+    async with tail_in(tier) as kv:
+        assert (await kv.prefetch(KEYS, to=tier)).num_blocks == 20
+
+
+@pytest.mark.parametrize("gaps", [False, True])
+async def test_a_plan_has_the_tail_that_memory_alone_has(*, gaps: bool) -> None:
+    """Likewise, for workers."""
+    async with tail_in("cpu") as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_load(KEYS, gaps=gaps)
+        assert (await job.planned()).num_blocks == 20
+        job.cancel()
+        await job.ended()
+
+
+async def test_a_lease_has_the_tail_that_memory_alone_has() -> None:
+    """Likewise, for who reads in place."""
+    async with tail_in("cpu") as kv, kv.lease(KEYS) as held:
+        assert held.num_blocks == 20
+
+
+async def test_what_makes_room_after_a_prefetch_is_the_tail_first() -> None:
+    """Where the tail was in memory, and was held while the head came, it is still what goes before the head."""
+    engine, below, keys = AnyEngine(), ScriptedBackend(), prompt(12)
+    async with open_any(engine, cpu(12), below) as kv:
+        await (await kv.store(keys, engine.fill(keys, range(12)))).settled()
+        await kv.evict(keys[:8], tier="cpu")
+        assert (await kv.prefetch(keys)).num_moved == 8
+        more = prompt(4, salt="more")
+        await kv.store(more, engine.fill(more, range(4)))
+        assert kv.membership(keys, tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(8))
+        await until_idle(kv)
 
 
 async def test_who_gives_up_holds_nothing() -> None:

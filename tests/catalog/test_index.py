@@ -137,6 +137,17 @@ def test_batch_never_evicts_its_own(policy: str) -> None:
     assert index.ready_prefix(names_of(1, 5, 2)) == 3
 
 
+def test_what_is_leased_takes_none_of_the_room() -> None:
+    """A long batch fits as far as its head, there or to be added, has the free slots and those of what nobody holds."""
+    index, batch = TierIndex(6), names_of(1, 2, 3, 4, 5, 6, 7, 8)
+    store(index, 2, 3, 5, 10, 11, 12)
+    assert (index.num_fitting(batch), index.room_for(batch)) == (6, 3)
+    with index.lease(names_of(2, 3)):
+        assert (index.num_fitting(batch), index.room_for(batch)) == (6, 3)
+    with index.lease(names_of(10, 11)):
+        assert (index.num_fitting(batch), index.room_for(batch)) == (4, 2)
+
+
 @every_policy
 def test_duplicates_are_harmless(policy: str) -> None:
     """A repeated name gets one slot and counts one lease."""

@@ -116,8 +116,13 @@ class Occupancy(Books):
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
         if len(names) <= len(self._free):
             return len(names)
-        room = len(self._free) + len(self._policy)
-        return room and room - int(np.count_nonzero(self.ready(names[:room])))
+        return int(np.count_nonzero(self.find(names)[0][: self.num_fitting(names)] < 0))
+
+    def num_fitting(self, names: Names) -> int:
+        """How many leading blocks of a long batch can be in the tier at once, beside what is leased."""
+        slots, states = self.find(names)
+        takes_room = (slots < 0) | ((states == READY) & (self._num_leases[slots] == 0))
+        return int(np.searchsorted(np.cumsum(takes_room), len(self._free) + len(self._policy), side="right"))
 
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
@@ -155,8 +160,8 @@ class Occupancy(Books):
             self._policy.use(own)
         num_leases = self._num_leases[tail_first] - 1
         self._num_leases[tail_first] = num_leases
-        is_plain = len(own) == len(tail_first) and not num_leases.any() and not self._any_to_go(own)
-        is_plain = is_plain and not self._goes_when_idle
+        any_goes = self._goes_when_idle or (self._any_goes_first and self._goes_first[own].any())
+        is_plain = len(own) == len(tail_first) and not num_leases.any() and not any_goes
         if is_plain and (self._states[tail_first] == READY).all():  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._policy.unpark(tail_first)
@@ -189,9 +194,6 @@ class Occupancy(Books):
         """Forget that blocks were to go first: they were asked for, or stored."""
         if self._any_goes_first:
             self._goes_first[slots] = 0
-
-    def _any_to_go(self, slots: Slots) -> bool:
-        return self._any_goes_first and bool(self._goes_first[slots].any())
 
     # Filling and emptying.
 

@@ -320,26 +320,39 @@ class Chain:
 class Head:
     """What a transfer has of its blocks in memory, held as long as more is to come there.
 
-    Else a policy may have them make room for that, and a prefix on its way would lose its head to its own tail.
+    Else a policy may have them make room for that: a prefix on its way would lose its head to its own tail, or a tail
+    that was there to its own head.
     """
 
     def __init__(self, chain: Chain) -> None:
         """Hold nothing yet."""
         self._chain = chain
         self._leases: list[Lease] | None = []
+        self._rest: dict[MemoryTier, Lease] = {}
 
     def hold(self, tier: MemoryTier, names: Names) -> None:
         """Hold these blocks where they have the tier's own slots, unless no more is to come."""
-        if self._leases is None:
-            return
-        slots, _ = tier.index.find(names)  # bounce slots are what others wait for
-        if (is_kept := (slots >= 0) & ~tier.index.is_transient(slots)).any():
-            self._leases.append(tier.index.lease(names_at(names, is_kept)))
+        if self._leases is not None:
+            self._leases.append(_lease_own(tier, names))
+
+    def hold_rest(self, tier: MemoryTier, names: Names) -> None:
+        """Do so, once for each tier, with all that is still wanted, before the first of it comes there.
+
+        Only as far as the tier has room for all of it: what is behind that makes room, as its head is of more use.
+        """
+        if self._leases is not None and tier not in self._rest:
+            self._rest[tier] = _lease_own(tier, names[: tier.index.num_fitting(names)])
 
     def let_go(self) -> None:
         """Hold nothing any more, nor what comes later."""
         leases, self._leases = self._leases or [], None
-        self._chain.release(*reversed(leases))  # the head is the most useful: it goes last
+        # The head is the most useful: it goes last. What is of the rest and is here by now is in one of the others too.
+        self._chain.release(*self._rest.values(), *reversed(leases))
+
+
+def _lease_own(tier: MemoryTier, names: Names) -> Lease:
+    slots, _ = tier.index.find(names)  # bounce slots are what others wait for
+    return tier.index.lease(names_at(names, (slots >= 0) & ~tier.index.is_transient(slots)))
 
 
 def _merged(runs: list[TierRun]) -> list[TierRun]:

@@ -104,8 +104,9 @@ class Load(InTask):
         self._head = Head(chain)
         promote = chain.limits.promote
         self._bringer = Bringer(
-            chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
-        )
+            chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said,
+            head=self._head,
+        )  # fmt: skip
         self._may_promote = self._gpu.index.room_for(batch.names) if self._gpu and promote else 0
 
     @override
@@ -262,6 +263,8 @@ class Load(InTask):
             return NO_SLOTS, None
         head = landed.to_promote(self._chain.host.index)[: self._may_promote]
         self._may_promote -= len(head)
+        if len(head):
+            self._head.hold_rest(self._gpu, self._batch.names[landed.window.start :])
         if not len(head) or (promotion := self._chain.reserve(self._gpu, landed.window.batch[head])) is None:
             return NO_SLOTS, None
         return head[promotion.slots >= 0], promotion

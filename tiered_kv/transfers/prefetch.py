@@ -86,10 +86,10 @@ class Prefetch(Revocable):
         gpu = target if target is chain.gpu else None
         self._deadline = deadline
         kind = Kind.PREFETCH if deadline is None else Kind.LOAD
-        self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said)
+        self.brought = Brought(chain, len(batch))
+        self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said, head=self.brought)
         self._room = target.index.room_for(batch.names)
         self._num_moved = 0
-        self.brought = Brought(chain, len(batch))
 
     async def run(self) -> PrefetchResult:
         """Move the blocks, window by window; never raises for a tier."""
@@ -146,6 +146,8 @@ class Prefetch(Revocable):
     async def _copy_up(self, landed: Landed) -> int:
         chain, gpu = self._chain, self._target
         at = landed.to_promote(chain.host.index)
+        if len(at):
+            self.brought.hold_rest(gpu, self._batch.names[landed.window.start :])
         reservation = chain.reserve(gpu, landed.window.batch[at])
         if reservation is None:
             return 0
