@@ -154,6 +154,38 @@ async def test_a_load_brings_the_tail_that_memory_alone_has(tier: str, *, layerw
 
 
 @pytest.mark.parametrize("tier", ["cpu", "gpu"])
+@pytest.mark.parametrize("how", [{"gaps": True}, {"order": "back"}])
+async def test_a_load_in_parts_brings_what_memory_alone_has(tier: str, how: dict[str, Any]) -> None:
+    """Of its head, too, which is in no part that is loaded at the time: others make room for that."""
+    async with full(*[gpu(SLOTS) | NEWEST_FIRST] * (tier == "gpu")) as (kv, _):
+        if tier == "gpu":
+            await kv.evict(KEYS, tier="gpu")
+            assert (await kv.prefetch(OTHERS, to="gpu")).num_blocks == 20
+        assert (await kv.prefetch(KEYS[:4], to=tier)).num_blocks == 4
+        for other in {"gpu": ("keyed", "cpu"), "cpu": ("keyed",)}[tier]:
+            await kv.evict(KEYS[:4], tier=other)
+        loaded = await kv.start_load(KEYS, GPULoadStoreSpec(range(20)), **how)
+        assert loaded.by_tier == {tier: 4, "keyed": 16}
+        assert kv.membership(KEYS[:4], tier=tier).astype(bool).all()
+
+
+@pytest.mark.parametrize("how", [{"gaps": True}, {"order": "back"}])
+async def test_what_makes_room_after_a_load_in_parts_is_the_tail_first(how: dict[str, Any]) -> None:
+    """Whichever part memory had, and whichever came last."""
+    for resident in (slice(8), slice(4, 12)):
+        engine, below, keys = AnyEngine(), ScriptedBackend(), prompt(12)
+        async with open_any(engine, cpu(12), below) as kv:
+            await (await kv.store(keys, engine.fill(keys, range(12)))).settled()
+            await kv.evict(keys, tier="cpu")
+            await kv.prefetch(keys[resident])
+            assert (await kv.start_load(keys, GPULoadStoreSpec(range(12)), **how)).mask.all()
+            more = prompt(4, salt="more")
+            await kv.store(more, engine.fill(more, range(4)))
+            assert kv.membership(keys, tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(8))
+            await until_idle(kv)
+
+
+@pytest.mark.parametrize("tier", ["cpu", "gpu"])
 async def test_a_prefetch_leaves_the_tail_that_memory_alone_has(tier: str) -> None:
     """Likewise; it has all of it where it was to be."""
     async with tail_in(tier) as kv:

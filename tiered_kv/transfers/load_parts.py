@@ -13,8 +13,8 @@ medium, only for copies. Together they take no longer than the faster of them wo
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Final
@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
@@ -47,13 +47,41 @@ class _LoadPart:
     handle: LoadHandle
 
 
-class BackLoad(InTask):
-    """One such load of one KV group."""
+class InParts(InTask):
+    """What loads that are made of others have in common: what memory has of their blocks is held while these run.
+
+    Each of those holds but its own, and would have the others' make room for it.
+    """
 
     def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
         """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
         super().__init__(request)
         self._start_part = start_part
+
+    @contextmanager
+    def _holding(self) -> Generator[None]:
+        """Hold it until the ``with`` block ends."""
+        chain, names = self._request.chain, self._request.batch.names
+        memory: Sequence[MemoryTier] = ()  # to which blocks come
+        if chain.limits.promote and not chain.host.index.ready(names).all():
+            memory = [chain.host] if self._request.binding.gpu is None else chain.memory
+        head = Head(chain)
+        try:
+            for tier in memory:
+                head.hold_rest(tier, names)
+            yield
+            for tier in memory:
+                head.hold(tier, names)  # with what has come: whatever came last, the head is what goes last
+        finally:
+            head.let_go()
+
+
+class BackLoad(InParts):
+    """One such load of one KV group."""
+
+    def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
+        """Prepare a load, see `InParts`."""
+        super().__init__(request, start_part)
         self._ahead = request.chain.limits.reads_in_flight + 1
         self._size = _part_size(len(request.batch), request.chain.window_blocks, self._ahead)
         self._claimed = 0
@@ -86,12 +114,13 @@ class BackLoad(InTask):
         started = loop.time()
         by_tier: Counter[str] = Counter()
         faults: list[TierFault] = []
-        try:
-            await self._move(by_tier, faults)
-        except asyncio.CancelledError:
-            self.revoked = True
-        finally:
-            await self._end_parts()
+        with self._holding():
+            try:
+                await self._move(by_tier, faults)
+            except asyncio.CancelledError:
+                self.revoked = True
+            finally:
+                await self._end_parts()
         n = len(request.batch)
         if not request.is_current():
             self._in_place = self._begun = n
@@ -241,13 +270,8 @@ async def _bring_around_gaps(
     return brought
 
 
-class GapLoad(InTask):
+class GapLoad(InParts):
     """One such load of one KV group."""
-
-    def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
-        """Prepare a load; ``start_part`` starts those of a prefix that it is made of."""
-        super().__init__(request)
-        self._start_part = start_part
 
     def begin(self) -> LoadHandle:
         """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
@@ -262,12 +286,13 @@ class GapLoad(InTask):
         by_tier: Counter[str] = Counter()
         faults: list[TierFault] = []
         befell: dict[int, Reason] = {}
-        try:
-            await self._move(mask, by_tier, faults, befell)
-        except TimeoutError:
-            faults.append(TierFault("", Reason.DEADLINE, len(request.batch)))
-        except asyncio.CancelledError:
-            self.revoked = True
+        with self._holding():
+            try:
+                await self._move(mask, by_tier, faults, befell)
+            except TimeoutError:
+                faults.append(TierFault("", Reason.DEADLINE, len(request.batch)))
+            except asyncio.CancelledError:
+                self.revoked = True
         if not request.is_current():
             mask[:] = False
             by_tier.clear()
