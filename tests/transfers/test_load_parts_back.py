@@ -146,6 +146,19 @@ async def test_a_hole_ends_it_and_the_engine_computes_up_to_what_came() -> None:
         await until_idle(kv)
 
 
+async def test_it_is_short_for_what_befell_the_block_that_ended_it() -> None:
+    """Not for what is behind that in its part, which was there and is of no use."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[17:18])
+        loaded = await kv.start_load(KEYS, PAGES, order="back")
+        assert not loaded.mask[:18].any()
+        assert loaded.missed_because == "removed"
+        assert kv.stats().missed_because == {"removed": 32 - int(loaded.mask.sum())}
+        await until_idle(kv)
+
+
 async def test_cancelled_it_waits_until_nothing_moves() -> None:
     """Like every load: the caller's memory is the caller's once the cancellation is raised."""
     engine = Engine()

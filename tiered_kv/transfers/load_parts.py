@@ -89,6 +89,7 @@ class BackLoad(InParts):
         self._parts: list[_LoadPart] = []  # the last blocks first
         self._given_up: list[LoadHandle] = []
         self._in_place = len(request.batch)
+        self._hole: int | None = None
 
     def begin(self) -> LoadHandle:
         """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
@@ -131,7 +132,8 @@ class BackLoad(InParts):
         self._settle(n - self._in_place)
         # What the engine has claimed it did not miss.
         wanted = replace(request, batch=request.batch[self._claimed :])
-        last_missed = max(0, self._in_place - 1 - self._claimed)
+        ended_by = self._in_place - 1 if self._hole is None else self._hole
+        last_missed = max(0, ended_by - self._claimed)
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
         faults += [wanted.revocation()] if self.revoked else []
         result = wanted.result(last_missed, counts, faults, loop.time() - started, mask)
@@ -151,6 +153,7 @@ class BackLoad(InParts):
             del self._parts[0]
             faults += result.faults
             if result.num_blocks < part.stop - part.start:
+                self._hole = part.start + result.num_blocks
                 return  # an engine that comes from the front has no use for what is before a hole
             by_tier.update(result.by_tier)
             self._in_place = part.start
