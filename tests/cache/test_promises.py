@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
+from tests.support.backends import ScriptedSlotBackend, only
 from tests.support.caches import Recorder, until_idle
 from tiered_kv import (
     BlockKeys,
@@ -15,10 +16,11 @@ from tiered_kv import (
     ConfigurationError,
     KVGroup,
     KVLayout,
+    Outcome,
     StoreResult,
     TieredKV,
 )
-from tiered_kv.values.events import BlocksLoaded, BlocksStored
+from tiered_kv.values.events import BlocksLoaded, BlocksPrefetched, BlocksStored
 
 CHAINS = ("cpu", "cpu+nvme", "gpu+cpu+nvme", "nvme", "cpu+memory")
 LAYOUTS = {
@@ -285,6 +287,21 @@ async def test_prefetch_brings_blocks_up(to: str, tmp_path: Path) -> None:
         assert (again.num_blocks, again.num_moved) == (10, 0)
         assert hits(kv.stats()) == {}
         assert await load((kv, engine), keys) == 10
+        await until_idle(kv)
+
+
+async def test_prefetch_counts_as_moved_what_has_arrived() -> None:
+    """Not what could not be read; but what was read behind that, which is in memory too."""
+    engine, below, recorder = AnyEngine(), ScriptedSlotBackend(), Recorder()
+    async with open_any(engine, cpu(10), below, emit=recorder) as kv:
+        keys = prompt(4)
+        await store((kv, engine), keys)
+        await kv.evict(keys, tier="cpu")
+        below.on_read.change_next(only(1, Outcome.FAILED))
+        result = await kv.prefetch(keys)
+        assert (result.num_blocks, result.num_moved) == (1, 3)
+        assert kv.stats()["cpu"].promoted == 3
+        assert [(event.blocks, event.moved) for event in recorder.of(BlocksPrefetched)] == [(1, 3)]
         await until_idle(kv)
 
 

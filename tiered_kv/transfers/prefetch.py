@@ -131,15 +131,14 @@ class Prefetch(Revocable):
             if window is None:
                 return 0
             stack.callback(self._bringer.abandon, window)
-            num_filled = int(np.count_nonzero(window.own.source >= 0)) if window.own else 0
             landed = await self._bringer.land(window, self._deadline or asyncio.get_running_loop().time() + _LONG_S)
             stack.callback(chain.release, *landed.leases)
             self.brought.note(slice(start, start + landed.num_blocks), landed.window.source[: landed.num_blocks])
             num_there = landed.num_blocks
             if self._target is chain.gpu:
                 num_there = await self._copy_up(landed)
-            else:
-                self._num_moved += num_filled
+            elif window.own is not None:
+                self._num_moved += int(np.count_nonzero(window.own.arrived))
             self.brought.hold(self._target, landed.window.batch.names[:num_there])
             return num_there
 
