@@ -3,6 +3,7 @@
 import asyncio
 from functools import partial
 
+import numpy as np
 import pytest
 
 from tests.support.backends import ScriptedBackend
@@ -39,7 +40,7 @@ def test_nobody_waits_longer_for_a_fill_than_its_tier_may_take() -> None:
 
 async def test_all_who_wait_for_a_fill_are_told_of_its_end() -> None:
     """Also those behind one who raises, as an interrupt of the program's may come there."""
-    fill, told = Fill(1, Waiter(Kind.LOAD)), list[int]()
+    fill, told = Fill(np.zeros((1, 4), np.uint64), Waiter(Kind.LOAD)), list[int]()
 
     def interrupted() -> None:
         raise KeyboardInterrupt

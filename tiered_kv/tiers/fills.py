@@ -10,11 +10,13 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.table import hash_names
 from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, ReadReport
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.keys import Names
 
 _PENDING: Final = int(SlotState.PENDING)
 
@@ -23,6 +25,7 @@ class Fill:
     """Host slots on their way to be readable, from storage tiers or from the engine.
 
     Attributes:
+        names: ``(n, 4)``, of its blocks.
         is_done: Whether nothing more will arrive in time.
         arrived: By position of the batch, what came in time and right; its slot may have been given up since.
         gone: By position, what its tier did not have any more when it was read.
@@ -34,7 +37,8 @@ class Fill:
         num_reading: How many have not let go of their slots.
     """
 
-    def __init__(self, n: int, waiter: Waiter) -> None:
+    def __init__(self, names: Names, waiter: Waiter) -> None:
+        n, self.names = len(names), names
         self.is_done = False
         self._then: list[Callable[[], object]] = []
         self.arrived: Mask = np.zeros(n, np.bool_)
@@ -67,6 +71,10 @@ class Fill:
             self.waiter.nobody_waits()  # loads that are given up must not hold up those that come after them
             if self.ends_unwanted:
                 self.waiter.give_up()
+
+    def are_among(self, names: Names) -> Mask:
+        """Say of each of its blocks whether it is one of these."""
+        return np.isin(hash_names(self.names), hash_names(names))
 
     def keep(self, lease: Lease) -> None:
         """Hold what arrived, so that transient blocks live until those who wait have leased them."""
@@ -193,7 +201,7 @@ class Fills:
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
-        fill = Fill(len(sources), waiter)
+        fill = Fill(batch.names, waiter)
         fill.source[:] = sources
         fill.ends_unwanted = self._is_closing
         self.announce(fill, reservation)
@@ -209,12 +217,19 @@ class Fills:
         at = ((fill.source == number) & (reservation.slots >= 0)).nonzero()[0]
         return _TierRead(self, self._host, tier, fill, batch, at, reservation)
 
-    def faults_of(self, fill: Fill) -> list[TierFault]:
-        """Name what kept blocks of a fill from arriving; what befell the first one of them comes last."""
+    def faults_of(self, fill: Fill, wanted: Names | None = None) -> list[TierFault]:
+        """Name what kept blocks of a fill from arriving; what befell the first one of them comes last.
+
+        Args:
+            fill: Which one.
+            wanted: The blocks that are meant; all of them by default.
+        """
         if not fill.is_done or fill.arrived.all():
             return []
         faults: list[tuple[int, TierFault]] = []  # each with the first block that it befell
         is_lost = (fill.source >= 0) & ~fill.arrived
+        if wanted is not None and is_lost.any():
+            is_lost &= fill.are_among(wanted)
         for number in np.unique(fill.source[is_lost]):
             tier = self._tiers[number]
             assert tier is not None  # noqa: S101 - blocks are read from storage

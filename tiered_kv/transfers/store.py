@@ -351,7 +351,7 @@ class Store(Revocable):
         can_join: bool = True,
     ) -> "Placed | None":
         """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
-        fresh = reservation.slots >= 0
+        names, fresh = part.names, reservation.slots >= 0
         if not fresh.all():
             self._count_present(part[~fresh])
             self._present.append(part[~fresh])
@@ -362,7 +362,7 @@ class Store(Revocable):
             return None
         fill = None
         if can_join and tier is self._chain.host:
-            fill = Fill(len(reservation.slots), Waiter(Kind.STORE))
+            fill = Fill(names, Waiter(Kind.STORE))
             self._chain.fills.announce(fill, reservation)
         self._num_open += 1
         return Placed(tier, reservation, part, pages.ravel(), fresh, fill)

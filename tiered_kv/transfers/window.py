@@ -356,20 +356,22 @@ class Bringer:
             with suppress(TimeoutError):
                 async with asyncio.timeout_at(deadline):
                     await chain.tasks.turn(self._priority)
-        faults: list[TierFault] = []
-        for fill in window.fills:
-            if not fill.is_done:
-                faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
-            faults += chain.fills.faults_of(fill)
         host = window.host
         arrived = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         lease = chain.host.index.lease(names_at(batch.names, arrived))
         host[arrived] = lease.slots
         absent = ((window.gpu < 0) & (host < 0)).nonzero()[0]
         num_blocks = int(absent[0]) if len(absent) else n
-        if num_blocks == n:
+        faults: list[TierFault] = []
+        if not len(absent):
             faults += window.not_said  # the load ends here, and not before
-        else:  # what befell the first block that did not come is said last
+        else:
+            wanted = names_at(batch.names, absent)  # a fill that was joined is of others' blocks, too
+            for fill in window.fills:
+                if not fill.is_done and fill.are_among(wanted).any():
+                    faults.append(TierFault(self._tiers_of(fill), Reason.DEADLINE, n))
+                faults += chain.fills.faults_of(fill, wanted)
+            # What befell the first block that did not come is said last.
             number = max(int(window.source[num_blocks]), int(window.coming[num_blocks]))
             faults.sort(key=lambda fault: number >= 0 and chain.names[number] in fault.tier.split(","))
         self.faults += faults

@@ -237,7 +237,7 @@ class WriteDown:
                 self._batch, self._slots = self._batch[:0], self._slots[:0]
                 return
             fresh = reservation.slots >= 0
-            fill = Fill(n, Waiter(self._kind))
+            fill = Fill(self._batch.names, Waiter(self._kind))
             chain.fills.announce(fill, reservation)
             filled: Lease | None = None
             try:
