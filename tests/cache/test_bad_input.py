@@ -32,6 +32,7 @@ from tiered_kv import (
     TieredKVSettings,
     hash_blocks,
 )
+from tiered_kv.catalog.policies import LRUPolicy
 
 Cache = tuple[TieredKV, AnyEngine]
 Given = tuple[Any, Any]
@@ -287,6 +288,14 @@ async def test_another_thread(cache: Cache) -> None:
     assert [str(error) for error in errors] == [f"a TieredKV is called {told}"] * len(calls)
 
 
+class Unmakeable(LRUPolicy):
+    """Looks for a file of its own, and finds none."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        raise OSError("no file")
+
+
 TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "none": (lambda _: [], "at least one tier"),
     "no tier": (lambda _: [7], r"tiers\[0\]: a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
@@ -296,6 +305,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "an unknown setting": (lambda _: [{"medium": "cpu", "capcity": 4096}], "capcity: there is no such setting"),
     "a size that is none": (lambda _: [{"medium": "cpu", "capacity": "many"}], "'many' is no size"),
     "an unknown policy": (lambda _: [{"medium": "cpu", "policy": "mru"}], "mru"),
+    "a policy that cannot be made": (
+        lambda _: [{"medium": "cpu", "capacity": 4 * STRIDE, "policy": f"{__name__}:Unmakeable"}],
+        f"policy '{__name__}:Unmakeable' cannot be made over 4 slots: OSError: no file",
+    ),
     "a small CPU tier": (
         lambda _: [{"medium": "cpu", "capacity": STRIDE - 1}],
         f"the cpu tier's capacity of {STRIDE - 1} bytes is below one block of {STRIDE} bytes",

@@ -783,4 +783,4 @@ def _absent(names: Names, found: Slots) -> Slots:
 def _policy_of(policy: str | type[Policy], num_slots: int) -> Policy:
     """Make a policy; one of the program's own is guarded."""
     made = make_policy(policy, num_slots)
-    return made if isinstance(policy, str) else GuardedPolicy(made)
+    return made if isinstance(policy, str) else GuardedPolicy(made, num_slots)

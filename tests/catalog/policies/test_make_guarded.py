@@ -11,7 +11,9 @@ from typing_extensions import override
 
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import LRUPolicy, Policy
+from tiered_kv.catalog.slots import SlotQueue
 from tiered_kv.catalog.table import Slots
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
@@ -128,6 +130,29 @@ def test_an_order_that_is_none_is_not_noted_down() -> None:
     fill(index, 1, 2, 3)
     listed, slots = index.names_in_order()
     assert (sorted(listed[:, 0].tolist()), sorted(slots.tolist())) == ([1, 2, 3], [0, 1, 2])
+
+
+def fail_to_be_made(_: LRUPolicy, __: int) -> None:
+    """Raise, as a policy may that looks for a file of its own."""
+    raise OSError("no file")
+
+
+@pytest.mark.parametrize(
+    ("init", "why"), [(fail_to_be_made, "OSError: no file"), (lambda _: None, "TypeError: .* 2 were given")]
+)
+def test_a_policy_that_cannot_be_made_is_told_as_a_mistake_of_the_settings(init: Callable[..., None], why: str) -> None:
+    """It is named, and what it raised: no tier is opened with another one."""
+    with pytest.raises(ConfigurationError, match=rf"policy '.*Changed' cannot be made over 4 slots: {why}"):
+        TierIndex(4, policy=changed("__init__", init))
+
+
+def test_a_policy_need_not_note_how_many_slots_there_are() -> None:
+    """Who makes it knows: its `__init__` may leave the base's out."""
+
+    def make(self: LRUPolicy, num_slots: int) -> None:
+        self._queue = SlotQueue(num_slots)
+
+    use_all(TierIndex(4, policy=changed("__init__", make)))
 
 
 class OneArray(LRUPolicy):

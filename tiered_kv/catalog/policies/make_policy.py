@@ -14,7 +14,7 @@ from tiered_kv.catalog.policies.base import LRUPolicy, Policy
 from tiered_kv.catalog.policies.lhd import LHDPolicy
 from tiered_kv.catalog.policies.mq import MQPolicy
 from tiered_kv.catalog.table import Slots
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 from tiered_kv.values.log import log
@@ -27,11 +27,11 @@ class GuardedPolicy(Policy):
     change costs nothing but what the policy had learned. Takes 1 byte a slot.
     """
 
-    def __init__(self, policy: Policy) -> None:
-        """Guard ``policy``, which holds nothing yet."""
-        super().__init__(policy.num_slots)
+    def __init__(self, policy: Policy, num_slots: int) -> None:
+        """Guard ``policy``, which was made over so many slots and holds nothing yet."""
+        super().__init__(num_slots)
         self._policy = policy
-        self._capacity = policy.num_slots
+        self._capacity = num_slots
         self._is_evictable = np.full(self._capacity, fill_value=False)
         self._num_evictable = 0
 
@@ -141,7 +141,7 @@ def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
     """Make a policy over ``num_slots`` slots from its name or its class.
 
     Raises:
-        ConfigurationError: There is no policy of this name.
+        ConfigurationError: There is no policy of this name, or a class of the program's cannot be made.
     """
     if isinstance(policy, str):
         if policy not in _POLICIES:
@@ -149,5 +149,9 @@ def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
                 f"policy must be one of {', '.join(_POLICIES)}, or a class, in settings 'package.module:Class'; "
                 f"got {policy!r}"
             )
-        policy = _POLICIES[policy]
-    return policy(num_slots)
+        return _POLICIES[policy](num_slots)
+    try:
+        return policy(num_slots)
+    except Exception as error:
+        what = f"{policy.__module__}:{policy.__qualname__}"
+        raise ConfigurationError(f"policy {what!r} cannot be made over {num_slots} slots: {in_words(error)}") from error
