@@ -9,6 +9,7 @@ from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import BackendUnavailableError, TieredKV
 from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.values.errors import Reason
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 GPU = {"medium": "gpu", "capacity": 16 * PAYLOAD_BYTES}
@@ -136,4 +137,35 @@ async def test_what_has_no_place_yet() -> None:
         assert kv.lookup_nowait(prompt(8, seed=1)).num_blocks == 8
         await keep(kv, engine, KEYS)
         assert kv.lookup_nowait(KEYS).num_blocks == 4
+        await until_idle(kv)
+
+
+async def test_what_is_being_copied_counts_as_written_nowhere() -> None:
+    """It was removed before any tier had it: each says so, and memory has not written it either."""
+    engine, medium, keys = Engine(), ScriptedSlotBackend(name="below"), prompt(40)
+    async with open_cache({"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}, medium, engine=engine) as kv:
+        storing = kv.start_store(keys, engine.compute(keys))
+        await kv.evict(keys)
+        tiers = await (await storing).settled()
+        assert [(tier.written, tier.dropped) for tier in tiers] == [(0, 40), (0, 40)]
+        assert [tier.dropped_because for tier in kv.stats().tiers] == [{Reason.REMOVED: 40}] * 2
+        assert [tier.written for tier in kv.stats().tiers] == [0, 0]
+        await until_idle(kv)
+
+
+async def test_what_a_disk_is_writing_counts_as_dropped_there() -> None:
+    """The medium has written it, and forgets it: the tier never had it."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below")
+    async with open_cache(CPU, medium, engine=engine) as kv:
+        medium.on_write.hold()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: medium.on_write.num_held > 0)
+        evicting = asyncio.ensure_future(kv.evict(KEYS[1:], tier="below"))
+        await until(lambda: not kv.membership(KEYS[1:], tier="below").any())
+        medium.on_write.release()
+        await evicting
+        memory, below = await stored.settled()
+        assert (memory.written, below.written, below.dropped) == (4, 1, 3)
+        assert kv.stats()["below"].dropped_because == {Reason.REMOVED: 3}
+        assert medium.num_records == 1
         await until_idle(kv)

@@ -341,6 +341,7 @@ class OwnedTier(StorageTier, BookedTier):
         ok = np.zeros(len(is_fresh), np.bool_)
         ok[is_fresh] = stored
         doomed = stored & (reservation.keep(ok)[is_fresh] < 0)
+        writing.report.num_removed = int(np.count_nonzero(doomed))
         doomed |= ~stored & ~refused  # there may be anything
         if len(reservation.evicted):  # of which the medium still has what was not overwritten
             doomed |= refused
@@ -360,7 +361,7 @@ class OwnedTier(StorageTier, BookedTier):
         report = writing.report
         is_refused = writing.reservation is not None and report.dropped.any()
         because = self._refusal if is_refused else Reason.NO_ROOM
-        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted)
+        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
 
     async def _write_to(
         self, batch: Batch, blocks: Sequence[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter

@@ -369,6 +369,7 @@ class WriteReport:
         written, present, dropped, failed: The four.
         because: Why blocks were dropped, but for those that nobody wanted any more.
         unwanted: Blocks that were removed before their turn came: dropped, unless something else became of them.
+        num_removed: How many of those written were removed while they were: they count as dropped.
     """
 
     written: Mask
@@ -376,6 +377,7 @@ class WriteReport:
     dropped: Mask
     because: Reason = Reason.NO_ROOM
     unwanted: Mask | None = None
+    num_removed: int = 0
     failed: Mask = field(init=False)
 
     def __post_init__(self) -> None:
@@ -400,10 +402,11 @@ class WriteReport:
 
     def counts(self) -> dict[str, int]:
         """How many blocks, by what became of them; the dropped ones apart."""
-        return {name: int(np.count_nonzero(getattr(self, name))) for name in ("written", "present", "failed")}
+        counts = {name: int(np.count_nonzero(getattr(self, name))) for name in ("written", "present", "failed")}
+        return counts | {"written": counts["written"] - self.num_removed}
 
     def drops(self) -> dict[Reason, int]:
         """How many blocks were dropped, by reason."""
         num_dropped = int(np.count_nonzero(self.dropped))
         num_unwanted = 0 if self.unwanted is None else int(np.count_nonzero(self.dropped & self.unwanted))
-        return {Reason.REMOVED: num_unwanted, self.because: num_dropped - num_unwanted}
+        return {Reason.REMOVED: num_unwanted + self.num_removed, self.because: num_dropped - num_unwanted}

@@ -402,14 +402,16 @@ class Store(Revocable):
         self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
         slots = there[fresh]
         num_passing = int(np.count_nonzero(tier.index.is_transient(slots))) if tier.index.num_transient else 0
-        self._tally.add(tier, written=n - num_passing, dropped={Reason.NO_ROOM: num_passing} if num_passing else {})
+        num_removed = int(np.count_nonzero(slots < 0))  # by name, while they were copied
+        dropped = {Reason.NO_ROOM: num_passing, Reason.REMOVED: num_removed}
+        self._tally.add(tier, written=n - num_passing - num_removed, dropped=dropped)
         if lease is None:
             chain.room.changed()  # what is kept there may be evicted
             self._close_one()
             return
-        if not (live := slots >= 0).all():  # the others were evicted by name while they were copied: they go no further
-            self._tally.add_below(tier, dropped={Reason.REMOVED: n - int(np.count_nonzero(live))})
-            batch, slots = batch[live], slots[live]
+        if num_removed:  # they go no further
+            self._tally.add_below(tier, dropped={Reason.REMOVED: num_removed})
+            batch, slots = batch[slots >= 0], slots[slots >= 0]
         write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one)
 
     async def _use_present(self) -> None:
