@@ -88,11 +88,6 @@ class Occupancy(Books):
         self._gone_when_idle: list[Names] = []  # of that, since the last `resize`
 
     @property
-    def num_free(self) -> int:
-        """How many of the tier's own slots hold nothing."""
-        return len(self._free)
-
-    @property
     def num_dirty(self) -> int:
         """How many blocks have no copy below yet."""
         return len(self._dirty)
@@ -120,9 +115,12 @@ class Occupancy(Books):
 
     def num_fitting(self, names: Names) -> int:
         """How many leading blocks of a long batch can be in the tier at once, beside what is leased."""
+        room = len(self._free) + len(self._policy)
+        if len(names) <= room:
+            return len(names)
         slots, states = self.find(names)
-        takes_room = (slots < 0) | ((states == READY) & (self._num_leases[slots] == 0))
-        return int(np.searchsorted(np.cumsum(takes_room), len(self._free) + len(self._policy), side="right"))
+        taken = np.cumsum((slots < 0) | ((states == READY) & (self._num_leases[slots] == 0)))
+        return int(np.count_nonzero(taken <= room))
 
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
