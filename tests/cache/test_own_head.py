@@ -223,6 +223,32 @@ async def test_what_makes_room_after_a_prefetch_is_the_tail_first() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
+@pytest.mark.parametrize("is_above_storage", [False, True])
+async def test_what_makes_room_after_a_store_is_the_tail_first(policy: str, *, is_above_storage: bool) -> None:
+    """It goes window by window, and each is let go of by itself: a prefix is left all the same."""
+    engine, below = AnyEngine(num_blocks=64), ScriptedBackend()
+    async with open_any(engine, cpu(44) | {"policy": policy}, *([below] if is_above_storage else [])) as kv:
+        for keys in (prompt(40), prompt(12, salt="more")):
+            await (await kv.store(keys, engine.fill(keys, range(len(keys))))).settled()
+            await until_idle(kv)
+        assert kv.membership(prompt(40), tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(32))
+
+
+async def test_a_store_that_waits_to_pass_through_holds_nothing() -> None:
+    """Nothing more of it comes to memory to stay: others find room there, however long a tier below hangs."""
+    async with full() as (kv, below):
+        long = prompt(60, salt="long")
+        await (await kv.store(long[:SLOTS], GPULoadStoreSpec(range(SLOTS)))).settled()
+        below.on_write.hold()
+        storing = kv.start_store(long, GPULoadStoreSpec(range(60)))
+        await until(lambda: inside(kv).chains[0].room.num_waiting > 0)
+        assert (await kv.store(OTHERS[:4], GPULoadStoreSpec(range(60, 64)))).num_stored == 4
+        storing.cancel()
+        await until(lambda: storing.done)
+        below.on_write.release()
+
+
 async def test_who_gives_up_holds_nothing() -> None:
     """A plan that is cancelled between two windows lets go of the first, and of what is still coming."""
     async with full() as (kv, below):

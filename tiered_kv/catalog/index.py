@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change, IndexStatistics, OnChange, SlotState
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.policies import Policy, make_policy
-from tiered_kv.catalog.policies.make_policy import GuardedPolicy
+from tiered_kv.catalog.policies import Policy
+from tiered_kv.catalog.policies.make_policy import guarded_policy
 from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
 from tiered_kv.catalog.table import Slots, ascending, first_occurrences, names_at, unique
 from tiered_kv.system import system
@@ -405,7 +405,7 @@ class TierIndex(Occupancy):
             num_slots,
             max_slots,
             num_transient,
-            _policy_of(policy, max_slots),
+            guarded_policy(policy, max_slots),
             None if ttl_s is None else Expiry(max_slots, ttl_s, clock),
             SlotQueue(max_slots if write_back else 0),
             on_change,
@@ -487,13 +487,18 @@ class TierIndex(Occupancy):
         self._policy.use(used)
         self._policy.unpark(idle)
 
+    def line_up(self, names: Names) -> None:
+        """Have the idle ones of these blocks go in the order of their prompt, its tail first. Is no use of them."""
+        idle = self._idle(self._here(names))
+        self._policy.park(idle)
+        self._unpark(idle)
+
     def hint(self, names: Names, hint: ReuseHint) -> None:
         """Take note of what a caller says of the ready ones of these blocks. Is no use of them.
 
         What is not expected at all goes first, from when nobody leases it; until it is leased, touched or stored again.
         """
-        slots, states = self.find(names)
-        told = self._own(unique(slots[states == READY])[::-1])
+        told = self._here(names)
         idle = told[self._num_leases[told] == 0]
         is_unwanted = hint.probability == 0
         self._any_goes_first |= is_unwanted
@@ -509,11 +514,9 @@ class TierIndex(Occupancy):
         What is here goes first, from when nobody leases it; until `leaving`, or until it is leased, touched or stored
         again. Is no use of it.
         """
-        slots, states = self.find(names)
-        is_ready = states == READY
-        here = self._own(unique(slots[is_ready]))[::-1]
+        here = self._here(names)
         idle = here[self._num_leases[here] == 0]
-        absent = _absent(names, slots)[::-1]
+        absent = _absent(names, self.find(names)[0])[::-1]
         self._any_goes_first = True
         self._goes_first[here] |= _RESIDENT
         self._policy.park(idle)
@@ -522,8 +525,7 @@ class TierIndex(Occupancy):
 
     def leaving(self, names: Names) -> None:
         """Take note that the engine will not have these blocks any more: here they stay like others from now on."""
-        slots, states = self.find(names)
-        here = self._own(unique(slots[states == READY]))[::-1]
+        here = self._here(names)
         here = here[(self._goes_first[here] & _RESIDENT) > 0]
         self._goes_first[here] &= ~np.uint8(_RESIDENT)
         here = here[self._goes_first[here] == 0]  # what nobody expects goes first all the same
@@ -531,6 +533,11 @@ class TierIndex(Occupancy):
         self._policy.park(idle)
         self._policy.leave(here)
         self._policy.unpark(idle)
+
+    def _here(self, names: Names) -> Slots:
+        """Return the tier's own slots that have these blocks, ready ones alone, the tail first."""
+        slots, states = self.find(names)
+        return self._own(unique(slots[states == READY]))[::-1]
 
     # Filling and emptying slots.
 
@@ -776,9 +783,3 @@ def _absent(names: Names, found: Slots) -> Slots:
     """Return the positions of those names, each once, for which no slot was ``found``."""
     absent = (found < 0).nonzero()[0]
     return absent[first_occurrences(names_at(names, absent))] if len(absent) else absent
-
-
-def _policy_of(policy: str | type[Policy], num_slots: int) -> Policy:
-    """Make a policy; one of the program's own is guarded."""
-    made = make_policy(policy, num_slots)
-    return made if isinstance(policy, str) else GuardedPolicy(made, num_slots)

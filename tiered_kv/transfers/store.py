@@ -113,6 +113,7 @@ class Store(Revocable):
         self._present: list[Batch] = []
         self._dropped: dict[Reason, int] = {}
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
+        self._num_windows = 0
         self._num_open = 1  # windows still on their way down, and run itself
         self._came = chain.unwritten.begin()
         self._is_waited_for = True  # by who flushes
@@ -270,6 +271,7 @@ class Store(Revocable):
             return placing
         if not self._chain.through:
             return None
+        self._head.let_go()  # what is left passes through: nobody's room is to wait for that
         return self._chain.host, await self._chain.reserve_host(part, Waiter(Kind.STORE), keep=False)
 
     def _forget_evicted(self, tier: MemoryTier, reservation: Reservation, part: Batch, wanted: Mask) -> None:
@@ -365,6 +367,7 @@ class Store(Revocable):
             fill = Fill(names, Waiter(Kind.STORE))
             self._chain.fills.announce(fill, reservation)
         self._num_open += 1
+        self._num_windows += 1
         return Placed(tier, reservation, part, pages.ravel(), fresh, fill)
 
     def _copy_out(self, placed: "Placed") -> LaneCopy:
@@ -435,6 +438,8 @@ class Store(Revocable):
     def _close_one(self) -> None:
         self._num_open -= 1
         if not self._num_open and not self._settled.done():
+            if self._num_windows > 1:
+                asyncio.get_running_loop().call_soon(self._line_up)  # once the last of them is let go of
             tiers = self._tally.results()
             self._settled.set_result(tiers)
             if self._is_waited_for:
@@ -442,3 +447,8 @@ class Store(Revocable):
             else:
                 self._chain.unwritten.late_ended()
             self._chain.emit(BlocksSettled.of(tiers))
+
+    def _line_up(self) -> None:
+        """Have the tail go first: window by window, as they were let go of, it would be the head."""
+        for tier in self._memory:
+            tier.index.line_up(self._batch.names)

@@ -155,3 +155,9 @@ def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
     except Exception as error:
         what = f"{policy.__module__}:{policy.__qualname__}"
         raise ConfigurationError(f"policy {what!r} cannot be made over {num_slots} slots: {in_words(error)}") from error
+
+
+def guarded_policy(policy: str | type[Policy], num_slots: int) -> Policy:
+    """Do as `make_policy`; one of the program's own is guarded."""
+    made = make_policy(policy, num_slots)
+    return made if isinstance(policy, str) else GuardedPolicy(made, num_slots)
