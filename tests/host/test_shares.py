@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,7 +25,8 @@ from tiered_kv import (
     TieredKVServer,
     TieredKVSettings,
 )
-from tiered_kv.host.shares import Shares
+from tiered_kv.host.shares import DIRECTORY_DIGITS, Shares
+from tiered_kv_backends.nvme import NVMeBackend
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
 WIDE = KVLayout((KVGroup(2, 16, 128, "bfloat16", BLOCK_SIZE),))
@@ -281,6 +283,52 @@ async def test_what_an_earlier_server_has_left_makes_room(tmp_path: Path) -> Non
                 assert kv.stats()["nvme"].ready == num_slots
         assert disk_usage(disk) <= capacity
     assert found[0] == found[1] == 0 < found[2]
+
+
+@pytest.mark.parametrize("room_s", [0.0, 3600.0])
+@pytest.mark.parametrize("doing", ["cut_left", "delete_left"])
+async def test_who_attaches_waits_for_no_disk_that_hangs(
+    doing: str, room_s: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does as what another model has there is cut or deleted: a new one waits its time, and goes on without."""
+    disk, capacity, goes_on = tmp_path / "disk", 1 << 20, threading.Event()
+    leave_model(disk, "0" * DIRECTORY_DIGITS, capacity)
+    do = getattr(NVMeBackend, doing)
+
+    def do_late(*args: object) -> object:
+        return goes_on.wait() and do(*args)
+
+    monkeypatch.setattr(NVMeBackend, doing, do_late)
+    monkeypatch.setattr("tiered_kv.host.shares._ROOM_S", room_s)
+    tiers = [cpu(500), nvme(disk, capacity)]
+    shares = Shares(TieredKVSettings(tiers=tiers, limits=LIMITS, host={"socket": tmp_path / "kv.sock"}), Recorder())
+    reclaiming = asyncio.ensure_future(shares.reclaim(0.0 if doing == "delete_left" else 3600.0))
+    await asyncio.sleep(0)  # it has begun
+    joining = asyncio.ensure_future(shares.join(ONE, SMALL, (Shard(),)))
+    try:
+        if room_s:
+            for _ in range(9):
+                await a_while()
+            assert not joining.done()
+            goes_on.set()
+        with anyio.fail_after(30):
+            share, _ = await joining
+        assert share.cache is not None
+    finally:
+        goes_on.set()
+    await reclaiming
+    await until(lambda: sum(each.given["nvme"] for each in shares) <= capacity)
+    await shares.aclose()
+    assert disk_usage(disk) <= capacity
+
+
+def leave_model(disk: Path, directory: str, num_bytes: int) -> None:
+    """Make a directory as a tier has left it, with so many bytes in it."""
+    (folder := disk / directory / ("ab" * 32)).mkdir(parents=True)
+    for each in (folder, folder.parent):
+        each.chmod(0o700)
+    (folder.parent / "holder").touch()
+    (folder / "slab").write_bytes(bytes(num_bytes))
 
 
 async def test_two_servers_on_one_disk_do_not_delete_each_others_models(tmp_path: Path) -> None:

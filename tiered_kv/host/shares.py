@@ -241,7 +241,8 @@ def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Sequence[Divided
 
 
 _ROOM_S: Final = 1.0
-"""How long a model that is new waits until others have given up what is its own. What they lease goes back later."""
+"""How long a model that is new waits until others have given up what is its own. What they lease goes back later, and
+what a slow disk deletes."""
 _LEAST_CHANGE: Final = 1 / 32
 """Of a tier; less is not moved for a model that has its right: each change evicts, or takes memory."""
 
@@ -368,7 +369,7 @@ class Shares:
         """Open a model's cache, once the others have made room, or after a while; return why not, for who waits."""
         try:
             self._divide_by_right()
-            await self._cut_left()
+            self._cut_left()
             with suppress(TimeoutError):
                 async with asyncio.timeout(_ROOM_S):
                     while any(self._free_bytes(tier) < 0 for tier in self._owned):
@@ -389,14 +390,12 @@ class Shares:
         log("info", "host.share_opened", model=share.name, directory=share.directory, given=dict(share.given))
         return None
 
-    async def _cut_left(self) -> None:
-        """Where a tier is full, have models that nobody has attached for yet take no more than is their own."""
+    def _cut_left(self) -> None:
+        """Where a tier is full, begin to cut models that nobody has attached for yet to what is their own."""
         full = [tier for tier in self._owned if self._free_bytes(tier) < 0]
         for share in self:
             if full and share.cache is None and share.opening is None and share.going is None:
                 share.going = self._tasks.spawn(self._cut(share, full), f"cut {share.directory}")
-        if going := [share.going for share in self if share.cache is None and share.going is not None]:
-            await asyncio.wait(going)
 
     async def _cut(self, share: Share, tiers: Sequence[DividedTier]) -> None:
         """Cut a model's directories; what another server has open stays, and counts as it did."""
@@ -407,6 +406,7 @@ class Shares:
                     LoopCalls(asyncio.get_running_loop()), tier.cut, share.directory, right
                 ):
                     share.given[tier.name] = right
+                    self._resize(tier)
         finally:
             share.going = None
 
@@ -471,6 +471,8 @@ class Shares:
         self._resize(tier)
 
     def _resize(self, tier: DividedTier) -> None:
+        """Begin to give models what they are to have of a tier, as far as there is room, after any change to either."""
+        self._changed.set()
         name = tier.name
         for share in self:
             if share.cache is None or share.going is not None or name in share.resizing:
@@ -489,7 +491,6 @@ class Shares:
         share.given[tier.name] = capacity if is_done else before
         if not is_done:
             share.wanted[tier.name] = before
-        self._changed.set()
         self._resize(tier)
 
     def _free_bytes(self, tier: DividedTier) -> int:
