@@ -2,6 +2,8 @@
 
 import asyncio
 import gc
+import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -283,6 +285,31 @@ async def test_what_an_earlier_server_has_left_makes_room(tmp_path: Path) -> Non
                 assert kv.stats()["nvme"].ready == num_slots
         assert disk_usage(disk) <= capacity
     assert found[0] == found[1] == 0 < found[2]
+
+
+@pytest.mark.parametrize("delete", [Path.unlink, lambda file: shutil.rmtree(file.parent)], ids=["file", "folder"])
+async def test_what_vanishes_on_a_disk_hides_no_model(
+    delete: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another server deletes in one directory while this one starts and adds up what is there: it knows all others."""
+    disk, look = tmp_path / "disk", Path.lstat
+    directories = [str(number) * DIRECTORY_DIGITS for number in range(4)]
+    for directory in directories:
+        leave_model(disk, directory, 1 << 16)
+    first = next(disk.iterdir()).name
+
+    def looked_at(path: Path) -> os.stat_result:
+        if path.name == "slab" and first in path.parts:
+            delete(path)
+        return look(path)
+
+    monkeypatch.setattr(Path, "lstat", looked_at)
+    tiers = [cpu(500), nvme(disk, 1 << 20)]
+    shares = Shares(TieredKVSettings(tiers=tiers, limits=LIMITS, host={"socket": tmp_path / "kv.sock"}), Recorder())
+    num_bytes = {share.directory: share.given["nvme"] for share in shares}
+    assert num_bytes.keys() == set(directories)
+    assert num_bytes.pop(first) < 1 << 16 <= min(num_bytes.values())
+    await shares.aclose()
 
 
 @pytest.mark.parametrize("room_s", [0.0, 3600.0])
