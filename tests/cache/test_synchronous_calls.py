@@ -70,6 +70,19 @@ def _slots(*lost: int) -> NDArray[np.bool_]:
     return np.isin(np.arange(NUM_SLOTS), lost)
 
 
+def test_a_medium_is_asked_to_try_again_though_nothing_is_missing() -> None:
+    """It may have failed at something that costs blocks only later."""
+
+    async def main() -> None:
+        backend, device = Wrong(), CountingDevice()
+        async with open_cache(CPU, backend, engine=Engine(), device=device) as kv:
+            watch(device, pools_of(kv))
+            await asyncio.sleep(5.0)
+            assert backend.num_calls["try_again"] >= 3
+
+    run(main)
+
+
 @pytest.mark.parametrize("error", [RuntimeError("no"), asyncio.CancelledError(), SystemExit(1)], ids=repr)
 @pytest.mark.parametrize("method", SYNCHRONOUS)
 def test_what_raises_fails_nothing(method: str, error: BaseException) -> None:

@@ -533,7 +533,10 @@ class SlotBackend(_Tier):
         return None
 
     def try_again(self) -> None:
-        """Begin to bring back what is missing, if it is time to. Returns at once; called about once a second."""
+        """Begin to bring back what is missing, if anything is and it is time to.
+
+        Returns at once; called about once a second.
+        """
 
     def find_hung(self) -> None:
         """Begin to find the part that a late call hangs on, if it is one, and let go of it: then it is `missing`.

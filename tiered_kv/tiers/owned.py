@@ -506,7 +506,6 @@ class OwnedTier(StorageTier, BookedTier):
             self.calls.ask("find_hung", self.backend.find_hung, None)
         if self.health.is_open:
             self._see_missing()
-        if self._missing is not None:
             self.calls.ask("try_again", self.backend.try_again, None)
 
     def _see_missing(self) -> None:

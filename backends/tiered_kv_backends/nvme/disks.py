@@ -186,6 +186,7 @@ class Disk:
         why: It is.
         member: What it says of itself.
         is_named: Whether that is on its disk: others may name it from then on.
+        unsaid: Why it has not taken what it was to say last, if so.
         site: Where it lies; as good as unknown until it was looked into.
         underway: Calls that have not ended, and since when.
         lost: Done when it has been let go of, and no restart finds what was in it.
@@ -198,6 +199,7 @@ class Disk:
     why: str = ""
     member: Member = field(default_factory=Member)
     is_named: bool = False
+    unsaid: str = ""
     site: Site = Site.SYSTEM_DISK
     underway: dict[asyncio.Future[None], float] = field(default_factory=dict)
     lost: asyncio.Future[None] = field(default_factory=asyncio.Future)
@@ -308,11 +310,23 @@ class Disks:
                 raise BackendUnavailableError(f"no other directory could note that {away} is away")
 
     def _is_noted(self) -> bool:
-        """Whether a restart knows who is in use now."""
-        members = [disk.member for disk in self._disks if disk.store is not None]
+        """Whether a restart knows whom it has to, of those that are in use now."""
+        members = [disk.member for disk in self._to_name()]
+        if not members:
+            return len(self.stores()) == len(self)
         ids = frozenset(member.id for member in members)
-        latest = max((member.turn for member in members), default=0)
+        latest = max(member.turn for member in members)
         return any(member.ids == ids and member.turn == latest for member in members)
+
+    def _to_name(self) -> list[Disk]:
+        """Those that are to be named: all in use that can be. The next start empties the others.
+
+        So it is none as long as none was ever named and nothing is missing, in a tier of one directory, or where one
+        cannot be named yet.
+        """
+        named = [disk for disk in self._disks if disk.store is not None and disk.is_named]
+        is_as_ever = not self._last_turn and len(self.stores()) == len(self)
+        return [] if is_as_ever and (len(self) == 1 or len(named) < len(self)) else named
 
     async def each(self, calls: Iterable[tuple[Disk, Coroutine[Any, Any, None]]], *, are_lent: bool = False) -> None:
         """Make calls at once and wait for all of them, whatever one raises; not for those of disks that are let go of.
@@ -333,19 +347,19 @@ class Disks:
                 task.result()
 
     def try_again(self) -> None:
-        """Try to have back what is away, every five seconds, in tasks that nobody waits for."""
+        """Try to have back what is away, and to note what is not, every five seconds, in tasks nobody waits for."""
         if self._is_closed or self._clock() < self._retry_at:
             return
         self._retry_at = self._clock() + _TRY_AGAIN_S
-        if not self._is_noted():
-            noting = asyncio.ensure_future(self._note_again())
-            self._returning.add(noting)
-            noting.add_done_callback(self._returning.discard)
+        if not (self._is_noted() and all(disk.is_named for disk in self._disks if disk.store is not None)):
+            self._until_ended(asyncio.ensure_future(self._note_again()))
         for disk in self._disks:
             if disk.store is None and not disk.underway:  # else its threads hang
-                returning = disk.begin(self._return(disk), self._clock())
-                self._returning.add(returning)
-                returning.add_done_callback(self._returning.discard)
+                self._until_ended(disk.begin(self._return(disk), self._clock()))
+
+    def _until_ended(self, task: asyncio.Future[None]) -> None:
+        self._returning.add(task)
+        task.add_done_callback(self._returning.discard)
 
     def find_hung(self) -> None:
         """Have those that calls have been waiting for answer for a page, and let go of those that do not."""
@@ -432,31 +446,39 @@ class Disks:
 
     async def _note_again(self) -> None:
         async with self._changing:
-            await self._note()
+            if not self._is_closed:
+                await self._note()
 
     async def _note(self) -> None:
-        """Have those that are in use say who they are, and then who all are; nothing of that while one has not."""
-        disks = [disk for disk in self._disks if disk.store is not None]
-        await self._say_each([(disk, disk.member) for disk in disks if not disk.is_named])
+        """Have those that are in use say who they are, and then who all are."""
+        unnamed = [disk for disk in self._disks if disk.store is not None and not disk.is_named]
+        await self._say_each([(disk, disk.member) for disk in unnamed])
+        disks = self._to_name()
         members = [disk.member for disk in disks]
-        if len(self) == 1 and not members[0].turn:
-            return  # a tier of one directory, as it always was
-        if disks and all(disk.is_named for disk in disks) and not are_settled(members):
+        if disks and not are_settled(members):
             said = next_turn(members, self._last_turn)
             self._last_turn = said[0].turn
             await self._say_each(zip(disks, said, strict=True))
 
     async def _say_each(self, what: Iterable[tuple[Disk, Member]]) -> None:
         if says := [disk.begin(self._say(disk, member), self._clock()) for disk, member in what]:
-            await asyncio.wait(says, timeout=_ANSWER_S)  # one that hangs too will be found to
+            _, late = await asyncio.wait(says, timeout=_ANSWER_S)  # one that hangs too will be found to
+            for each in late:
+                each.add_done_callback(self._said_late)
+
+    def _said_late(self, _: asyncio.Future[None]) -> None:
+        if not (self._is_closed or self._is_noted()):
+            self._until_ended(asyncio.ensure_future(self._note_again()))
 
     async def _say(self, disk: Disk, member: Member) -> None:
         try:
             await disk.threads.clerk.run(write_member, disk.path, member)
         except OSError as error:
-            log("error", "nvme.directory_failed", path=str(disk.path), error=str(error))
+            if disk.unsaid != (why := str(error)):  # it is tried again without end
+                log("error", "nvme.directory_failed", path=str(disk.path), error=why)
+            disk.unsaid = why
         else:
-            disk.member, disk.is_named = member, True
+            disk.member, disk.is_named, disk.unsaid = member, True, ""
 
     async def _return(self, disk: Disk) -> None:
         store, num_slots = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_slots

@@ -228,7 +228,8 @@ class NVMeBackend(SlotBackend):
 
     def try_again(self) -> None:
         """See `SlotBackend.try_again`: what comes back is empty."""
-        self._disks.try_again()
+        if self._open_disks is not None:
+            self._open_disks.try_again()
 
     def find_hung(self) -> None:
         """See `SlotBackend.find_hung`: a directory that does not answer for a page either."""

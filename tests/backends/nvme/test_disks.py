@@ -559,6 +559,68 @@ async def test_one_that_was_alone_stays_where_another_is_added(
             assert tier.recovered(N) == there
 
 
+@pytest.mark.parametrize("how", ["is slow", "fails once"])
+async def test_one_that_is_named_late_is_noted_then(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """A disk that is added, and does not take its name at first, is no stranger at the next start."""
+    write, may_go_on, is_first = disks.write_member, threading.Event(), True
+
+    def write_late(path: Path, member: Member) -> None:
+        nonlocal is_first
+        if path == paths[2] and is_first:
+            is_first = False
+            if how == "fails once":
+                raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+            may_go_on.wait()
+        write(path, member)
+
+    async with opened(paths[:2]):
+        pass
+    now = [0.0]
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "write_member", write_late)
+        patch.setattr(disks, "_ANSWER_S", 0.1)
+        async with opened(paths, now) as tier:
+            await tier.write(count_up(N))
+            may_go_on.set()
+            if how == "fails once":
+                now[0] += 6
+                tier.backend.try_again()
+            await until(lambda: len(read_member(paths[0]).ids) == 3)
+    async with opened(paths) as tier:
+        assert tier.recovered(N) == count_up(N)
+
+
+async def test_one_that_takes_no_name_keeps_nothing_from_being_noted(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A full disk cannot say who it is: that another is away is noted all the same. That it cannot is told once."""
+    write = disks.write_member
+
+    def write_elsewhere(path: Path, member: Member) -> None:
+        if path == paths[2]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, member)
+
+    monkeypatch.setattr(disks, "write_member", write_elsewhere)
+    now = [0.0]
+    async with opened(paths, now) as tier:
+        await tier.write(count_up(N))
+        await tier.backend.checkpoint(0, tier.found.names, tier.found.slots)
+        for _ in range(3):
+            now[0] += 6
+            tier.backend.try_again()
+            await until(lambda: not underway(tier.backend))
+        assert {read_member(path).turn for path in paths} == {0}  # else the next start would empty the third
+        break_disk(paths[1])
+        await tier.backend.forget(0, slots_of({0: 0, 1: 1}))
+        await tier.backend.checkpoint(0, tier.found.names, tier.found.slots, sync=True)
+        assert missing_slots(tier) == list(range(1, N, 3))
+        assert read_member(paths[0]).ids == {read_member(paths[0]).id}
+    assert len([each for each in caplog.messages if each.startswith("nvme.directory_failed")]) == 1
+
+
 async def test_a_tier_remembers_though_a_disk_was_never_there(paths: list[Path]) -> None:
     """Who is in use is noted from the first start on: the one that is there can be told what to keep."""
     paths[1].touch()
