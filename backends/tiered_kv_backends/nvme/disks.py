@@ -112,7 +112,7 @@ def write_member(path: Path, member: Member) -> None:
         copy = b"%s %b" % (xxhash.xxh3_64_hexdigest(said).encode(), said)
         if files().fstat(file).st_size < _NUM_COPIES * _COPY_BYTES:
             files().pwrite(file, bytes(_NUM_COPIES * _COPY_BYTES), 0)
-        turns = [-1 if there is None else there.turn for there in _copies(file)]
+        turns = [there.turn if there and there.id == member.id else -1 for there in _copies(file)]
         files().pwrite(file, copy.ljust(_COPY_BYTES, b"\0"), turns.index(min(turns)) * _COPY_BYTES)
         files().fsync(file)
 
@@ -146,12 +146,15 @@ def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
 def were_away(members: Sequence[Member]) -> list[bool]:
     """Say which of them were not in use when others were last."""
     latest = max(members, key=lambda member: member.turn, default=Member())
-    seen: set[str] = set()
-    away = []
-    for member in members:
-        away.append(latest.turn > 0 and (member.id not in latest.ids or member.id in seen))
-        seen.add(member.id)
-    return away
+    return [latest.turn > 0 and member.id not in latest.ids for member in members]
+
+
+def are_copies(members: Sequence[Member]) -> list[bool]:
+    """Say which of them are another one's copies: of those with one identity all but that of the latest turn."""
+    originals: dict[str, Member] = {}
+    for member in sorted(members, key=lambda member: -member.turn):
+        originals.setdefault(member.id, member)
+    return [member is not originals[member.id] for member in members]
 
 
 def make_empty(path: Path) -> None:
@@ -420,6 +423,9 @@ class Disks:
                 there.remove(disk)
                 disk.why = _UNMOUNTED
                 problems.append(BackendUnavailableError(f"{disk.path}: {disk.why}"))
+        for disk, is_copy in zip(there, are_copies([disk.member for disk in there]), strict=True):
+            if is_copy:  # it is a directory of its own, which nobody has named
+                disk.member, disk.is_named = Member(), False
         return list(zip(there, were_away([disk.member for disk in there]), strict=True))
 
     async def _look_into(self, disk: Disk) -> None:

@@ -559,6 +559,44 @@ async def test_one_that_was_alone_stays_where_another_is_added(
             assert tier.recovered(N) == there
 
 
+async def test_a_copy_brings_nothing_back_while_the_other_is_away(paths: list[Path]) -> None:
+    """A directory and its copy have one identity: of the two, the one that was in use is believed."""
+    async with opened(paths[:1]) as tier:
+        await tier.write(count_up(N))
+    shutil.copytree(paths[0], paths[1])
+    paths[1].chmod(0o700)
+    take_away(paths[0])
+    async with opened(paths[:2]) as tier:
+        await tier.backend.forget(0, tier.found.slots)
+        assert await tier.write({1: 100, 3: 101}) == [STORED] * 2
+    bring_back(paths[0])
+    for _ in range(2):
+        async with opened(paths[:2]) as tier:
+            assert tier.recovered(102) == {1: 100, 3: 101}
+
+
+async def test_a_copy_is_a_directory_of_its_own(paths: list[Path]) -> None:
+    """From when it is used with the other: each is known by its own name at the next start, and was not away."""
+    async with opened(paths[:1]) as tier:
+        await tier.write(count_up(N))
+    shutil.copytree(paths[0], paths[1])
+    paths[1].chmod(0o700)
+    async with opened(paths[:2]) as tier:
+        assert set(tier.recovered(N).values()) == set(range(N))
+        await tier.write({0: 100, 1: 101})
+    assert read_member(paths[0]).ids == {read_member(path).id for path in paths[:2]}
+    async with opened(paths[:2]) as tier:
+        assert {0: 100, 1: 101}.items() <= tier.recovered(102).items()
+
+
+@pytest.mark.parametrize("num_said", [1, 2])
+def test_a_copy_that_has_a_name_of_its_own_has_no_other(paths: list[Path], num_said: int) -> None:
+    """Killed before anyone names it, it has the new identity, not that of which it is a copy."""
+    for said in (*[Member("a")] * num_said, Member("b")):
+        write_member(paths[0], said)
+    assert read_member(paths[0]) == Member("b")
+
+
 @pytest.mark.parametrize("how", ["is slow", "fails once"])
 async def test_one_that_is_named_late_is_noted_then(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, how: str
