@@ -118,7 +118,7 @@ _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
 HOLDER = "holder"
-_IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
+IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
 """What a tier makes in a folder, or made in an earlier format; the records first."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 EXCLUSIVE: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
@@ -334,7 +334,7 @@ def remove_folder(parent_fd: int, name: str) -> None:
     """
     fd = files().open(name, _FOLDER, dir_fd=parent_fd)
     try:
-        for each in _IN_FOLDER:
+        for each in IN_FOLDER:
             with contextlib.suppress(FileNotFoundError):
                 files().unlink(each, dir_fd=fd)
         is_empty = not files().entries(fd)
@@ -357,7 +357,7 @@ def _is_ours(parent_fd: int, name: str) -> bool:
         there = {each.name: each.is_folder for each in files().entries(fd)}
     finally:
         files().close(fd)
-    of_tier = {name for name in _IN_FOLDER if there.get(name) is False}
+    of_tier = {name for name in IN_FOLDER if there.get(name) is False}
     return bool(of_tier) and (len(of_tier) == len(there) or ("slab" in of_tier and len(of_tier) > 1))
 
 

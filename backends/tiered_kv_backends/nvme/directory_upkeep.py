@@ -27,12 +27,14 @@ from tiered_kv_backends.nvme.directory import (
     EXCLUSIVE,
     FINGERPRINT,
     HOLDER,
+    IN_FOLDER,
     OTHERS_MAY_WRITE,
     PROBE,
     fit,
     folders_in,
     open_file,
     open_folder,
+    remove_folder,
     taken,
 )
 from tiered_kv_backends.nvme.disks import MEMBER
@@ -148,7 +150,7 @@ def delete_left(path: Path) -> bool:
         with _left(path) as fd:
             for each in files().entries(fd):
                 if each.is_folder:
-                    files().remove_tree(each.name, dir_fd=fd)
+                    remove_folder(fd, each.name)
                 elif each.name != HOLDER:
                     files().unlink(each.name, dir_fd=fd)
             files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for
@@ -217,6 +219,20 @@ def _has_made_all(fd: int) -> bool:
     if about.st_uid != files().geteuid() or about.st_mode & OTHERS_MAY_WRITE:
         return False
     return all(
-        each.is_folder if FINGERPRINT.fullmatch(each.name) else each.name in _LEFT and _is_file(fd, each.name)
+        _has_made_folder(fd, each.name)
+        if FINGERPRINT.fullmatch(each.name)
+        else each.name in _LEFT and _is_file(fd, each.name)
         for each in files().entries(fd)
     )
+
+
+def _has_made_folder(fd: int, name: str) -> bool:
+    """Say the same of a folder of blocks. Other programs call theirs by 64 digits too."""
+    try:
+        folder_fd = files().open(name, _FOLDER, dir_fd=fd)
+    except OSError:
+        return False
+    try:
+        return all(each.name in IN_FOLDER and _is_file(folder_fd, each.name) for each in files().entries(folder_fd))
+    finally:
+        files().close(folder_fd)

@@ -21,6 +21,7 @@ def left_behind(path: Path) -> Path:
     made.chmod(0o700)
     (made / "holder").write_text("1\n")
     (made / ("ab" * 32) / "slab").write_bytes(b"x" * 4096)
+    (made / ("ef" * 32)).mkdir()
     for name in ("probe", "member", "member.new"):
         (made / name).write_bytes(b"x")
     return made
@@ -68,6 +69,19 @@ def _folder_for_a_file(made: Path) -> None:
     (made / "probe").mkdir()
 
 
+def _folder_that_is_called_alike(made: Path) -> None:
+    (made / ("cd" * 32)).mkdir()
+    (made / ("cd" * 32) / "layer.tar").write_text("mine")
+
+
+def _foreign_file_beside_blocks(made: Path) -> None:
+    (made / ("ab" * 32) / "notes.txt").write_text("mine")
+
+
+def _folder_beside_blocks(made: Path) -> None:
+    (made / ("ab" * 32) / "journal").mkdir()
+
+
 def _link_for_a_folder(made: Path) -> None:
     (made.parent / "elsewhere").mkdir()
     (made / ("cd" * 32)).symlink_to(made.parent / "elsewhere")
@@ -92,6 +106,9 @@ def _for_all(made: Path) -> None:
         _foreign_file,
         _foreign_folder,
         _folder_for_a_file,
+        _folder_that_is_called_alike,
+        _foreign_file_beside_blocks,
+        _folder_beside_blocks,
         _link_for_a_folder,
         _no_holder,
         _link_for_the_holder,
