@@ -230,6 +230,15 @@ class Directory:
         """
         if not self._reclaim_for(num_bytes):
             raise OSError(errno.ENOSPC, f"{self._kept_bytes} bytes of other models could not be deleted")
+        self.extend(fd, offset, num_bytes)
+
+    def extend(self, fd: int, offset: int, num_bytes: int) -> None:
+        """Extend a file as `allocate` does, but also beyond the limit where a foreign folder could not be deleted.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self._reclaim_for(num_bytes)
         while True:
             try:
                 files().posix_fallocate(fd, offset, num_bytes)

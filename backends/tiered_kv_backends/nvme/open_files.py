@@ -256,8 +256,8 @@ class OpenFiles:
             num_bytes += each.slab.num_allocated * each.slab.shape.stride_bytes
             num_bytes += Ledger.num_bytes(each.ledger.num_slots)
         directory.take(num_bytes, is_known=is_known)
-        for each in self.groups:
-            each.ledger.grow(directory.num_slots, directory.allocate)
+        for each in self.groups:  # also where foreign folders cannot go: blocks find no place then
+            each.ledger.grow(directory.num_slots, directory.extend)
             each.resize_states(directory.num_slots)
 
 

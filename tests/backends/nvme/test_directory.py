@@ -319,6 +319,24 @@ async def test_what_cannot_be_deleted_counts_on(tmp_path: Path, monkeypatch: pyt
         assert disk_usage(tmp_path) <= 2 * MIB
 
 
+async def test_a_tier_opens_though_what_fills_it_cannot_be_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model's blocks take all of the capacity: these find no place, until those go at a later start."""
+    async with open_tier(tmp_path, "other", capacity=2 * MIB) as tier:
+        await tier.write(count_up(tier.found.num_slots))
+    with monkeypatch.context() as patch:
+
+        def fail(*_: object, **__: object) -> None:
+            raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+        patch.setattr(os, "unlink", fail)
+        async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+            assert await tier.write(count_up(2)) == [Outcome.FAILED] * 2
+    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        assert await tier.write(count_up(2)) == [Outcome.STORED] * 2
+
+
 async def test_a_folder_of_the_earlier_format_begins_anew(tmp_path: Path) -> None:
     """Its journal said what had been evicted, and is not read any more: none of its records is served."""
     async with open_tier(tmp_path) as tier:
