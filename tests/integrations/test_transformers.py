@@ -380,6 +380,42 @@ def test_what_generate_hides_by_itself_is_refused(model: Model, tmp_path: Path) 
         assert batch(model, prompts=[prompt]) == [expected]
 
 
+def test_assisted_decoding_goes_on_from_what_was_loaded(
+    model: Model, expected: list[list[int]], tmp_path: Path
+) -> None:
+    """Its first step is given the whole prompt, whatever its cache has: nothing is added, or stored, twice."""
+    ids = torch.tensor(PROMPTS[:1])
+    guessing = GenerationConfig(**(GREEDY.to_diff_dict() | {"prompt_lookup_num_tokens": 3}))  # type: ignore[no-untyped-call]  # transformers' is not
+    with opened(model, tmp_path) as tiered:
+        for config, num_loaded in ((GREEDY, 0), (guessing, 192), (GREEDY, 192)):
+            past = tiered.past(ids)
+            assert past.num_loaded_tokens == [num_loaded]
+            out = model.generate(ids, past_key_values=past, generation_config=config)
+            assert out[0, LENGTHS[0] :].tolist() == expected[0]
+            assert past.get_seq_length() < out.shape[1]
+            past.store(out)
+
+
+def test_what_was_added_twice_is_not_stored(model: Model, tmp_path: Path) -> None:
+    """By a step that was given again what the cache has, and not in words that tell."""
+    ids = torch.tensor(PROMPTS[:1])
+    with opened(model, tmp_path) as tiered, torch.no_grad():
+        past = tiered.past(ids)
+        for _ in range(2):
+            model(ids, past_key_values=past)
+        with pytest.raises(ConfigurationError, match="added twice"):
+            past.store(ids)
+
+
+def test_a_mask_of_which_token_sees_which_is_its_maker_s(model: Model, tmp_path: Path) -> None:
+    """It is not looked at: nobody hides tokens by it without saying so."""
+    ids = torch.tensor(PROMPTS[:1])
+    seen = torch.ones(LENGTHS[0], LENGTHS[0], dtype=torch.bool).tril()[None, None]
+    with opened(model, tmp_path) as tiered, torch.no_grad():
+        logits = model(ids, attention_mask=seen, past_key_values=tiered.past(ids)).logits
+        assert torch.equal(logits.argmax(-1), model(ids).logits.argmax(-1))
+
+
 def test_prompts_with_images_are_refused() -> None:
     """Their tokens are the same whatever an image shows; text for the same model is served."""
     with open_tiered(llava(), {"tiers": ["cpu://?capacity=4MiB"]}, weights="w", block_size=SIZE) as tiered:

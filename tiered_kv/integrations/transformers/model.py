@@ -117,17 +117,19 @@ def open_tiered(
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks))
-        with _masks_checked(model), nullcontext() if parts.state is None else _states_kept(model, block_size):
+        with _steps_checked(model), nullcontext() if parts.state is None else _states_kept(model, block_size):
             yield tiered
 
 
 @contextmanager
-def _masks_checked(model: PreTrainedModel) -> Iterator[None]:
-    """Have a `TieredCache` see what is hidden from the tokens that a step computes into it."""
+def _steps_checked(model: PreTrainedModel) -> Iterator[None]:
+    """Have a `TieredCache` see which tokens a step computes into it, and what is hidden from them."""
 
-    def check(_model: Module, _args: Any, given: dict[str, Any]) -> None:  # noqa: ANN401 - any model's
+    def check(_model: Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - any model's
         if isinstance(past := given.get("past_key_values"), TieredCache):
             past.check_mask(given.get("attention_mask"))
+            given = past.rest(given)
+        return args, given
 
     hook = model.register_forward_pre_hook(check, with_kwargs=True)
     try:

@@ -8,7 +8,7 @@ two has stored, the other finds.
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, cast
+from typing import Any, Final, TypeGuard, cast
 
 import numpy as np
 import torch
@@ -23,6 +23,11 @@ from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.specs import CPULoadStoreSpec
+
+_PER_TOKEN: Final = (
+    "input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
+)  # fmt: skip
+"""Arguments of a model whose last axis is the tokens that it is to compute."""
 
 
 class ModelStaging:
@@ -119,18 +124,23 @@ class TieredCache(DynamicCache):
             )
         self._load(device)
 
-    def check_mask(self, attention_mask: Tensor | None) -> None:
+    def check_mask(self, attention_mask: object) -> None:
         """See that a step hides of the prompts what they were named without.
 
         Args:
             attention_mask: ``(batch, n)``, of the first tokens, to the last that the step computes; None: all are seen.
+                Any other says which token sees which, and is its maker's own.
 
         Raises:
             ConfigurationError: It hides something else.
         """
         width = self._prompts.shape[1]
-        if self.get_seq_length() >= width or (attention_mask is not None and len(attention_mask) != len(self._pads)):
-            return  # what was generated is hidden from nobody; and other rows are refused with their KV
+        if self.get_seq_length() >= width:
+            return  # what was generated is hidden from nobody
+        if attention_mask is not None and not (
+            _is_of_tokens(attention_mask) and len(attention_mask) == len(self._pads)
+        ):
+            return  # other rows are refused with their KV
         wanted = torch.arange(width) >= torch.tensor(self._pads)[:, None]
         seen = torch.ones_like(wanted) if attention_mask is None else attention_mask[:, :width].cpu().bool()
         if not torch.equal(seen, wanted[:, : seen.shape[-1]]):
@@ -139,6 +149,26 @@ class TieredCache(DynamicCache):
                 "same attention_mask. Without one generate() hides what equals pad_token_id: pass one of ones if it "
                 "stands for itself"
             )
+
+    def rest(self, given: dict[str, Any]) -> dict[str, Any]:
+        """Return what a step was given, without the tokens that the cache has if it was given all of them.
+
+        Assisted decoding begins so, whatever its cache has: these would be added again.
+        """
+        tokens, mask, positions = (given.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
+        length = self.get_seq_length()
+        if not _is_of_tokens(tokens) or tokens.shape[1] == 1 or not length:
+            return given
+        if _is_of_tokens(mask):
+            num_left = mask.shape[1] - length
+        elif isinstance(positions, Tensor):  # which say nothing of padding
+            num_left = int(positions[..., -1].max()) + 1 + min(self._pads) - length
+        else:
+            return given
+        if not 0 < num_left < tokens.shape[1]:
+            return given
+        per_token = {name: value for name in _PER_TOKEN if isinstance(value := given.get(name), Tensor)}
+        return given | {name: value[..., -num_left:] for name, value in per_token.items()}
 
     def update(
         self,
@@ -203,7 +233,7 @@ class TieredCache(DynamicCache):
             How many blocks were given to the tiers, over all rows.
 
         Raises:
-            ConfigurationError: They do not begin with the prompts.
+            ConfigurationError: They do not begin with the prompts, or are shorter than what has been computed.
         """
         sequences = sequences.detach().cpu()
         width = self._prompts.shape[1]
@@ -212,8 +242,12 @@ class TieredCache(DynamicCache):
                 f"sequences of shape {tuple(sequences.shape)} do not begin with the prompts of this cache, "
                 f"{tuple(self._prompts.shape)}: store() takes what generate() returned for them"
             )
-        num_blocks = 0
-        size, length = self._staging.block_size, min(self.get_seq_length(), sequences.shape[1])
+        num_blocks, size, length = 0, self._staging.block_size, self.get_seq_length()
+        if length > sequences.shape[1]:
+            raise ConfigurationError(
+                f"this cache has KV of {length} tokens, more than the {sequences.shape[1]} of the sequences: some were "
+                "added twice, so nobody knows whose the rest is"
+            )
         for row, pad in enumerate(self._pads):
             tokens = sequences[row, pad:length].numpy()
             for part in self._staging.parts.layers:
@@ -310,6 +344,11 @@ class TieredCache(DynamicCache):
                 begun = np.maximum.accumulate(np.append([0], behind_holes))  # of the run that ends at each stop
                 is_served &= (stops <= len(mask)) & (begun[np.minimum(stops, len(mask))] <= part.firsts(tokens))
         return int(lengths[is_served][-1])
+
+
+def _is_of_tokens(given: object) -> TypeGuard[Tensor]:
+    """Say whether this is ``(batch, n)``, an element a token."""
+    return isinstance(given, Tensor) and given.dim() == 2
 
 
 def _left_pads(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
