@@ -131,7 +131,7 @@ async def test_every_block_is_counted_once_in_every_tier(kind: type[Scripted]) -
         await until_idle(kv)
         for tier in kv.stats().tiers:
             assert sum(tier.dropped_because.values()) == tier.dropped, tier
-        assert kv.stats()["cpu"].dropped_because == {"no room": kv.stats()["cpu"].dropped}
+        assert kv.stats()["cpu"].dropped_because.keys() <= {"no room", "queue full"}
 
 
 @both_kinds

@@ -396,17 +396,6 @@ def test_assisted_decoding_goes_on_from_what_was_loaded(
             past.store(out)
 
 
-def test_what_was_added_twice_is_not_stored(model: Model, tmp_path: Path) -> None:
-    """By a step that was given again what the cache has, and not in words that tell."""
-    ids = torch.tensor(PROMPTS[:1])
-    with opened(model, tmp_path) as tiered, torch.no_grad():
-        past = tiered.past(ids)
-        for _ in range(2):
-            model(ids, past_key_values=past)
-        with pytest.raises(ConfigurationError, match="added twice"):
-            past.store(ids)
-
-
 def test_a_mask_of_which_token_sees_which_is_its_maker_s(model: Model, tmp_path: Path) -> None:
     """It is not looked at: nobody hides tokens by it without saying so."""
     ids = torch.tensor(PROMPTS[:1])

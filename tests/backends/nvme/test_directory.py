@@ -323,17 +323,17 @@ async def test_a_tier_opens_though_what_fills_it_cannot_be_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another model's blocks take all of the capacity: these find no place, until those go at a later start."""
-    async with open_tier(tmp_path, "other", capacity=2 * MIB) as tier:
-        await tier.write(count_up(tier.found.num_slots))
+    async with open_tier(tmp_path, "other", capacity=300 * MIB) as tier:
+        await tier.write({tier.found.num_slots - 1: 1})  # all before it have their place too
     with monkeypatch.context() as patch:
 
         def fail(*_: object, **__: object) -> None:
             raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
         patch.setattr(os, "unlink", fail)
-        async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+        async with open_tier(tmp_path, capacity=300 * MIB) as tier:
             assert await tier.write(count_up(2)) == [Outcome.FAILED] * 2
-    async with open_tier(tmp_path, capacity=2 * MIB) as tier:
+    async with open_tier(tmp_path, capacity=300 * MIB) as tier:
         assert await tier.write(count_up(2)) == [Outcome.STORED] * 2
 
 

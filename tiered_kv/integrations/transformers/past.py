@@ -233,7 +233,7 @@ class TieredCache(DynamicCache):
             How many blocks were given to the tiers, over all rows.
 
         Raises:
-            ConfigurationError: They do not begin with the prompts, or are shorter than what has been computed.
+            ConfigurationError: They do not begin with the prompts.
         """
         sequences = sequences.detach().cpu()
         width = self._prompts.shape[1]
@@ -242,12 +242,8 @@ class TieredCache(DynamicCache):
                 f"sequences of shape {tuple(sequences.shape)} do not begin with the prompts of this cache, "
                 f"{tuple(self._prompts.shape)}: store() takes what generate() returned for them"
             )
-        num_blocks, size, length = 0, self._staging.block_size, self.get_seq_length()
-        if length > sequences.shape[1]:
-            raise ConfigurationError(
-                f"this cache has KV of {length} tokens, more than the {sequences.shape[1]} of the sequences: some were "
-                "added twice, so nobody knows whose the rest is"
-            )
+        num_blocks = 0
+        size, length = self._staging.block_size, min(self.get_seq_length(), sequences.shape[1])
         for row, pad in enumerate(self._pads):
             tokens = sequences[row, pad:length].numpy()
             for part in self._staging.parts.layers:
