@@ -118,10 +118,14 @@ def test_ctrl_c_waits_for_the_end_of_a_run(monkeypatch: pytest.MonkeyPatch) -> N
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         tell(world, what)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(World, "tell", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            simulate(0, STEPS)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # who runs tests in parallel ignores it
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(World, "tell", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                simulate(0, STEPS)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert threading.enumerate() == threads
     assert simulate(0, STEPS).digest == whole.digest
 
