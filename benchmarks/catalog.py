@@ -24,6 +24,7 @@ from rich.table import Table
 from _catalog_common import BATCH, NUM_CALLS, Figures, Stopwatch, resident_bytes
 from tiered_kv.catalog import TierIndex, locate
 from tiered_kv.values.keys import BlockKeys, Names, Namespace
+from tiered_kv.values.results import num_found
 
 COLUMNS = {
     "lookup": "lookup ms",
@@ -70,10 +71,12 @@ def measure(tracked: int, policy: str) -> Figures:
     young, old = chains[len(chains) // 2 :], chains[: len(chains) // 2]
     watch.median_ms(admit(upper), map(names_of, young))
 
+    tiers = {"upper": upper, "lower": lower}
+
     def lookup(chain: bytes) -> None:
-        located = locate((upper, lower), names_of(chain))
-        if located.num_blocks != BATCH:
-            raise RuntimeError(f"a stored prefix is not found: {located}")
+        runs = locate(tiers, names_of(chain))
+        if num_found(runs) != BATCH:
+            raise RuntimeError(f"a stored prefix is not found: {runs}")
 
     rows = np.concatenate([np.frombuffer(chain, dtype="V32") for chain in young])
     scattered = [random.choice(rows, BATCH, replace=False).tobytes() for _ in range(NUM_CALLS)]
@@ -82,7 +85,7 @@ def measure(tracked: int, policy: str) -> Figures:
         "lookup": watch.median_ms(lookup, [copied(young[i]) for i in random.integers(0, len(young), NUM_CALLS)]),
         "lookup_lower_tier": watch.median_ms(lookup, [copied(old[i]) for i in random.integers(0, len(old), NUM_CALLS)]),
         "lookup_scattered": watch.median_ms(lookup, scattered),
-        "miss": watch.median_ms(lambda chain: locate((upper, lower), names_of(chain)), fresh),
+        "miss": watch.median_ms(lambda chain: locate(tiers, names_of(chain)), fresh),
         "admit_evict": watch.median_ms(admit(lower), map(names_of, fresh)),
         "worst_pause": watch.longest_ms,
         "bytes_per_block": num_bytes / tracked,

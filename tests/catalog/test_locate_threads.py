@@ -9,6 +9,7 @@ import pytest
 
 from tiered_kv.catalog import TierIndex, locate_from_any_thread
 from tiered_kv.values.keys import Names
+from tiered_kv.values.results import TierRun, num_found
 
 GROUP = 300  # blocks that come and go by one call
 TURNS = 200
@@ -100,8 +101,8 @@ def test_a_batch_is_seen_whole_or_not_at_all() -> None:
                 prefix = index.ready_prefix(group(number))
             assert is_ready.all() or not is_ready.any()
             assert prefix == np.count_nonzero(is_ready)
-        assert locate_from_any_thread([index], group(0)).num_blocks == GROUP
-        assert locate_from_any_thread([index], group(9)).num_blocks == 0
+        assert locate_from_any_thread({"cpu": index}, group(0)) == [TierRun("cpu", 0, GROUP)]
+        assert not locate_from_any_thread({"cpu": index}, group(9))
 
     look_while(change, look)
     kept.release()
@@ -122,9 +123,8 @@ def test_a_block_that_moves_is_always_found() -> None:
             store(source, group(1 + turn % 3))  # where the blocks were are others now
 
     def look() -> None:
-        located = locate_from_any_thread([upper, lower], names)
-        assert located.num_blocks == GROUP
-        assert sum(run.stop - run.start for run in located.runs) == GROUP
+        runs = locate_from_any_thread({"upper": upper, "lower": lower}, names)
+        assert num_found(runs) == sum(run.stop - run.start for run in runs) == GROUP
 
     look_while(change, look)
 
@@ -162,8 +162,8 @@ def test_long_prefixes_are_found_in_parts() -> None:
     store(upper, names_of(*range(900, 3_200)))
     store(lower, names_of(*range(4_100)))
     names = names_of(*range(5_000))
-    found = locate_from_any_thread([upper, lower], names)
-    assert found.num_blocks == 4_100
-    assert [(run.tier, run.start, run.stop) for run in found.runs] == [(1, 0, 900), (0, 900, 3_200), (1, 3_200, 4_100)]
-    assert locate_from_any_thread([], names).num_blocks == 0
-    assert locate_from_any_thread([upper], names[:0]).runs == ()
+    tiers = {"upper": upper, "lower": lower}
+    runs = [TierRun("lower", 0, 900), TierRun("upper", 900, 3_200), TierRun("lower", 3_200, 4_100)]
+    assert locate_from_any_thread(tiers, names) == runs
+    assert not locate_from_any_thread({}, names)
+    assert not locate_from_any_thread(tiers, names[:0])

@@ -31,7 +31,7 @@ from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, BlockKeys, Names
-from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun
+from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun, num_found
 from tiered_kv.values.specs import LoadStoreSpec
 
 _ASKED_AT_ONCE: Final = 32
@@ -83,7 +83,7 @@ async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation
         piece = keys[start : start + _EXPLAINED_AT_ONCE]
         parts = seat.batches(piece)
         asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
-        if ask and others is None and not all(_is_here(chain, batch) for chain, batch in parts):
+        if ask and others is None and not all(chain.has(batch).all() for chain, batch in parts):
             # To its end, whoever waits: what is being read must not be overwritten.
             others = [
                 await seat.cache.finish(_epochs_in(chain, batch.namespace.epoch), "explain") for chain, batch in parts
@@ -161,10 +161,6 @@ def _of_rank(
     return explanations
 
 
-def _is_here(chain: Chain, batch: Batch) -> bool:
-    return bool(np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()]).all())
-
-
 async def _epochs_in(chain: Chain, served: bytes) -> list[bytes]:
     """Return of which other weights storage tiers hold blocks: an earlier start may have served them.
 
@@ -208,7 +204,7 @@ def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[
     before = [""] * len(keys)
     for epoch in epochs:
         batch = chain.naming.batch(keys, epoch)
-        has = np.logical_or.reduce([index.ready(batch.names) for index in chain.indexes()])
+        has = chain.has(batch)
         before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]
     return before
 
@@ -221,7 +217,7 @@ def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> Lo
         found: What each has, from the first block on.
     """
     runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
-    num_blocks = runs[-1].stop if runs else 0
+    num_blocks = num_found(runs)
     payload_bytes = len(chains) * chains[0].group.payload_bytes
     costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
     return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
@@ -251,9 +247,9 @@ def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> L
         first = host.find(batch.names[start : start + 1])[1]
         if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
             return found  # as nearly always: that should cost nothing
-        names = batch.names[start:]
-        coming = host.find(names)[1] == int(SlotState.PENDING)
-        n = prefix_of(np.logical_or.reduce([coming, *(index.ready(names) for index in chain.indexes())]))
+        behind = batch[start:]
+        coming = host.find(behind.names)[1] == int(SlotState.PENDING)
+        n = prefix_of(coming | chain.has(behind))
         num_pending = n if chain is parts[0][0] else min(num_pending, n)
     return replace(found, num_pending=num_pending) if num_pending else found
 
@@ -261,7 +257,7 @@ def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> L
 def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:
     """Say why the prefix ends where it does: what befell the first block behind it, on the rank that lacks it."""
     for (chain, batch), runs in zip(parts, found, strict=True):
-        if num_blocks < len(batch) and (runs[-1].stop if runs else 0) == num_blocks:
+        if num_blocks < len(batch) and num_found(runs) == num_blocks:
             return chain.why_missing(batch[num_blocks : num_blocks + 1])
     return ""
 
@@ -303,9 +299,7 @@ async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupR
 
 def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
     """Find the longest prefix that the owned tiers can read, from any thread."""
-    tiers = chain.in_use()
-    located = locate_from_any_thread([tier.index for tier in tiers], batch.names)
-    return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
+    return locate_from_any_thread(chain.books(), batch.names)
 
 
 def states_of(
@@ -338,7 +332,8 @@ def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray
     Only where there is one of them at most is known what is behind the end of a prefix: each may have what others lack.
     """
     prefix_only = prefix_only and len(chain.shared) <= 1
-    states = _STATES[states_from_any_thread(chain.indexes(), batch.names, prefix_only=prefix_only and not chain.shared)]
+    books = list(chain.books().values())
+    states = _STATES[states_from_any_thread(books, batch.names, prefix_only=prefix_only and not chain.shared)]
     for tier in chain.shared:
         left = np.flatnonzero(states == _MISS)
         if not len(left):
@@ -353,7 +348,7 @@ def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray
 
 def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:
     """Cut to the prefix that all have; of each block, the slowest tier that some rank has to read it from."""
-    num_blocks = min(runs[-1].stop if runs else 0 for runs in found)
+    num_blocks = min(num_found(runs) for runs in found)
     slowest = np.zeros(num_blocks, np.int64)
     for runs in found:
         for run in runs:

@@ -3,7 +3,7 @@
 from tiered_kv.catalog.books import Change, IndexStatistics, OnChange, SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.locate import Located, Run, locate, locate_from_any_thread
+from tiered_kv.catalog.locate import locate, locate_from_any_thread
 from tiered_kv.catalog.policies import Policy, make_policy
 from tiered_kv.catalog.uses import Fate, History, UseCounts
 
@@ -13,11 +13,9 @@ __all__ = [
     "History",
     "IndexStatistics",
     "Lease",
-    "Located",
     "OnChange",
     "Policy",
     "Reservation",
-    "Run",
     "SlotState",
     "TierIndex",
     "UseCounts",

@@ -1,7 +1,6 @@
 """Where a prefix is: the longest prefix that the owned tiers can read, each block from the fastest that has it."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Final, TypeVar
@@ -12,72 +11,56 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.books import FREE, Books
 from tiered_kv.catalog.table import names_at
 from tiered_kv.values.keys import Names
+from tiered_kv.values.results import TierRun
 
 T = TypeVar("T")
 _CHUNK: Final = 1024  # names looked up at once, after the first: large enough that the fixed cost of a batch vanishes
 _LONG_RUN: Final = 64  # names of one tier that make it worth to look for another such run
 
 
-@dataclass(slots=True)
-class Run:
-    """Blocks ``start <= i < stop`` of the batch are read from tier ``tier``."""
-
-    tier: int
-    start: int
-    stop: int
-
-
-@dataclass(slots=True)
-class Located:
-    """A readable prefix of ``num_blocks`` blocks, as runs that follow one another."""
-
-    num_blocks: int
-    runs: tuple[Run, ...]
-
-
-def locate(indexes: Sequence[Books], names: Names) -> Located:
-    """Find the longest prefix in which every block is ready in some tier; ``indexes`` come fastest first.
+def locate(tiers: Mapping[str, Books], names: Names) -> list[TierRun]:
+    """Find the longest prefix in which every block is ready in some tier; ``tiers`` come fastest first.
 
     A tier is asked only for blocks that no faster one has, and nothing is asked past the chunk that ends the prefix.
     Changes nothing, recency included.
+
+    Returns:
+        Runs that follow one another, from block 0 on.
     """
     start = 0
-    runs: list[Run] = []
+    runs: list[TierRun] = []
     while start < len(names):
-        tier, num_blocks = _leading_run(indexes, names[start:])
+        tier, num_blocks = _leading_run(tiers, names[start:])
         if not num_blocks:
             break
         if num_blocks >= _LONG_RUN or start + num_blocks == len(names):
             _append_run(runs, tier, start, start + num_blocks)
         else:  # perhaps the tiers have a few each in turn
-            tiers = _tiers(indexes, names[start : start + _CHUNK])
-            absent = (tiers < 0).nonzero()[0]
-            num_blocks = int(absent[0]) if len(absent) else len(tiers)
-            _append_runs(runs, tiers[:num_blocks], start)
+            numbers = _tiers(list(tiers.values()), names[start : start + _CHUNK])
+            absent = (numbers < 0).nonzero()[0]
+            num_blocks = int(absent[0]) if len(absent) else len(numbers)
+            _append_runs(runs, list(tiers), numbers[:num_blocks], start)
         start += num_blocks
-    return Located(start, tuple(runs))
+    return runs
 
 
-def locate_from_any_thread(indexes: Sequence[Books], names: Names) -> Located:
-    """`locate`, for threads that do not own the indexes, while the one that does goes on changing them.
+def locate_from_any_thread(tiers: Mapping[str, Books], names: Names) -> list[TierRun]:
+    """`locate`, for threads that do not own the books, while the one that does goes on changing them.
 
     Each 1,024 names are looked up at one moment in all tiers, so a block that moves from tier to tier is not missed.
     The owner waits for no more than that, and only if it has something to change meanwhile.
     """
-    start = 0
-    runs: list[Run] = []
-    while start < len(names):
+    runs: list[TierRun] = []
+    for start in range(0, len(names), _CHUNK):
         part = names[start : start + _CHUNK]
-        located = _at_one_moment(indexes, partial(locate, indexes, part))
-        for run in located.runs:
+        for run in (found := _at_one_moment(list(tiers.values()), partial(locate, tiers, part))):
             _append_run(runs, run.tier, start + run.start, start + run.stop)
-        start += located.num_blocks
-        if located.num_blocks < len(part):
+        if not found or found[-1].stop < len(part):
             break
-    return Located(start, tuple(runs))
+    return runs
 
 
-def states_from_any_thread(indexes: Sequence[Books], names: Names, *, prefix_only: bool = False) -> NDArray[np.uint8]:
+def states_from_any_thread(books: Sequence[Books], names: Names, *, prefix_only: bool = False) -> NDArray[np.uint8]:
     """Return each name's `SlotState`: READY if some tier has it, else PENDING if one will, else FREE.
 
     As `locate_from_any_thread` looks: each 1,024 names at one moment in all tiers. If only a prefix matters, nothing is
@@ -86,7 +69,7 @@ def states_from_any_thread(indexes: Sequence[Books], names: Names, *, prefix_onl
     states = np.zeros(len(names), np.uint8)
     for start in range(0, len(names), _CHUNK):
         part = names[start : start + _CHUNK]
-        if not _at_one_moment(indexes, partial(_see, indexes, part, states[start:], prefix_only=prefix_only)):
+        if not _at_one_moment(books, partial(_see, books, part, states[start:], prefix_only=prefix_only)):
             break
     return states
 
@@ -111,15 +94,17 @@ def _at_one_moment(books: Sequence[Books], look: Callable[[], T]) -> T:
         return _at_one_moment(books[1:], look)
 
 
-def _leading_run(indexes: Sequence[Books], names: Names) -> tuple[int, int]:
+def _leading_run(tiers: Mapping[str, Books], names: Names) -> tuple[str, int]:
     """Return the first tier that has the first name ready, and how many names from there on are read from it."""
-    for tier, index in enumerate(indexes):
-        num_blocks = index.ready_prefix(names if tier == 0 else names[:_CHUNK])
+    faster: list[Books] = []
+    for tier, books in tiers.items():
+        num_blocks = books.ready_prefix(names[:_CHUNK] if faster else names)
         if num_blocks:
-            for faster in indexes[:tier]:
-                num_blocks = faster.unready_prefix(names[:num_blocks])
+            for each in faster:
+                num_blocks = each.unready_prefix(names[:num_blocks])
             return tier, num_blocks
-    return 0, 0
+        faster.append(books)
+    return "", 0
 
 
 def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
@@ -135,14 +120,14 @@ def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     return tiers
 
 
-def _append_runs(runs: list[Run], tiers: NDArray[np.int64], start: int) -> None:
-    """Add the blocks from ``start`` on, one tier each, to ``runs``, merging neighbours of one tier."""
-    edges = [0, *((tiers[1:] != tiers[:-1]).nonzero()[0] + 1).tolist(), len(tiers)]
+def _append_runs(runs: list[TierRun], tiers: Sequence[str], numbers: NDArray[np.int64], start: int) -> None:
+    """Add the blocks from ``start`` on, by the number of the tier of each, to ``runs``; neighbours of one are one."""
+    edges = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)]
     for left, right in pairwise(edges):
-        _append_run(runs, int(tiers[left]), start + left, start + right)
+        _append_run(runs, tiers[numbers[left]], start + left, start + right)
 
 
-def _append_run(runs: list[Run], tier: int, start: int, stop: int) -> None:
+def _append_run(runs: list[TierRun], tier: str, start: int, stop: int) -> None:
     if runs and runs[-1].tier == tier:
         start = runs.pop().start
-    runs.append(Run(tier, start, stop))
+    runs.append(TierRun(tier, start, stop))

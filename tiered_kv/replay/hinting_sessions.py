@@ -11,6 +11,7 @@ from tiered_kv.replay.simulated_chain import SimulatedChain
 from tiered_kv.traces import Request, Trace, names_of
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
+from tiered_kv.values.results import num_found
 
 HintsAre = Literal["none", "right", "random"]
 _AHEAD_S: Final = 1.0
@@ -67,7 +68,7 @@ class SimulatedHints:
             heapq.heappush(self._due, (back_s - _AHEAD_S, number, names))
 
     def _bring(self, at_s: float, names: Names) -> None:
-        found = names[: self._chain.located(names).num_blocks]
+        found = names[: num_found(self._chain.located(names))]
         memory = self._chain.memory[0]
         missing = found[~memory.index.ready(found)]
         num_taken = self._favours.take(_SESSION, _named(missing), now_s=at_s, for_s=_FAVOURED_S)

@@ -4,6 +4,7 @@ What it leaves out: time that transfers take, requests that overlap, tiers that 
 blocks at once. An engine may have a cache of its own above it, see `SimulatedEngine`.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.catalog import Policy, TierIndex, locate
 from tiered_kv.catalog.copy_budget import CopyBudget
-from tiered_kv.catalog.locate import Located
 from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
@@ -25,6 +25,7 @@ from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import StoreWhen, evicts
 from tiered_kv.values.keys import Names
+from tiered_kv.values.results import TierRun, num_found
 
 _LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
 _EXPIRED_AT_ONCE: Final = 1 << 16
@@ -171,19 +172,20 @@ class SimulatedChain:
         for tier in self.tiers:
             tier.expired += len(tier.index.expire(limit=_EXPIRED_AT_ONCE))
 
-    def located(self, names: Names) -> Located:
+    def located(self, names: Names) -> list[TierRun]:
         """Return where the prefix is that can be loaded."""
-        return locate([tier.index for tier in self.tiers], names)
+        return locate({tier.plan.name: tier.index for tier in self.tiers}, names)
 
     def load(self, names: Names) -> NDArray[np.int64]:
         """Load the prefix that is there; return the blocks that came from each tier."""
-        located = self.located(names)
-        hits = np.zeros(len(self.tiers), np.int64)
-        for run in located.runs:
-            hits[run.tier] += run.stop - run.start
+        runs = self.located(names)
+        by_tier = Counter[str]()
+        for run in runs:
+            by_tier[run.tier] += run.stop - run.start
+        hits = np.array([by_tier[tier.plan.name] for tier in self.tiers], np.int64)
         for tier, count in zip(self.tiers, hits.tolist(), strict=True):
             tier.hits += count
-        found = names[: located.num_blocks]
+        found = names[: num_found(runs)]
         if self._promote and len(found):
             for tier in self.memory:
                 tier.promoted += tier.add(found)
@@ -272,7 +274,7 @@ class SimulatedEngine:
                     tier.index.leaving(evicted)
                 self.copied += chain.store(self._worth(evicted), is_use=False)
         else:
-            num_kept = chain.located(names[:num_here]).num_blocks
+            num_kept = num_found(chain.located(names[:num_here]))
             chain.touch(names[:num_kept])
             self.copied += chain.store(names[num_kept:num_here])  # what tiers have lost of it
             self.copied += chain.store(names[num_here + int(hits.sum()) :])

@@ -35,7 +35,7 @@ from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
-from tiered_kv.values.results import TierRun
+from tiered_kv.values.results import TierRun, num_found
 
 FROM_ENGINE: Final = 0
 """As a source of blocks, among the numbers of storage tiers: none of these."""
@@ -130,27 +130,26 @@ class Chain:
 
     # Finding.
 
-    def indexes(self) -> list[TierIndex]:
-        """The books of the owned tiers that are in use, fastest first."""
-        return [tier.index for tier in self.in_use()]
+    def books(self) -> dict[str, TierIndex]:
+        """The books of the owned tiers that are in use, by tier, fastest first."""
+        return {tier.name: tier.index for tier in self.booked if tier.is_in_use}
 
-    def in_use(self) -> list[BookedTier]:
-        """The tiers of which this cache has books, as far as they can be read now, fastest first."""
-        return [tier for tier in self.booked if tier.is_in_use]
+    def has(self, batch: Batch) -> Mask:
+        """Say of each block whether an owned tier can read it now."""
+        ready: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.books().values()])
+        return ready
 
     def locate(self, batch: Batch) -> list[TierRun]:
         """Find the longest prefix that owned tiers can read."""
-        tiers = self.in_use()
-        located = locate([tier.index for tier in tiers], batch.names)
-        return [TierRun(tiers[run.tier].name, run.start, run.stop) for run in located.runs]
+        return locate(self.books(), batch.names)
 
     def may_be_longer(self, batch: Batch, runs: Sequence[TierRun]) -> bool:
         """Say whether there are tiers to ask for what comes after the prefix that `locate` found."""
-        return bool(self.shared) and (runs[-1].stop if runs else 0) < len(batch)
+        return bool(self.shared) and num_found(runs) < len(batch)
 
     async def locate_on(self, batch: Batch, runs: Sequence[TierRun]) -> list[TierRun]:
         """Go on where `locate` ended: ask shared tiers, for what owned ones do not have."""
-        runs, start = list(runs), runs[-1].stop if runs else 0
+        runs, start = list(runs), num_found(runs)
         while start < len(batch) and self.shared:
             part = batch[start : start + _ASKED_AT_ONCE]
             numbers = np.full(len(part), -1, np.int8)
@@ -170,7 +169,7 @@ class Chain:
 
     async def find_each(self, batch: Batch) -> Mask:
         """Say of each block whether some tier could read it; shared tiers are asked for what owned ones lack."""
-        found: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.indexes()])
+        found = self.has(batch)
         for tier in self.shared:
             left = np.flatnonzero(~found)
             if len(left):

@@ -160,6 +160,11 @@ class TierRun:
     spec: LoadStoreSpec | None = field(default=None, repr=False)
 
 
+def num_found(runs: Sequence[TierRun]) -> int:
+    """Count the blocks of a prefix by its runs, which follow one another."""
+    return runs[-1].stop if runs else 0
+
+
 class BlockState(IntEnum):
     """What can be said of one block now, without waiting, by `TieredKV.membership`."""
 
