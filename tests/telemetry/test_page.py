@@ -22,7 +22,7 @@ from tiered_kv import ConfigurationError, CPUTier, PageNotServed, PageServed, Ti
 from tiered_kv.settings.page_address import DEFAULT, page_address
 from tiered_kv.telemetry import Page
 from tiered_kv.telemetry.page import page_server
-from tiered_kv.telemetry.page.page_server import PageServer
+from tiered_kv.telemetry.page.page_server import PageServer, Waits
 from tiered_kv.telemetry.prompts import Asked
 from tiered_kv.telemetry.watch import Moment, MomentHistory
 from tiered_kv.values.keys import salt_digest
@@ -296,6 +296,45 @@ async def test_who_sends_no_whole_request_is_not_waited_for(
             silent.connect(f"{tmp_path}/kv.sock")
             silent.sendall(said)
             assert await asyncio.to_thread(is_ended, silent)
+
+
+class SlowClient(asyncio.Transport):
+    """A connection that takes and sends little by little."""
+
+    num_unread = 1 << 20
+    is_aborted = False
+
+    def get_write_buffer_size(self) -> int:
+        """Return what it has not taken."""
+        return self.num_unread
+
+    def abort(self) -> None:
+        """Take note that it was ended."""
+        self.is_aborted = True
+
+
+def test_a_slow_client_is_waited_for_while_it_goes_on() -> None:
+    """As long as it takes of an answer or sends of a question; then no more, and in any case not for ever."""
+
+    async def wait() -> None:
+        waits, reads, sends, for_ever = Waits(), SlowClient(), SlowClient(), SlowClient()
+        for each in (reads, sends, for_ever):
+            waits.wait(each)
+        for _ in range(10):
+            await advance(9.0)
+            reads.num_unread -= 1
+            waits.wait(sends)
+            waits.wait(for_ever)
+        assert not reads.is_aborted
+        assert not sends.is_aborted
+        for _ in range(20):
+            await advance(9.0)
+            waits.wait(for_ever)
+        assert reads.is_aborted
+        assert sends.is_aborted
+        assert for_ever.is_aborted
+
+    run_in_virtual_time(wait)
 
 
 async def test_silent_connections_keep_nobody_from_asking(tmp_path: Path) -> None:

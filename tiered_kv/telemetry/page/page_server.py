@@ -10,6 +10,7 @@ import stat
 import threading
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,6 +26,8 @@ _MOST_CONNECTIONS: Final = 64
 _MOST_SILENT: Final = 32
 """Connections without a whole request: fewer, so that they leave room for others."""
 _REQUEST_WITHIN_S: Final = 10.0
+_AT_MOST_S: Final = 180.0
+"""Who is slow, and goes on, has so long: the largest answer takes it at 50 KB/s."""
 _CLOSE_TIMEOUT_S: Final = 3.0
 App = Callable[[Any, Any, Any], Awaitable[None]]
 
@@ -96,42 +99,76 @@ def _remove_own(path: Path, made: os.stat_result) -> None:
             path.unlink()
 
 
-class _Silent:
-    """Connections of which a whole request is awaited, the oldest first. For the thread that serves."""
+@dataclass
+class _Wait:
+    """The wait for one connection.
+
+    Attributes:
+        timer: When it is looked at next.
+        until_s: When it ends, whatever has come by then; on the loop's clock.
+        num_unread: Bytes of answers that it had not taken when it was looked at last.
+        has_said: Whether anything has come from it since then.
+    """
+
+    timer: asyncio.TimerHandle
+    until_s: float
+    num_unread: int
+    has_said: bool = False
+
+
+class Waits:
+    """Connections of which a whole request is awaited, the oldest first. For the thread that serves.
+
+    Each has so many seconds for it, and as many again whenever it has sent or taken something meanwhile, up to a bound.
+    """
 
     def __init__(self) -> None:
-        self._timers: dict[asyncio.Transport, asyncio.TimerHandle] = {}
+        self._waits: dict[asyncio.Transport, _Wait] = {}
 
     def wait(self, transport: asyncio.Transport) -> None:
         """Wait for one, and for its oldest neighbour no more if there are too many."""
-        if transport in self._timers:
+        if (waiting := self._waits.get(transport)) is not None:
+            waiting.has_said = True
             return
-        if len(self._timers) >= _MOST_SILENT:
-            oldest = next(iter(self._timers))
-            self.heard(oldest)
+        if len(self._waits) >= _MOST_SILENT:
+            oldest = next(iter(self._waits))
+            self.end(oldest)
             oldest.abort()
-        self._timers[transport] = asyncio.get_running_loop().call_later(_REQUEST_WITHIN_S, transport.abort)
+        until_s = asyncio.get_running_loop().time() + _AT_MOST_S
+        self._waits[transport] = _Wait(self._look_later(transport), until_s, transport.get_write_buffer_size())
 
-    def heard(self, transport: asyncio.Transport) -> None:
+    def end(self, transport: asyncio.Transport) -> None:
         """Wait for one no more."""
-        if (timer := self._timers.pop(transport, None)) is not None:
-            timer.cancel()
+        if (waiting := self._waits.pop(transport, None)) is not None:
+            waiting.timer.cancel()
+
+    def _look_later(self, transport: asyncio.Transport) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(_REQUEST_WITHIN_S, self._look, transport)
+
+    def _look(self, transport: asyncio.Transport) -> None:
+        waiting, num_unread = self._waits[transport], transport.get_write_buffer_size()
+        goes_on = waiting.has_said or num_unread < waiting.num_unread
+        if not goes_on or asyncio.get_running_loop().time() >= waiting.until_s:
+            self.end(transport)
+            transport.abort()
+            return
+        waiting.timer, waiting.num_unread, waiting.has_said = self._look_later(transport), num_unread, False
 
 
 def _protocol() -> type[asyncio.Protocol]:
     """Return what speaks HTTP for one server, and bears who says nothing.
 
-    A connection has so many seconds to send a whole request, from its beginning or from the end of the last answer on,
-    which it must have read by then.
+    A connection is waited for until it has sent a whole request, from its beginning or from the end of the last answer
+    on, see `Waits`.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - an extra
 
-    silent = _Silent()
+    waits = Waits()
 
     class Bounded(H11Protocol):
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn has it
             super().connection_made(transport)
-            silent.wait(transport)
+            waits.wait(transport)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
@@ -143,14 +180,14 @@ def _protocol() -> type[asyncio.Protocol]:
 
         def connection_lost(self, exc: Exception | None) -> None:
             super().connection_lost(exc)
-            silent.heard(self.transport)
+            waits.end(self.transport)
 
         def _look(self) -> None:
             asked = self.cycle
             if asked is not None and not asked.more_body and not asked.response_complete:
-                silent.heard(self.transport)
+                waits.end(self.transport)
             elif self in self.connections:
-                silent.wait(self.transport)
+                waits.wait(self.transport)
 
     return Bounded
 
