@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.caches import inside
 from tests.support.shelf import Shelf
 from tests.support.small_sglang import (
     KEYS,
@@ -176,6 +177,16 @@ def test_a_state_is_all_of_its_parts_or_nothing(opened: Open) -> None:
         forget(storage, 8 if part == 2 else 5, group=1 + part)
         assert storage.batch_exists_v2(KEYS, [needed("mamba", 1)]).restorable_prefix_pages == left
     assert storage.batch_get_v2([moved("mamba", [5], torch.tensor([18]))]) == {"mamba": [False]}
+
+
+def test_states_have_room_by_tokens(opened: Open) -> None:
+    """What SGLang keeps at ends of prompts takes no room from pages that it does not use."""
+    main = host_pool("page_first_direct")
+    storage = opened(main, beside={"mamba": MambaPoolHost()}, tokens_per_state=4 * main.page_size)
+    shares = [chain.group.slots_per_block for chain in inside(storage.kv.cache).chains]
+    assert shares == [1.0, *[0.25] * (len(shares) - 1)]
+    with pytest.raises(ConfigurationError, match="tokens_per_state"):
+        opened(main, tokens_per_state=0)
 
 
 @pytest.mark.parametrize("target", LAYOUTS)

@@ -87,7 +87,13 @@ def page_tag(
     monkeypatch.setattr(VLLM.moving, "get_layers_from_vllm_config", lambda *_: {"l": layer})
     sizes = (blocks, heads, 16, 32)
     pages = torch.zeros([sizes[axis] for axis in order]).permute(*map(order.index, range(4)))
-    wanted = SimpleNamespace(num_engine_blocks=blocks, num_stages=1, num_ranks=1, groups=(group(page=2048 * heads),))
+    wanted = SimpleNamespace(
+        num_engine_blocks=blocks,
+        num_stages=1,
+        num_ranks=1,
+        groups=(group(page=2048 * heads),),
+        slots_per_block=lambda _: 1.0,
+    )
     worker = VLLM.moving.MovingSide(None, wanted)
     worker.register_kv_caches(dict.fromkeys(wanted.groups[0].layer_names, pages))
     return worker.hello().layout.groups[0].tag  # type: ignore[no-any-return]

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.support.caches import inside
 from tests.support.late_copies import LateCopies
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState, ConfigurationError, KVLayout, Outcomes
@@ -496,6 +497,13 @@ SHAPES = {
     "pages": (group(0), group(1, page=128, table=0)),
     "all": (group(0), group(1, num_blocks=3), group(2, size=2 * BLOCK_SIZE, is_state=True)),
 }
+
+
+def test_states_have_room_by_tokens() -> None:
+    """What vLLM keeps at few places takes no room from what attention needs of every block."""
+    with opened(ROOMY, groups=SHAPES["states"], tokens_per_state=8 * BLOCK_SIZE) as engine:
+        chains = inside(engine.scheduling.kv.cache).chains
+        assert [chain.group.slots_per_block for chain in chains] == [1.0, 0.25]
 
 
 @pytest.mark.parametrize("shape", SHAPES)

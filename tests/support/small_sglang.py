@@ -252,6 +252,7 @@ def storages() -> Iterator[Any]:
         limits: object = None,
         connect: str = "",
         prefill_tokens_per_s: float = 0.0,
+        tokens_per_state: int = 2048,
         beside: dict[str, Any] | None = None,
         arguments: dict[str, Any] | None = None,
         **config: Any,  # noqa: ANN401 - fields of Config
@@ -259,7 +260,8 @@ def storages() -> Iterator[Any]:
         settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
         settings["prefill_tokens_per_s"] = prefill_tokens_per_s
         settings = {"connect": connect} if connect else settings
-        extra = {"interface_v1": 1, "tiered_kv": {"weights": weights, **settings}}
+        ours = {"weights": weights, "tokens_per_state": tokens_per_state, **settings}
+        extra = {"interface_v1": 1, "tiered_kv": ours}
         config.setdefault("is_mla_model", isinstance(pool, MLATokenToKVPoolHost))
         storage = adapter()(Config(extra, **config), {})
         if arguments is not None:  # of an engine, which a storage is otherwise without

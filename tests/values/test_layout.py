@@ -3,10 +3,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import ModelIdentity
-from tiered_kv.values.layout import KVGroup, KVLayout, fingerprint, layer_tensors
+from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout, blocks_within, fingerprint, layer_tensors
 
 NHD = KVGroup(num_layers=3, num_kv_heads=4, head_dim=8, dtype="bfloat16", block_size=16)
 HND = replace(NHD, order="HND")
@@ -50,6 +52,38 @@ def test_groups_of_different_shapes_make_one_layout() -> None:
     layout = KVLayout.from_groups([[tensor(2, 9, 16, 4, 8)] * 3, [tensor(9, 16, 72)] * 3], block_size=16)
     assert layout.groups == (NHD, MLA)
     assert layout.payload_bytes == NHD.payload_bytes + MLA.payload_bytes
+
+
+@pytest.mark.parametrize("slots", [0, -1, 1.5, float("nan"), float("inf"), True, "1", None])
+def test_a_share_of_slots_is_a_part(slots: object) -> None:
+    """Of the blocks: none, more than all, or no number is refused."""
+    with pytest.raises(ConfigurationError, match="slots_per_block"):
+        replace(NHD, slots_per_block=slots)  # type: ignore[arg-type]  # as a newcomer writes it
+
+
+def test_of_slots_the_largest_group_has_one_for_each_block() -> None:
+    """Whatever the numbers, which are no part of what a block is."""
+    tensors = [[tensor(2, 9, 16, 4, 8)] * 3, [tensor(9, 16, 72)] * 3]
+    layout = KVLayout.from_groups(tensors, block_size=16, slots_per_block=[0.5, 0.125])
+    assert [group.slots_per_block for group in layout.groups] == [1, 0.25]
+    plain = KVLayout.from_groups(tensors, block_size=16)
+    assert layout == plain
+    model = ModelIdentity("m", weights="w")
+    assert [fingerprint(model, layout, n) for n in (0, 1)] == [fingerprint(model, plain, n) for n in (0, 1)]
+    with pytest.raises(ConfigurationError, match="3 slots_per_block for 2 KV groups"):
+        KVLayout.from_groups(tensors, block_size=16, slots_per_block=[1, 1, 1])
+
+
+@given(st.integers(0, 1 << 24), st.lists(st.floats(1e-6, 1), min_size=1, max_size=4), st.integers(1, 5))
+def test_a_tier_holds_as_many_blocks_as_fit(capacity: int, shares: list[float], pages: int) -> None:
+    """Not one more has room, and these have."""
+    groups = KVLayout(tuple(replace(NHD, slots_per_block=share) for share in shares)).groups
+
+    def needed(num_blocks: int) -> int:
+        return sum(group.num_slots(num_blocks) * pages * PAGE_BYTES for group in groups)
+
+    num_blocks = blocks_within(capacity, needed)
+    assert needed(num_blocks) <= capacity < needed(num_blocks + 1)
 
 
 @pytest.mark.parametrize(
@@ -225,8 +259,8 @@ def test_a_group_is_made_of_what_torch_and_numpy_have() -> None:
 
 def test_a_layout_has_groups() -> None:
     """One is as good as a tuple of one; none, or something else in its place, is refused."""
-    for given in (NHD, [NHD]):
-        layout = KVLayout(given)  # type: ignore[arg-type]  # as a newcomer writes it
+    for one in (NHD, [NHD]):
+        layout = KVLayout(one)  # type: ignore[arg-type]  # as a newcomer writes it
         assert layout == KVLayout((NHD,))
         assert hash(layout) == hash(KVLayout((NHD,)))
     for groups in ((), (NHD, "NHD"), 7, "NHD"):

@@ -606,7 +606,7 @@ class BlockCache(TransferCalls):
             capacity: Bytes, or e.g. ``"8GiB"``.
 
         Returns:
-            How many blocks it holds now, of each KV group.
+            How many blocks of prompts it holds now: of each KV group its `KVGroup.num_slots`.
 
         Raises:
             ConfigurationError: The tier cannot have that capacity. Nothing has changed.

@@ -22,7 +22,7 @@ from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import keep_up, scrub_for_ever
 from tiered_kv.transfers.jobs import Jobs
-from tiered_kv.transfers.resize import GivenUp, resize, slots_within
+from tiered_kv.transfers.resize import GivenUp, blocks_within, resize
 from tiered_kv.transfers.writedown import Cleaner, write_all
 from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierResized
@@ -215,32 +215,32 @@ class OpenCache:
         is_written = all(chain.unwritten.is_written(mark) for chain, mark in marks.items())
         return is_written and num_failed == [chain.unwritten.num_failed for chain in self.chains]
 
-    def slots_within(self, name: str, capacity_bytes: int) -> int:
-        """Say how many blocks of each KV group a tier would hold within a capacity; raises what `resize` would."""
+    def blocks_within(self, name: str, capacity_bytes: int) -> int:
+        """Say how many blocks of prompts a tier would hold within a capacity; raises what `resize` would."""
         names = self.chains[0].names
         if name not in names:
             raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
-        return slots_within(self.chains, names.index(name), capacity_bytes)
+        return blocks_within(self.chains, names.index(name), capacity_bytes)
 
     async def resize(self, name: str, capacity_bytes: int) -> int:
         """Change the capacity of a tier; see `TieredKV.resize`."""
-        num_slots = self.slots_within(name, capacity_bytes)
-        error = await self.finish(self._resize(name, num_slots), f"resize {name}")
+        num_blocks = self.blocks_within(name, capacity_bytes)
+        error = await self.finish(self._resize(name, num_blocks), f"resize {name}")
         if error is not None:
             raise error
-        return num_slots
+        return num_blocks
 
-    async def _resize(self, name: str, num_slots: int) -> TieredKVError | None:
+    async def _resize(self, name: str, num_blocks: int) -> TieredKVError | None:
         """Do it, and return the error: whoever asked may have gone, and nobody else is to hear of it."""
         async with self._resizing:
             try:
                 number = self.chains[0].names.index(name)
-                before, num_evicted, given_up = await resize(self.chains, self.cleaners, number, num_slots)
+                before, num_evicted, given_up = await resize(self.chains, self.cleaners, number, num_blocks)
             except TieredKVError as error:
                 return error
         if given_up is not None:
             self.background.spawn(self._give_back_later(given_up), f"give back what {name} took")
-        self.emit(TierResized(name, num_slots, before, num_evicted))
+        self.emit(TierResized(name, num_blocks, before, num_evicted))
         return None
 
     async def _give_back_later(self, given_up: GivenUp) -> None:

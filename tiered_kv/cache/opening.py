@@ -33,10 +33,12 @@ from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, GPUPoolInHostMemory, PageLockingDoubted
 from tiered_kv.values.keys import epoch_digest
-from tiered_kv.values.layout import PAGE_BYTES
+from tiered_kv.values.layout import PAGE_BYTES, blocks_within
 from tiered_kv.values.loop_calls import LoopCalls
 
 _RECORD_THREADS: Final = 2
+_LEAST_BOUNCE: Final = 4
+"""Bounce slots of each kind of block, whatever they take: a window has a quarter of them."""
 """Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 
 
@@ -111,7 +113,7 @@ def _build_chains(
     tasks: Tasks,
     fates: Fates,
 ) -> tuple[list[Chain], Device]:
-    """Allocate memory and make one chain per kind of block. Every tier has the same number of slots for each.
+    """Allocate memory and make one chain per kind of block, each with its share of every tier's slots.
 
     Raises:
         ConfigurationError: A capacity or limit below one block, or more memory than the machine will give.
@@ -125,14 +127,18 @@ def _build_chains(
         stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
         if tiers.gpu is not None and device.kind == "cpu":
             emit(GPUPoolInHostMemory(tier_name(tiers.gpu), tiers.gpu.capacity))
-    stride = sum(kind.slot_stride_bytes for kind in kinds)
-    host_slots = _num_slots("cpu", tiers.cpu.capacity, stride) if tiers.cpu.capacity else 0
-    gpu_slots = _num_slots("gpu", tiers.gpu.capacity, stride) if tiers.gpu else 0
+
+    def needed(num_blocks: int) -> int:
+        return sum(kind.group.num_slots(num_blocks) * kind.slot_stride_bytes for kind in kinds)
+
+    host_blocks = _num_blocks("cpu", tiers.cpu.capacity, needed) if tiers.cpu.capacity else 0
+    gpu_blocks = _num_blocks("gpu", tiers.gpu.capacity, needed) if tiers.gpu else 0
     _check_one_fits(cache_limits, max(kind.slot_stride_bytes for kind in kinds))
-    bounce_slots = max(4, cache_limits.bounce // stride)
-    most_host_slots = max(host_slots, (tiers.cpu.max_capacity or 0) // stride)
+    num_bounce = _bounce_slots(cache_limits.bounce, kinds)
+    most_host_blocks = max(host_blocks, blocks_within(tiers.cpu.max_capacity or 0, needed))
     # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
-    host_bytes = ((most_host_slots if device.kind == "cuda" else host_slots) + bounce_slots) * stride
+    host_bytes = needed(most_host_blocks if device.kind == "cuda" else host_blocks)
+    host_bytes += sum(n * kind.slot_stride_bytes for n, kind in zip(num_bounce, kinds, strict=True))
     check_host_memory(host_bytes)
     if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
         emit(PageLockingDoubted(doubt))
@@ -163,22 +169,23 @@ def _build_chains(
     chains = []
     for number, kind in enumerate(kinds):
         group, stride_bytes = kind.group, kind.slot_stride_bytes
+        host_slots, most_host_slots = map(group.num_slots, (host_blocks, most_host_blocks))
         index = TierIndex(
             host_slots,
             max_slots=most_host_slots,
-            num_transient=bounce_slots,
+            num_transient=num_bounce[number],
             policy=resolve_policy(tiers.cpu.policy),
             ttl_s=tiers.cpu.ttl_s,
             clock=clock,
             write_back=is_written_back,
         )
-        slab = HostSlab(most_host_slots + bounce_slots, stride_bytes, kind.slot_bytes, name=kind.name)
+        slab = HostSlab(most_host_slots + num_bounce[number], stride_bytes, kind.slot_bytes, name=kind.name)
         host = HostTier(tier_name(tiers.cpu), index, slab, write_back=tiers.cpu.write == "back")
         stack.callback(host.close)
         if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
             device.page_lock(slab, emit=tell)
         waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
-        gpu = _gpu_tier(tiers.gpu, device, gpu_slots, stride_bytes, clock, write_back=waits_in_gpu)
+        gpu = _gpu_tier(tiers.gpu, device, group.num_slots(gpu_blocks), stride_bytes, clock, write_back=waits_in_gpu)
         storage = [
             medium.tier(number, kind.shape, budget, kind.record_codec)
             for medium, budget in zip(backends.media, budgets, strict=True)
@@ -243,13 +250,19 @@ def _gpu_tier(
     return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, stride_bytes))
 
 
-def _num_slots(tier: str, capacity: int, stride: int) -> int:
-    if capacity < stride:
+def _num_blocks(tier: str, capacity: int, needed: Callable[[int], int]) -> int:
+    if not (num_blocks := blocks_within(capacity, needed)):
         raise ConfigurationError(
-            f"the {tier} tier's capacity of {capacity} bytes is below one block of {stride} bytes: "
+            f"the {tier} tier's capacity of {capacity} bytes is below one block of {needed(1)} bytes: "
             "give it more, or leave it out"
         )
-    return int(capacity // stride)
+    return num_blocks
+
+
+def _bounce_slots(num_bytes: int, kinds: Sequence[BlockKind]) -> list[int]:
+    """Return how many bounce slots each kind of block has of so many bytes: by its share of a tier's slots."""
+    each_block = sum(kind.group.slots_per_block * kind.slot_stride_bytes for kind in kinds)
+    return [max(_LEAST_BOUNCE, int(num_bytes / each_block * kind.group.slots_per_block)) for kind in kinds]
 
 
 def _check_one_fits(limits: CacheLimits, stride: int) -> None:

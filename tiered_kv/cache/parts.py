@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -80,10 +80,11 @@ class BlockKind:
     @property
     def shape(self) -> RecordShape:
         """Its records."""
-        fingerprint, num_bytes, shard = self.naming.fingerprint, self.group.payload_bytes, self.naming.shard.part
+        fingerprint, shard, num_bytes = self.naming.fingerprint, self.naming.shard.part, self.group.payload_bytes
+        shape = RecordShape(fingerprint, num_bytes, shard, slots_per_block=self.group.slots_per_block)
         if (codec := self.codec or self.record_codec) is None:
-            return RecordShape(fingerprint, num_bytes, shard)
-        return RecordShape(fingerprint, codec.stored_bytes, shard, codec.name, num_bytes)
+            return shape
+        return replace(shape, payload_bytes=codec.stored_bytes, codec=codec.name, decoded_bytes=num_bytes)
 
     @property
     def slot_bytes(self) -> int:

@@ -570,14 +570,14 @@ def pins_of(cache: TierCalls) -> Pins:
     return cache._open().pins  # noqa: SLF001 - its own module's
 
 
-def slots_within(cache: TierCalls, tier: str, capacity_bytes: int) -> int:
-    """Say how many blocks of each KV group a tier of an open cache would hold, if `TieredKV.resize` were called so.
+def blocks_within(cache: TierCalls, tier: str, capacity_bytes: int) -> int:
+    """Say how many blocks of prompts a tier of an open cache would hold, if `TieredKV.resize` were called so.
 
     Raises:
         ConfigurationError: It cannot have that capacity.
         BackendUnavailableError: Its medium is not open yet.
     """
-    return cache._open().cache.slots_within(tier, capacity_bytes)  # noqa: SLF001 - its own module's
+    return cache._open().cache.blocks_within(tier, capacity_bytes)  # noqa: SLF001 - its own module's
 
 
 class SeatCalls(TierCalls):

@@ -109,8 +109,8 @@ class Occupancy(Books):
 
     def room_for(self, names: Names) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
-        if len(names) <= len(self._free):
-            return len(names)
+        if len(names) <= len(self._free) or not self.num_slots:
+            return min(len(names), len(self._free))
         return int(np.count_nonzero(self.find(names)[0][: self.num_fitting(names)] < 0))
 
     def num_fitting(self, names: Names) -> int:

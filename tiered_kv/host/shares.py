@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.checks import metrics_of
-from tiered_kv.cache.tiered_kv import TieredKV, slots_within
+from tiered_kv.cache.tiered_kv import TieredKV, blocks_within
 from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
@@ -99,7 +99,7 @@ class Share:
         if self.cache is None:
             return capacity >= self.block_bytes
         try:
-            return slots_within(self.cache, tier, capacity) > 0
+            return blocks_within(self.cache, tier, capacity) > 0
         except ConfigurationError:
             return False
         except TieredKVError:  # its medium is away, or it is about to be closed

@@ -23,6 +23,13 @@ from tiered_kv.values.layout import KVLayout
 
 CONNECT: Final = "connect"
 """The setting: the address of a server, in the place of all others."""
+TOKENS_PER_STATE: Final = 2048
+"""Engines keep states of Mamba, or of linear attention, at ends of prompts and of chunks, not behind each block."""
+
+
+def state_slots(block_size: int, tokens_per_state: int) -> float:
+    """Return `KVGroup.slots_per_block` of states, of which there is one for so many tokens."""
+    return min(1.0, block_size / tokens_per_state)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import BlockKey, Names, Shard
+from tiered_kv.values.layout import slots_of
 from tiered_kv.values.specs import LoadStoreSpec
 
 
@@ -251,6 +252,12 @@ class RecordShape:
     codec: str = "none"
     decoded_bytes: int = 0
     """Of a payload that a codec has made smaller; 0 is for ``payload_bytes``."""
+    slots_per_block: float = 1.0
+    """See `KVGroup`."""
+
+    def num_slots(self, num_blocks: int) -> int:
+        """Return how many slots an owned medium has for these records that is to hold so many blocks of prompts."""
+        return slots_of(num_blocks, self.slots_per_block)
 
     @property
     def folder(self) -> str:
@@ -509,15 +516,17 @@ class SlotBackend(_Tier):
         """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power."""
 
     def fit(self, capacity_bytes: int) -> int:
-        """Say how many slots every KV group would have within a capacity. Only where the medium can be resized.
+        """Say how many blocks of prompts the medium would hold within a capacity. Only where it can be resized.
+
+        Each kind of record would have `RecordShape.num_slots` of that.
 
         Raises:
             ConfigurationError: It cannot be, or not to that.
         """
         raise ConfigurationError(f"{type(self).__name__} cannot be resized: open it anew with another capacity")
 
-    async def resize(self, num_slots: int) -> None:
-        """Have so many slots for every KV group. Those given up hold nothing and are in no call.
+    async def resize(self, num_blocks: int) -> None:
+        """Have slots for so many blocks of prompts, see `fit`. Those given up hold nothing and are in no call.
 
         Raises:
             BackendUnavailableError: The medium did not do it.

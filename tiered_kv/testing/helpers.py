@@ -23,10 +23,14 @@ AnyBackend = TypeVar("AnyBackend", bound=Backend | SlotBackend)
 _OPEN: WeakSet[Backend | SlotBackend] = WeakSet()
 
 GROUPS = tuple(
-    RecordShape(hashlib.sha256(b"a test's KV group of %d bytes" % payload_bytes).digest(), payload_bytes)
-    for payload_bytes in (4096, 1, 4095, 4097, 100_001)
+    RecordShape(
+        hashlib.sha256(b"a test's KV group of %d bytes" % payload_bytes).digest(),
+        payload_bytes,
+        slots_per_block=slots_per_block,
+    )
+    for payload_bytes, slots_per_block in ((4096, 1.0), (1, 0.25), (4095, 1.0), (4097, 0.5), (100_001, 1.0))
 )
-"""The records that the conformance tests use: KV groups of whole pages and of odd sizes."""
+"""The records that the conformance tests use: KV groups of whole pages and of odd sizes, some with fewer slots."""
 
 
 def block_key(n: int, group: int = 0) -> BlockKey:

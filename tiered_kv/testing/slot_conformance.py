@@ -183,11 +183,12 @@ class SlotBackendTests(Promises):
         with pytest.raises(ConfigurationError):
             backend.fit(1)
         await _write(backend, {0: 1, few - 1: 2, many - 1: 3})
-        await _write(backend, {few - 1: 5}, group=1)
+        last = GROUPS[1].num_slots(few) - 1
+        await _write(backend, {last: 5}, group=1)
         await backend.forget(0, _slots([many - 1]))  # what is given up holds nothing
         await backend.resize(few)
         await self._check(backend, {0: 1, few - 1: 2})
-        await self._check(backend, {few - 1: 5}, group=1)
+        await self._check(backend, {last: 5}, group=1)
         await backend.resize(many)
         assert await _write(backend, {many - 1: 4}) == [Outcome.STORED], "what was given back can be written again"
         await self._check(backend, {0: 1, few - 1: 2, many - 1: 4})

@@ -560,29 +560,29 @@ class OwnedTier(StorageTier, BookedTier):
 
     # Another capacity.
 
-    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """Return how many slots a capacity is: the medium knows, once it is open."""
+    def blocks_within(self, capacity_bytes: int, needed: Callable[[int], int]) -> int:
+        """Return how many blocks a capacity is: the medium knows, once it is open."""
         if not self.health.is_open:
             raise BackendUnavailableError(f"{self.name} is not open yet: resize it once it is")
         return self.backend.fit(capacity_bytes)
 
     @override
-    async def grow(self, num_slots: int, more_bytes: int) -> None:
-        await self._resize(num_slots)
+    async def grow(self, num_blocks: int, more_bytes: int) -> None:
+        await self._resize(num_blocks)
 
-    async def shrink(self, num_slots: int) -> None:
+    async def shrink(self, num_blocks: int) -> None:
         """Cut the medium. What it does not give back is its own to keep: the books have shrunk."""
         with suppress(BackendUnavailableError, ConfigurationError):  # the call has been reported
-            await self._resize(num_slots)
+            await self._resize(num_blocks)
 
-    async def _resize(self, num_slots: int) -> None:
+    async def _resize(self, num_blocks: int) -> None:
         if self._resizing is not None and not self._resizing.done():
             raise BackendUnavailableError(f"{self.name} is still being resized by a call that is late")
         raised: list[TieredKVError] = []
 
         async def resize() -> None:
             try:
-                await self.backend.resize(num_slots)
+                await self.backend.resize(num_blocks)
             except TieredKVError as error:
                 raised.append(error)
                 raise
@@ -596,7 +596,7 @@ class OwnedTier(StorageTier, BookedTier):
         if raised:
             raise raised[0]
         if not answer.is_well:
-            raise BackendUnavailableError(f"{self.name} was not resized to {num_slots} slots: {answer.error}")
+            raise BackendUnavailableError(f"{self.name} was not resized to {num_blocks} blocks: {answer.error}")
 
 
 def _problem_of_facts(facts: Mapping[str, object]) -> str:

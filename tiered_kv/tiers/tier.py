@@ -9,7 +9,7 @@ What a tier says of the blocks of one write.
 
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -24,6 +24,7 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
+from tiered_kv.values.layout import blocks_within
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
 _MOST_NAMESPACES: Final = 4096
@@ -174,16 +175,18 @@ class BookedTier(Tier):
         return slots if self.is_in_use and self.index.ready(batch.names).all() else None
 
     @abstractmethod
-    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """Say how many blocks of each kind it would hold within a capacity, where a block of every kind takes so much.
+    def blocks_within(self, capacity_bytes: int, needed: Callable[[int], int]) -> int:
+        """Say how many blocks of prompts it would hold within a capacity; in memory ``needed(n)`` is what n take.
+
+        Of the tier of a KV group that has a slot for each of them.
 
         Raises:
             ConfigurationError: It cannot have that capacity.
         """
 
     @abstractmethod
-    async def grow(self, num_slots: int, more_bytes: int) -> None:
-        """Have what more slots need, of every kind of block: ``num_slots`` each, ``more_bytes`` of memory in all.
+    async def grow(self, num_blocks: int, more_bytes: int) -> None:
+        """Have what so many blocks of prompts need, of every KV group: in memory ``more_bytes`` than now.
 
         Raises:
             ConfigurationError: The machine lacks the memory.
@@ -191,8 +194,8 @@ class BookedTier(Tier):
         """
 
     @abstractmethod
-    async def shrink(self, num_slots: int) -> None:
-        """Give back what slots beyond ``num_slots`` took; nobody uses them, of any kind of block."""
+    async def shrink(self, num_blocks: int) -> None:
+        """Give back what is beyond so many blocks of prompts; nobody uses it, of any KV group."""
 
     def give_back(self, start: int, stop: int) -> bool:
         """Return what idle slots beyond the capacity took, of this kind of block; say if none of them is in use."""
@@ -281,14 +284,14 @@ class MemoryTier(BookedTier):
     def is_in_use(self) -> bool:
         return True
 
-    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        """Return how many slots a capacity is; that of a device is taken once, and is not changed."""
+    def blocks_within(self, capacity_bytes: int, needed: Callable[[int], int]) -> int:
+        """Refuse: the memory of a device is taken once."""
         raise ConfigurationError(f"the capacity of tier {self.name!r} cannot be changed while it is used")
 
-    async def grow(self, num_slots: int, more_bytes: int) -> None:
+    async def grow(self, num_blocks: int, more_bytes: int) -> None:
         """Take memory for more slots."""
 
-    async def shrink(self, num_slots: int) -> None:
+    async def shrink(self, num_blocks: int) -> None:
         """Give nothing back yet: host memory goes back as it becomes free, see `HostTier.give_back`."""
 
 
@@ -310,16 +313,16 @@ class HostTier(MemoryTier):
         return None if slots is None else CPULoadStoreSpec(slots, self.slab.name)
 
     @override
-    def slots_within(self, capacity_bytes: int, block_bytes: int) -> int:
-        num_slots, most = capacity_bytes // block_bytes, self.index.max_slots
-        if not 0 < num_slots <= most:
+    def blocks_within(self, capacity_bytes: int, needed: Callable[[int], int]) -> int:
+        num_blocks, most = blocks_within(capacity_bytes, needed), self.index.max_slots
+        if not 0 < num_blocks <= most:
             raise ConfigurationError(
-                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_slots}: set max_capacity"
+                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_blocks}: set max_capacity"
             )
-        return num_slots
+        return num_blocks
 
     @override
-    async def grow(self, num_slots: int, more_bytes: int) -> None:
+    async def grow(self, num_blocks: int, more_bytes: int) -> None:
         check_host_memory(more_bytes)
 
     @override

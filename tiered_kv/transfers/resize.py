@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Final
 
@@ -48,12 +49,12 @@ class GivenUp:
                 for start in range(tier.index.num_slots, most, step):
                     tier.give_back(start, min(start + step, most))
                     await asyncio.sleep(0)
-        _, first = self._parts[0]
-        await first.shrink(first.index.num_slots)
+        tiers = [tier for _, tier in self._parts]
+        await tiers[0].shrink(_num_blocks(tiers))
 
 
-def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> int:
-    """Say how many blocks of each KV group a tier would hold within a capacity.
+def blocks_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> int:
+    """Say how many blocks of prompts a tier would hold within a capacity.
 
     Args:
         chains: All of the cache.
@@ -65,16 +66,17 @@ def slots_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> i
         BackendUnavailableError: Its medium is not open yet.
     """
     name = chains[0].names[number]
-    tier = next((each for each in chains[0].booked if each.name == name), None)
+    whole = next(chain for chain in chains if chain.group.slots_per_block == 1)
+    tier = next((each for each in whole.booked if each.name == name), None)
     if tier is None:
         raise ConfigurationError(f"the capacity of tier {name!r} cannot be changed: its medium evicts for itself")
-    return tier.slots_within(capacity_bytes, sum(chain.stride_bytes for chain in chains))
+    return tier.blocks_within(capacity_bytes, partial(_needed, chains))
 
 
 async def resize(
-    chains: Sequence[Chain], cleaners: Mapping[Chain, Cleaner], number: int, num_slots: int
+    chains: Sequence[Chain], cleaners: Mapping[Chain, Cleaner], number: int, num_blocks: int
 ) -> tuple[int, int, GivenUp | None]:
-    """Have a tier hold ``num_slots`` blocks in each chain.
+    """Have a tier hold so many blocks of prompts, of each KV group its share.
 
     Returns:
         How many it held before, how many blocks had to go, in all chains, and what is to be given back later.
@@ -85,16 +87,16 @@ async def resize(
     """
     name = chains[0].names[number]
     tiers = [next(each for each in chain.booked if each.name == name) for chain in chains]
-    before = tiers[0].index.num_slots
-    if num_slots > before:
-        stride_bytes = sum(chain.stride_bytes for chain in chains)
-        await tiers[0].grow(num_slots, (num_slots - before) * stride_bytes if _gives_back(chains[0]) else 0)
+    before = _num_blocks(tiers)
+    if num_blocks > before:
+        more_bytes = _needed(chains, num_blocks) - _needed(chains, before)
+        await tiers[0].grow(num_blocks, more_bytes if _gives_back(chains[0]) else 0)
     num_evicted, is_given_back = 0, True
     for chain, tier in zip(chains, tiers, strict=True):
-        evicted, is_all = await _resize_index(chain, tier, num_slots)
+        evicted, is_all = await _resize_index(chain, tier, chain.group.num_slots(num_blocks))
         num_evicted += evicted
         is_given_back &= is_all
-    if num_slots >= before:
+    if num_blocks >= before:
         return before, num_evicted, None
     # What waits in slots that are given up would be lost. Nothing comes there any more.
     await write_all({chain: chain.unwritten.mark() for chain in chains}, cleaners)
@@ -136,6 +138,16 @@ async def _give_up(chain: Chain, tier: BookedTier) -> int:
         num_evicted += _count(chain, tier, index.give_up(start))
         await asyncio.sleep(0)
     return num_evicted
+
+
+def _num_blocks(tiers: Sequence[BookedTier]) -> int:
+    """Return how many blocks of prompts a tier holds: as many as the KV group that has a slot for each of them."""
+    return max(tier.index.num_slots for tier in tiers)
+
+
+def _needed(chains: Sequence[Chain], num_blocks: int) -> int:
+    """Return how many bytes of memory so many blocks of prompts take."""
+    return sum(chain.group.num_slots(num_blocks) * chain.stride_bytes for chain in chains)
 
 
 def _count(chain: Chain, tier: BookedTier, evicted: Names) -> int:

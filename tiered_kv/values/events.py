@@ -276,7 +276,7 @@ class TierResumed(Event):
 
 @dataclass(frozen=True)
 class TierResized(Event):
-    """A tier has another capacity: ``blocks`` of every KV group instead of ``before``; ``evicted`` had to go."""
+    """A tier has another capacity: for ``blocks`` of prompts instead of ``before``; ``evicted`` had to go."""
 
     name: ClassVar[str] = "tier.resized"
     level: ClassVar[Level] = "info"

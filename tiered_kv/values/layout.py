@@ -12,14 +12,16 @@ SGLang's host pool ``page_first``, whose tokens hold all layers, is ``PBNLHD``.
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+import math
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import permutations
 from typing import Any, Literal
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import as_int, is_number
 from tiered_kv.values.keys import ModelIdentity
 
 FORMAT_VERSION = 1
@@ -37,6 +39,8 @@ _INNER: dict[Order, str] = {"NHD": "NHD", "HND": "HND", "MLA": "ND", "opaque": "
 _OTHER_NAMES = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "float": "float32", "fp32": "float32"}
 _AXES = {"L": "layers", "P": "planes (K and V)", "N": "tokens a page", "H": "KV heads", "D": "elements a head"}
 PAGE_BYTES = 4096
+_EVEN = 64
+"""Blocks of prompts: of so few each KV group has a slot for each, so that what engines keep at once finds room."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,9 @@ class KVGroup:
         page_size: Tokens of one of the engine's pages; divides ``block_size``. 0 means ``block_size``.
         opaque_bytes: Of one page of one layer, where it is opaque; else 0.
         tag: What those bytes are, in the engine's words; else empty.
+        slots_per_block: Slots that it has in each tier of the cache's own, for each block of the prompts that the tier
+            is to hold: 1 for all of them, 1 / 32 for states that are kept at one block in 32, but for 64 blocks at
+            least. In a layout the largest counts as 1. Whoever has other numbers shares blocks all the same.
     """
 
     num_layers: int
@@ -65,6 +72,7 @@ class KVGroup:
     page_size: int = 0
     opaque_bytes: int = 0
     tag: str = ""
+    slots_per_block: float = field(default=1.0, compare=False)
 
     def __post_init__(self) -> None:
         may_be_0 = (
@@ -84,6 +92,8 @@ class KVGroup:
             msg = f"order must be 'NHD', 'HND', 'MLA' or 'opaque', got {self.order!r}"
             raise ConfigurationError(msg)
         self._check_opaque()
+        if not (is_number(self.slots_per_block) and 0 < self.slots_per_block <= 1):
+            raise ConfigurationError(f"slots_per_block must be above 0 and at most 1, got {self.slots_per_block!r:.80}")
         if self.order == "MLA" and self.num_kv_heads != 1:
             msg = f"an MLA latent has no head axis: num_kv_heads must be 1, got {self.num_kv_heads}"
             raise ConfigurationError(msg)
@@ -108,7 +118,16 @@ class KVGroup:
             )
 
     @classmethod
-    def opaque(cls, num_bytes: int, *, tag: str, block_size: int, page_size: int = 0, num_layers: int = 1) -> "KVGroup":
+    def opaque(
+        cls,
+        num_bytes: int,
+        *,
+        tag: str,
+        block_size: int,
+        page_size: int = 0,
+        num_layers: int = 1,
+        slots_per_block: float = 1.0,
+    ) -> "KVGroup":
         """Make a group whose pages are bytes that only the engine can read: K and V fused, of several ranks, packed.
 
         Heads, dtype and order of the bytes are unknown, so the fingerprint has ``tag`` in their place, and no codec
@@ -122,10 +141,12 @@ class KVGroup:
             block_size: Tokens a key names.
             page_size: Tokens of one of the engine's pages, where smaller.
             num_layers: Layers that can be loaded one after another; 1 for pages that hold them all.
+            slots_per_block: See `KVGroup`.
         """
         return cls(
-            num_layers, 0, 0, "uint8", block_size, "opaque", page_size=page_size, opaque_bytes=num_bytes, tag=tag
-        )
+            num_layers, 0, 0, "uint8", block_size, "opaque", page_size=page_size, opaque_bytes=num_bytes, tag=tag,
+            slots_per_block=slots_per_block,
+        )  # fmt: skip
 
     @property
     def num_planes(self) -> int:
@@ -162,6 +183,10 @@ class KVGroup:
         """Bytes of one slot: the payload rounded up to a memory page."""
         return -(-self.payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
+    def num_slots(self, num_blocks: int) -> int:
+        """Return how many slots it has in a tier of the cache's own that is to hold so many blocks of prompts."""
+        return slots_of(num_blocks, self.slots_per_block)
+
     @property
     def axis_sizes(self) -> dict[str, int]:
         """Size of each axis letter but ``B``."""
@@ -171,7 +196,9 @@ class KVGroup:
     @property
     def facts(self) -> dict[str, int | str]:
         """What a fingerprint says of it. What only opaque groups have is in theirs alone: others' stay as they were."""
-        return {name: value for name, value in asdict(self).items() if value or self.order == "opaque"}
+        facts = {name: value for name, value in asdict(self).items() if value or self.order == "opaque"}
+        del facts["slots_per_block"]  # of one process's tiers, and no part of a block
+        return facts
 
     def in_one_page(self) -> "KVGroup":
         """Return the group whose pages are these blocks, of as many bytes."""
@@ -228,6 +255,8 @@ class KVLayout:
         if not isinstance(groups, list | tuple) or not groups or not all(isinstance(each, KVGroup) for each in groups):
             msg = f"KVLayout.groups must be a non-empty tuple of KVGroup, got {groups!r:.200}"
             raise ConfigurationError(msg)
+        if (most := max(each.slots_per_block for each in groups)) < 1:  # a tier holds what the largest has slots for
+            groups = tuple(replace(each, slots_per_block=each.slots_per_block / most) for each in groups)
         object.__setattr__(self, "groups", tuple(groups))
 
     @classmethod
@@ -249,9 +278,32 @@ class KVLayout:
         return cls((read_group(kv_caches, block_size=block_size, page_size=page_size, axes=axes),))
 
     @classmethod
-    def from_groups(cls, groups: Sequence[KVCaches], *, block_size: int, axes: str | None = None) -> "KVLayout":
-        """Read the layout of a model with several KV groups, given as one set of tensors each."""
-        return cls(tuple(read_group(group, block_size=block_size, axes=axes) for group in groups))
+    def from_groups(
+        cls,
+        groups: Sequence[KVCaches],
+        *,
+        block_size: int,
+        axes: str | None = None,
+        slots_per_block: Sequence[float] | None = None,
+    ) -> "KVLayout":
+        """Read the layout of a model with several KV groups, given as one set of tensors each.
+
+        Args:
+            groups: The tensors of each.
+            block_size: Tokens a key names.
+            axes: As for `from_tensors`.
+            slots_per_block: Of each group, see `KVGroup`; 1 by default.
+
+        Raises:
+            LayoutMismatchError, ConfigurationError: As by `from_tensors`; or there are not as many ``slots_per_block``.
+        """
+        read = [read_group(group, block_size=block_size, axes=axes) for group in groups]
+        if slots_per_block is None:
+            return cls(tuple(read))
+        if len(slots_per_block) != len(read):
+            raise ConfigurationError(f"{len(slots_per_block)} slots_per_block for {len(read)} KV groups")
+        both = zip(read, slots_per_block, strict=True)
+        return cls(tuple(replace(group, slots_per_block=slots) for group, slots in both))
 
     @cached_property
     def payload_bytes(self) -> int:
@@ -260,6 +312,16 @@ class KVLayout:
 
     def __reduce__(self) -> tuple[object, ...]:
         return KVLayout, (self.groups,)
+
+
+def slots_of(num_blocks: int, slots_per_block: float) -> int:
+    """Return how many slots a KV group has in a tier that is to hold so many blocks of prompts."""
+    return min(num_blocks, max(_EVEN, math.ceil(num_blocks * slots_per_block)))
+
+
+def blocks_within(capacity_bytes: int, needed: Callable[[int], int]) -> int:
+    """Return how many blocks of prompts a tier can hold; n of them, above 0, need ``needed(n)`` bytes, a page each."""
+    return bisect_right(range(1, capacity_bytes // PAGE_BYTES + 1), capacity_bytes, key=needed)
 
 
 def fingerprint(model: ModelIdentity, layout: KVLayout, group: int, codec: str = "none") -> bytes:

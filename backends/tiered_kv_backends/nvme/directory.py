@@ -33,7 +33,7 @@ from pydantic import ByteSize
 from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.layout import PAGE_BYTES
+from tiered_kv.values.layout import PAGE_BYTES, blocks_within
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.ledger import Ledger
 
@@ -146,7 +146,7 @@ class Directory:
     Attributes:
         fd: Its descriptor.
         folder_fds: Of each group.
-        num_slots: Slots of each group.
+        num_blocks: Blocks of prompts that it holds; each group has `RecordShape.num_slots` of that.
         capacity_bytes: The limit.
         num_reclaimed: Foreign folders deleted to make room.
 
@@ -161,8 +161,8 @@ class Directory:
         self._groups = groups
         self._allocated_bytes = 0
         self._kept_bytes = 0  # of foreign folders that could not be deleted
-        self.num_slots = fit(capacity_bytes, groups)
-        self._reserved_bytes = self._reserved_for(self.num_slots)
+        self.num_blocks = fit(capacity_bytes, groups)
+        self._reserved_bytes = self._reserved_for(self.num_blocks)
         self.folder_fds: list[int] = []
         with contextlib.ExitStack() as opened:
             self.fd = opened.enter_context(taken(path))
@@ -192,7 +192,7 @@ class Directory:
         """
         self._allocated_bytes += num_bytes
         self._reclaim_for(0)
-        missing_bytes = self.num_slots * _bytes_per_slot(self._groups) - num_bytes
+        missing_bytes = _bytes_in_files(self.num_blocks, self._groups) - num_bytes
         if is_known or missing_bytes <= 0:
             return
         missing_bytes += self._reserved_bytes
@@ -203,19 +203,19 @@ class Directory:
                 f"{_size(missing_bytes - free_bytes)}"
             )
 
-    def resize(self, num_slots: int) -> None:
-        """Have another limit: as many bytes as so many slots of each group need.
+    def resize(self, num_blocks: int) -> None:
+        """Have another limit: as many bytes as so many blocks of prompts need.
 
         Raises:
             OSError: The filesystem has no place for them. Nothing has changed.
         """
-        if num_slots > self.num_slots:
-            wanted_bytes = num_slots * _bytes_per_slot(self._groups) - self._allocated_bytes
+        if num_blocks > self.num_blocks:
+            wanted_bytes = _bytes_in_files(num_blocks, self._groups) - self._allocated_bytes
             if wanted_bytes > (free_bytes := self._free_bytes()):
                 raise OSError(errno.ENOSPC, f"{wanted_bytes} bytes more are wanted, its filesystem has {free_bytes}")
-        self.num_slots = num_slots
-        self.capacity_bytes = _needed(num_slots, self._groups)
-        self._reserved_bytes = self._reserved_for(num_slots)
+        self.num_blocks = num_blocks
+        self.capacity_bytes = _needed(num_blocks, self._groups)
+        self._reserved_bytes = self._reserved_for(num_blocks)
 
     def give_back(self, num_bytes: int) -> None:
         """Count bytes that the caller has cut off its files."""
@@ -262,9 +262,9 @@ class Directory:
         """What the filesystem has, and would have without foreign folders."""
         return files().free_bytes(self.fd) + sum(foreign.num_bytes for foreign in self._foreign)
 
-    def _reserved_for(self, num_slots: int) -> int:
+    def _reserved_for(self, num_blocks: int) -> int:
         """Bytes for everything but slabs and ledgers."""
-        return _needed(num_slots, self._groups) - num_slots * _bytes_per_slot(self._groups)
+        return _needed(num_blocks, self._groups) - _bytes_in_files(num_blocks, self._groups)
 
     def _reclaim_for(self, num_bytes: int) -> bool:
         """Delete foreign folders, oldest first, until there is room for so many bytes; say whether there is."""
@@ -288,15 +288,16 @@ class Directory:
         self.num_reclaimed += 1
 
 
-def _bytes_per_slot(groups: Iterable[RecordShape]) -> int:
-    """Bytes in slabs and ledgers of one slot of each group."""
-    return sum(shape.stride_bytes + Ledger.num_bytes(1) for shape in groups)
+def _bytes_in_files(num_blocks: int, groups: Iterable[RecordShape]) -> int:
+    """Bytes in slabs and ledgers for so many blocks of prompts."""
+    return sum(shape.num_slots(num_blocks) * (shape.stride_bytes + Ledger.num_bytes(1)) for shape in groups)
 
 
-def _needed(num_slots: int, groups: Iterable[RecordShape]) -> int:
-    """Bytes on disk, at most, for so many slots of each group."""
+def _needed(num_blocks: int, groups: Iterable[RecordShape]) -> int:
+    """Bytes on disk, at most, for so many blocks of prompts."""
     total = _FIXED_BYTES
     for shape in groups:
+        num_slots = shape.num_slots(num_blocks)
         slab = num_slots * shape.stride_bytes
         total += _FIXED_BYTES_PER_GROUP + slab + slab // _SLAB_BYTES_PER_METADATA_BYTE + Ledger.num_bytes(num_slots)
     return total
@@ -371,14 +372,14 @@ def _is_ours(parent_fd: int, name: str) -> bool:
 
 
 def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
-    """Return how many slots of each group fit."""
-    one, fixed = _needed(1, groups), _needed(0, groups)
-    if capacity_bytes < one:
+    """Return how many blocks of prompts have room."""
+    num_blocks = blocks_within(capacity_bytes, lambda n: _needed(n, groups))
+    if not num_blocks:
         raise ConfigurationError(
             f"capacity={_size(capacity_bytes)} holds no block: one of each KV group, with what is kept about them, "
-            f"takes {_size(one)}"
+            f"takes {_size(_needed(1, groups))}"
         )
-    return (capacity_bytes - fixed) // (one - fixed)
+    return num_blocks
 
 
 class _Lock:

@@ -279,16 +279,16 @@ class DirectoryStore:
                 await self._run(self._writers, files.slab.sync)
                 await self._run(self._clerk, self._files.sync, files.ledger)
 
-    async def resize(self, num_slots: int) -> None:
+    async def resize(self, num_blocks: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
 
         Raises:
             BackendUnavailableError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
         with self._translated(f"resize {self.path}"):
-            await self._run(self._clerk, self._files.resize, num_slots)
+            await self._run(self._clerk, self._files.resize, num_blocks)
         for files in self._groups:
-            files.resize_states(num_slots)
+            files.resize_states()
 
     async def problem(self) -> str:
         """Say why the disk does not work at all, by a page written and read back; empty if it does."""

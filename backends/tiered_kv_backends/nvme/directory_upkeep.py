@@ -173,12 +173,13 @@ def cut_left(path: Path, capacity_bytes: int) -> bool:
                 opened.callback(ledger.close)
                 size = files().fstat(slab).st_size
                 found.append((slab, size, ledger, _shape_in(slab, size, bytes.fromhex(folder[:64]))))
-            num_slots, shapes = 0, [shape for *_, shape in found if shape is not None]
+            num_blocks, shapes = 0, [shape for *_, shape in found if shape is not None]
             with contextlib.suppress(ConfigurationError):  # not one fits
-                num_slots = fit(capacity_bytes, shapes) if shapes else 0
+                num_blocks = fit(capacity_bytes, shapes) if shapes else 0
             for slab, size, ledger, shape in found:  # what has no shape has no record
+                num_slots = shape.num_slots(num_blocks) if shape else 0
                 files().ftruncate(slab, min(size, num_slots * shape.stride_bytes) if shape else 0)
-                ledger.shrink(num_slots if shape else 0)
+                ledger.shrink(num_slots)
     except OSError:
         return not files().exists(path)
     return True

@@ -224,9 +224,9 @@ class Disks:
     """All of them, in the order of the settings. For the event loop's thread.
 
     Attributes:
-        num_slots: Of each KV group in each directory.
-        max_slots: The most that there may be.
-        missing: What is away, if anything is.
+        num_blocks: Blocks of prompts that each directory holds.
+        max_blocks: The most that it may.
+        missing: What is away, of each KV group; nothing where all are in use.
         order: Of all that is written.
     """
 
@@ -235,12 +235,12 @@ class Disks:
         self._shapes = context.groups
         self._clock = context.clock
         try:
-            self.num_slots = fit(settings.capacity, self._shapes)
+            self.num_blocks = fit(settings.capacity, self._shapes)
         except ConfigurationError as error:
             paths = ", ".join(map(str, settings.paths))
             raise ConfigurationError(f"the NVMe tier at {paths}: {error}") from error
-        self.max_slots = fit(settings.max_capacity or settings.capacity, self._shapes)
-        self.missing: Missing | None = None
+        self.max_blocks = fit(settings.max_capacity or settings.capacity, self._shapes)
+        self.missing: tuple[Missing, ...] = ()
         self.order = Order()
         self._disks = [
             Disk(n, path, DirectoryThreads(*map(context.workers, (settings.num_threads, settings.num_threads, 1))))
@@ -446,9 +446,10 @@ class Disks:
         """Have those that are in use say so, if they are others than before; see what is missing."""
         await self._note()
         away = [disk for disk in self._disks if disk.store is None]
-        slots = np.tile(np.isin(np.arange(len(self)), [disk.number for disk in away]), self.max_slots if away else 0)
+        is_away = np.isin(np.arange(len(self)), [disk.number for disk in away])
         why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
-        self.missing = Missing(slots, why) if away else None
+        each = [np.tile(is_away, shape.num_slots(self.max_blocks)) for shape in self._shapes] if away else []
+        self.missing = tuple(Missing(slots, why) for slots in each)
 
     async def _note_again(self) -> None:
         async with self._changing:
@@ -487,20 +488,20 @@ class Disks:
             disk.member, disk.is_named, disk.unsaid = member, True, ""
 
     async def _return(self, disk: Disk) -> None:
-        store, num_slots = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_slots
+        store, num_blocks = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_blocks
         try:
             await self._look_into(disk)
             if self._is_unmounted(disk):
                 raise BackendUnavailableError(_UNMOUNTED)
             await self._empty(disk)
             await store.open(self._shapes)
-            await store.resize(num_slots)
+            await store.resize(num_blocks)
         except (ConfigurationError, BackendError, OSError) as error:
             disk.why = str(error)
             await store.aclose()
             return
         async with self._changing:
-            if self._is_closed or num_slots != self.num_slots:  # all were resized meanwhile: it is tried again
+            if self._is_closed or num_blocks != self.num_blocks:  # all were resized meanwhile: it is tried again
                 await store.aclose()
                 return
             disk.store, disk.why, disk.lost = store, "", asyncio.Future()

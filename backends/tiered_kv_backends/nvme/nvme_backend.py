@@ -202,29 +202,30 @@ class NVMeBackend(SlotBackend):
             )
         return fit(capacity_bytes, self._shapes) * len(self._disks)
 
-    async def resize(self, num_slots: int) -> None:
+    async def resize(self, num_blocks: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
 
         Raises:
             BackendUnavailableError: A disk is too small, or fails.
         """
         disks = self._disks
-        was_slots, disks.num_slots = disks.num_slots, -(-num_slots // len(disks))
+        was_blocks, disks.num_blocks = disks.num_blocks, -(-num_blocks // len(disks))
 
-        def resized(num_slots: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
-            return ((disk, disk.store.resize(num_slots)) for disk in disks if disk.store is not None)
+        def resized(num_blocks: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
+            return ((disk, disk.store.resize(num_blocks)) for disk in disks if disk.store is not None)
 
         try:
-            await disks.each(resized(disks.num_slots))
+            await disks.each(resized(disks.num_blocks))
         except BackendUnavailableError:
-            if was_slots < disks.num_slots:  # others may have grown, for nothing
-                disks.num_slots = was_slots
-                await disks.each(resized(was_slots))
+            if was_blocks < disks.num_blocks:  # others may have grown, for nothing
+                disks.num_blocks = was_blocks
+                await disks.each(resized(was_blocks))
             raise
 
     def missing(self, group: int) -> Missing | None:
         """See `SlotBackend.missing`: the slots of the directories that are away."""
-        return None if self._open_disks is None else self._open_disks.missing
+        missing = () if self._open_disks is None else self._open_disks.missing
+        return missing[group] if missing else None
 
     def try_again(self) -> None:
         """See `SlotBackend.try_again`: what comes back is empty."""
@@ -274,13 +275,14 @@ class NVMeBackend(SlotBackend):
 
     async def _merged(self, group: int, found: Sequence[tuple[Disk, Entries]]) -> Recovered:
         """Return what all directories hold of one group, the last written last."""
-        disks, d = self._disks, len(self._disks)
+        disks, d, shape = self._disks, len(self._disks), self._shapes[group]
         latest = found[0][1]
         if d > 1:
             parts = [Entries(each.names, each.slots * d + disk.number, each.sequences) for disk, each in found]
             latest, replaced = Entries.joined(*parts).latest()
             await self.forget(group, replaced)
-        return Recovered(disks.num_slots * d, latest.names, latest.slots, disks.max_slots * d)
+        num_slots, max_slots = (d * shape.num_slots(n) for n in (disks.num_blocks, disks.max_blocks))
+        return Recovered(num_slots, latest.names, latest.slots, max_slots)
 
     def _shares(self, slots: Slots) -> list[tuple[Disk, Slots, Slots]]:
         """Say which positions of a batch are whose, and their slots there."""

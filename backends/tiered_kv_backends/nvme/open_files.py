@@ -63,9 +63,9 @@ class Group:
         """Give slots a state, as far as they still exist."""
         self.states[slots[slots < len(self.states)]] = state
 
-    def resize_states(self, num_slots: int) -> None:
-        """Have states of so many slots; those that come are empty."""
-        was = self.states
+    def resize_states(self) -> None:
+        """Have states of as many slots as the slab; those that come are empty."""
+        was, num_slots = self.states, self.slab.num_slots
         self.states = np.full(num_slots, EMPTY, np.uint8)
         num_kept = min(len(was), num_slots)
         self.states[:num_kept] = was[:num_kept]
@@ -169,11 +169,12 @@ class OpenFiles:
                 raise ConfigurationError(f"{path} has no direct I/O ({self._io_reason}): set direct='auto'")
             try:
                 for folder_fd, shape in zip(self._directory.folder_fds, shapes, strict=True):
-                    slab = Slab(open_file(folder_fd, "slab", flags), shape, self._directory.num_slots)
+                    num_slots = shape.num_slots(self._directory.num_blocks)
+                    slab = Slab(open_file(folder_fd, "slab", flags), shape, num_slots)
                     opened.callback(slab.close)
                     ledger = Ledger(open_file(folder_fd, "ledger"), order)
                     opened.callback(ledger.close)
-                    ledger.shrink(self._directory.num_slots)  # before it is read: a file may be of any length
+                    ledger.shrink(num_slots)  # before it is read: a file may be of any length
                     self.groups.append(Group(slab, ledger))
                     self.found.append(ledger.read(slab.num_allocated))
                 self._take_room()
@@ -187,7 +188,7 @@ class OpenFiles:
         return {
             "path": str(self._path),
             "capacity_bytes": int(self._directory.capacity_bytes),
-            "num_slots": self._directory.num_slots,
+            "num_slots": sum(each.slab.num_slots for each in self.groups),
             "io": "buffered" if self._io_reason else "direct",
             "io_reason": self._io_reason,
             "allocated_bytes": sum(each.slab.num_allocated * each.slab.shape.stride_bytes for each in self.groups),
@@ -221,17 +222,18 @@ class OpenFiles:
                 break
         return problem
 
-    def resize(self, num_slots: int) -> None:
-        """Have so many slots in each group. What is given up is free on the disk when this returns.
+    def resize(self, num_blocks: int) -> None:
+        """Have slots for so many blocks of prompts. What is given up is free on the disk when this returns.
 
         Raises:
             OSError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
         with self._growing:
-            self._directory.resize(num_slots)
+            self._directory.resize(num_blocks)
             for each in self.groups:
-                each.ledger.grow(num_slots, self._directory.allocate)
+                each.ledger.grow(each.slab.shape.num_slots(num_blocks), self._directory.allocate)
             for each in self.groups:
+                num_slots = each.slab.shape.num_slots(num_blocks)
                 self._directory.give_back(each.slab.resize(num_slots) + each.ledger.shrink(num_slots))
 
     def sync(self, ledger: Ledger) -> None:
@@ -250,15 +252,15 @@ class OpenFiles:
     def _take_room(self) -> None:
         """Have the directory count what is there, and every slot its entry in a ledger."""
         directory = self._directory
-        is_known = all(each.ledger.num_slots >= directory.num_slots for each in self.groups)
+        is_known = all(each.ledger.num_slots >= each.slab.num_slots for each in self.groups)
         num_bytes = 0
         for each in self.groups:
             num_bytes += each.slab.num_allocated * each.slab.shape.stride_bytes
             num_bytes += Ledger.num_bytes(each.ledger.num_slots)
         directory.take(num_bytes, is_known=is_known)
         for each in self.groups:  # also where foreign folders cannot go: blocks find no place then
-            each.ledger.grow(directory.num_slots, directory.extend)
-            each.resize_states(directory.num_slots)
+            each.ledger.grow(each.slab.num_slots, directory.extend)
+            each.resize_states()
 
 
 _SLOTS_PER_JOB = 4096

@@ -25,11 +25,12 @@ from sglang.version import __version__ as _version
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.integrations.identity import Below, checkpoint_weights
+from tiered_kv.integrations.identity import TOKENS_PER_STATE, Below, checkpoint_weights
 from tiered_kv.integrations.sglang.pools import KV, VERSION, HostPool, host_pool, is_split
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.results import BlockState, StoreResult
@@ -54,9 +55,10 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
     """A storage backend of HiCache. SGLang makes it, in each rank's process; see the guide for its configuration.
 
     Of ``--hicache-storage-backend-extra-config`` the key ``tiered_kv`` is ours: fields of `TieredKVSettings`, or
-    ``connect``, the address of a host's server, in the place of these; and ``weights``, a name of the weights where it
-    is not to be told from the checkpoint. In all of its texts ``{rank}`` becomes the process's own, for directories.
-    Without it settings come from the environment.
+    ``connect``, the address of a host's server, in the place of these; ``weights``, a name of the weights where it is
+    not to be told from the checkpoint; and ``tokens_per_state``, 2,048: each tier of the cache's own has room for one
+    state of Mamba, or of linear attention, for so many tokens. In all of its texts ``{rank}`` becomes the process's
+    own, for directories. Without it settings come from the environment.
 
     Attributes:
         kv: The cache below, from when SGLang has registered its host pools until `close`; else None.
@@ -87,6 +89,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
         given = _in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
         self._weights = given.pop("weights", None)
+        self._tokens_per_state = as_int("tokens_per_state", given.pop("tokens_per_state", TOKENS_PER_STATE), least=1)
         self._below = Below.of(given or None)
         self._config = storage_config
         self._pools: dict[str, HostPool] = {}
@@ -305,6 +308,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             first_group=sum(len(each.parts) for each in self._pools.values()),
             platform=_platform(),
             rank=rank,
+            tokens_per_state=self._tokens_per_state,
         )
 
     async def _leading(self, cache: BlockCache, asked: Sequence[BlockKeys]) -> int:

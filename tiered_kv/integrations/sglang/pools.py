@@ -12,9 +12,10 @@ another kind, and refused until it is known here.
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
+from tiered_kv.integrations.identity import TOKENS_PER_STATE, state_slots
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.layout import KVGroup
@@ -85,7 +86,16 @@ class HostPool:
         return [CPULoadStoreSpec(ids, pool=spot) for spot in self.spots]
 
 
-def host_pool(pool: Any, name: str, *, block_size: int, first_group: int, platform: str, rank: str = "") -> HostPool:  # noqa: ANN401 - SGLang's
+def host_pool(
+    pool: Any,  # noqa: ANN401 - SGLang's
+    name: str,
+    *,
+    block_size: int,
+    first_group: int,
+    platform: str,
+    rank: str = "",
+    tokens_per_state: int = TOKENS_PER_STATE,
+) -> HostPool:
     """See one of SGLang's host pools as KV groups. Copies nothing.
 
     Args:
@@ -95,6 +105,7 @@ def host_pool(pool: Any, name: str, *, block_size: int, first_group: int, platfo
         first_group: The number that its first KV group is to have.
         platform: What computes here, as bytes that only SGLang can read may differ by it.
         rank: See `HostPool`.
+        tokens_per_state: See `state_slots`.
 
     Raises:
         ConfigurationError: Pages of a kind that is not known here, with the reason.
@@ -110,6 +121,9 @@ def host_pool(pool: Any, name: str, *, block_size: int, first_group: int, platfo
     if (dcp_size := getattr(pool, "dcp_size", 1)) > 1:
         raise ConfigurationError(f"the host pool {name!r} has 1/{dcp_size} of each page: it is not served")
     parts = tuple(read(pool, block_size, f"SGLang {VERSION} on {platform}, {kind}"))
+    if read is _states:
+        slots = state_slots(block_size, tokens_per_state)
+        parts = tuple(replace(part, group=replace(part.group, slots_per_block=slots)) for part in parts)
     return HostPool(name, pool.page_size, parts, first_group, rank)
 
 

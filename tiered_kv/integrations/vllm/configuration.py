@@ -22,7 +22,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tiered_kv.integrations.identity import CONNECT, Below, checkpoint_weights
+from tiered_kv.integrations.identity import CONNECT, TOKENS_PER_STATE, Below, checkpoint_weights, state_slots
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
@@ -129,6 +129,9 @@ class ConnectorSettings(Checked):
     """``"auto"``: what is found is loaded as far as that takes less time than to compute it; or all of it, always."""
     load_timeout_s: Seconds = 5.0
     """How long a request waits for its blocks to be in host memory; then they are computed."""
+    tokens_per_state: Annotated[int, Field(ge=1)] = TOKENS_PER_STATE
+    """Each tier of the cache's own has room for one state of Mamba, or of linear attention, for so many tokens of K and
+    V: what is not kept of one takes no room from the other."""
     hint_share: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Of the CPU tier, what KV hints of one tenant, a salt, may keep or bring at once; those of all tenants have half.
     0: hints are not read."""
@@ -252,6 +255,10 @@ class Configuration:
     def finest(self) -> int:
         """Tokens: no block of any group ends where there are not so many, or a multiple."""
         return math.gcd(*(group.block_size for group in self.groups))
+
+    def slots_per_block(self, group: EngineGroup) -> float:
+        """Return how many slots a group has in tiers, see `KVGroup`."""
+        return state_slots(group.block_size, self.connector.tokens_per_state) if group.is_handed_over else 1.0
 
     @cached_property
     def tail_tokens(self) -> int:

@@ -63,6 +63,7 @@ class MovingSide:
                     tag=self._tag(kv_caches[group.layer_names[0]], group.layer_names),
                     block_size=group.block_size,
                     num_layers=len(group.layer_names),
+                    slots_per_block=wanted.slots_per_block(group),
                 )
                 for group in wanted.groups
             )
