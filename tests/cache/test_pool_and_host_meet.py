@@ -75,3 +75,26 @@ async def test_what_is_evicted_while_it_is_copied_is_counted_once() -> None:
             (4, 0, 0, 0), (0, 0, 4, 0), (0, 4, 0, 0)
         ]  # fmt: skip
         await until_idle(kv)
+
+
+async def test_what_the_host_has_stays_until_the_others_are_copied() -> None:
+    """Who needs room there meanwhile finds none: those blocks are written below from there with the others."""
+    below, engine, device, others = ScriptedSlotBackend(name="below"), Engine(), ScriptedDevice(), prompt(2, seed=1)
+    small = {"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}
+    async with open_cache(GPU, small, below, engine=engine, device=device) as kv:
+        for keys, leaves in ((others, ("gpu", "cpu")), (KEYS[:2], ("gpu", "below"))):
+            keeping = asyncio.create_task(keep(kv, engine, keys))
+            await until(keeping.done, on_wait=device.run_all)
+            for tier in leaves:
+                await kv.evict(keys, tier=tier)
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.step)
+        await until(lambda: device.pending > 0)  # the copy to the host of those that it lacks
+        await kv.prefetch(others, to="cpu")
+        settling = asyncio.create_task((await storing).settled())
+        await until(settling.done, on_wait=device.run_all)
+        counts = [(each.written, each.present, each.dropped, each.failed) for each in settling.result()]
+        assert counts == [(4, 0, 0, 0), (2, 2, 0, 0), (4, 0, 0, 0)]
+        assert kv.membership(KEYS, tier="below").all()
+        assert await kv.drain()
+        await until_idle(kv)

@@ -236,6 +236,8 @@ class WriteDown:
                     self._tally.add(host, dropped={Reason.NO_ROOM: n})
                 self._batch, self._slots = self._batch[:0], self._slots[:0]
                 return
+            # What is there stays until the others are copied: it goes down with them, and must not make room meanwhile.
+            joined.callback(chain.release, host.index.lease(self._batch.names))
             fresh = reservation.slots >= 0
             fill = Fill(self._batch.names, Waiter(self._kind))
             chain.fills.announce(fill, reservation)
