@@ -61,9 +61,10 @@ async def test_what_waits_for_the_cleaner(kind: type[Scripted]) -> None:
         assert await kv.drain(), "none was lost"
 
 
-async def test_what_waits_and_is_stored_again_is_written() -> None:
+@pytest.mark.parametrize("kind", [ScriptedSlotBackend, ScriptedBackend])
+async def test_what_waits_and_is_stored_again_is_written(kind: type[Scripted]) -> None:
     """It was evicted below as it waited for the cleaner: the line it waits in since before is the one it goes by."""
-    engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")
+    engine, medium = Engine(), kind(name="below", write="back")
     async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
         await kv.store(KEYS, engine.compute(KEYS))
         await kv.evict(KEYS, tier="below")

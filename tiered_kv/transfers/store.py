@@ -323,6 +323,7 @@ class Store(Revocable):
         chain, n = self._chain, len(batch)
         self._num_present += n
         for tier in (*self._memory, *chain.storage):
+            chain.unwritten.want(tier.name, batch.names, self._came)  # what waits since before it was evicted
             lacking = batch[tier.lacks(batch)] if isinstance(tier, OwnedTier) else batch[:0]
             self._tally.add(tier, present=n - len(lacking), deferred=len(lacking))
             if isinstance(tier, OwnedTier) and len(lacking) and tier.can_keep and not tier.health.is_shedding:
