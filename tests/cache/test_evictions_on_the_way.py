@@ -8,6 +8,7 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import BackendUnavailableError, TieredKV
+from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.values.errors import Reason
 
@@ -118,6 +119,46 @@ async def test_what_waits_in_the_gpu_pool(write: str) -> None:
         await kv.evict(KEYS, tier="gpu")
         assert (await kv.lookup(KEYS)).num_blocks == 4
         assert await found_below(kv) == medium.num_records == 0
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("below", ["through", "back"])
+async def test_what_waits_in_the_gpu_pool_for_memory(below: str) -> None:
+    """Evicted from the CPU tier, it stays in the pool and goes no further; stored again it does."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write=below)
+    async with open_cache(GPU, CPU | {"write": "back"}, medium, engine=engine, limits=LAZY) as kv:
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS[1:], tier="cpu")
+        assert await kv.flush()
+        assert [int(kv.membership(KEYS, tier=tier).astype(bool).sum()) for tier in ("gpu", "cpu", "below")] == [4, 1, 1]
+        assert [tier.failed for tier in kv.stats().tiers] == [0, 0, 0]
+        await kv.store(prompt(8)[4:], engine.compute(prompt(8)[4:]))
+        await kv.evict(prompt(8), tier="cpu")
+        await kv.store(prompt(8)[4:6], engine.compute(prompt(8)[4:6]))
+        assert await kv.flush()
+        assert [kv.membership(prompt(8)[4:], tier=tier).astype(bool).tolist() for tier in ("cpu", "below")] == [
+            [True, True, False, False]
+        ] * 2
+        assert await kv.drain(), "none was lost"
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize(("num_slots", "write"), [(16, "through"), (16, "back"), (1, "through")])
+async def test_what_is_copied_out_of_the_gpu_pool(num_slots: int, write: str) -> None:
+    """Evicted from the CPU tier, to stay there or to pass, before it is there: it does not come, nor has it failed."""
+    engine, device, medium = Engine(), ScriptedDevice(), ScriptedSlotBackend(name="below", write=write)
+    small = {"medium": "cpu", "capacity": num_slots * PAYLOAD_BYTES}
+    async with open_cache(GPU, small, medium, engine=engine, device=device, limits=LAZY) as kv:
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.step)
+        await until(lambda: device.pending > 0)
+        await kv.evict(KEYS, tier="cpu")
+        settling = asyncio.create_task((await storing).settled())
+        await until(settling.done, on_wait=device.run_all)
+        assert [(each.written, each.failed) for each in settling.result()] == [(4, 0), (0, 0), (0, 0)]
+        assert kv.stats()["cpu"].dropped_because == {Reason.REMOVED: 4}
+        assert kv.membership(KEYS, tier="gpu").all()
+        assert await kv.drain(), "none was lost"
         await until_idle(kv)
 
 

@@ -196,11 +196,11 @@ def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine
         found |= booked.index.ready(batch.names)
     if tier is None:
         chain.expected.forget(batch.names)
+    elif tier != chain.memory[0].name:  # else what has it no more writes nothing down
+        chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     for memory in (each for each in chain.memory if tier in (None, each.name)):
         memory.index.remove(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
-    if tier is not None and storage:  # else memory has lost it, and what has it no more writes nothing down
-        chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
     return found, _kept_by(removals)

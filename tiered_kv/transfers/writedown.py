@@ -238,7 +238,7 @@ class WriteDown:
                 return
             # What is there stays until the others are copied: it goes down with them, and must not make room meanwhile.
             joined.callback(chain.release, host.index.lease(self._batch.names))
-            fresh = reservation.slots >= 0
+            fresh, passes = reservation.slots >= 0, host.index.is_transient(reservation.slots)
             fill = Fill(self._batch.names, Waiter(self._kind))
             chain.fills.announce(fill, reservation)
             filled: Lease | None = None
@@ -247,9 +247,7 @@ class WriteDown:
                     source, target = self._slots[fresh], reservation.slots[fresh]
                     copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
                     if await _ended(copy) is None:
-                        # What was evicted from the pool meanwhile was evicted by name: it goes no further.
-                        slots, _ = gpu.index.find(self._batch.names)
-                        filled = reservation.commit(fresh & (slots == self._slots))
+                        filled = reservation.commit(fresh & self._goes_down(gpu, passes))
             finally:
                 chain.fills.conclude(fill, reservation)
             held = host.index.lease(self._batch.names)
@@ -258,8 +256,9 @@ class WriteDown:
             num_filled = int(np.count_nonzero(filled.slots >= 0))
             filled.release()
         there = held.slots >= 0
-        num_removed = int(np.count_nonzero(~there & (gpu.index.find(self._batch.names)[0] != self._slots)))
-        num_again = self._wait_again(gpu, ~there)
+        failed = ~there & self._goes_down(gpu, passes if filled is None else None)
+        num_removed = int(np.count_nonzero(~there & ~failed))
+        num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
         num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
@@ -281,18 +280,32 @@ class WriteDown:
         for storage in self._chain.storage if self._to is None else self._to:
             self._tally.add(storage, dropped=dropped, failed=failed)
 
-    def _wait_again(self, gpu: MemoryTier, absent: Mask) -> int:
-        """Let blocks that waited, and were not copied to the host, wait for another try; say how many do."""
-        if not absent.any():
+    def _wait_again(self, gpu: MemoryTier, at: NDArray[np.intp]) -> int:
+        """Let blocks that waited, and were not copied to the host, wait for another try; say how many do.
+
+        Args:
+            gpu: Where they are.
+            at: Their positions.
+        """
+        if not len(at):
             return 0
-        slots, _ = gpu.index.find(self._batch.names)
-        at = (absent & (slots == self._slots)).nonzero()[0]  # the others were evicted by name
         again = np.zeros(len(at), np.bool_)
         if self._kind is Kind.CLEAN:
             line = self._chain.waiting[gpu]
             again = line.again(self._batch[at], self._slots[at], self._lease, self._came, most_tries=_MOST_TRIES)
         self._lose(self._batch[at[~again]])
         return int(np.count_nonzero(again))
+
+    def _goes_down(self, gpu: MemoryTier, passes: Mask | None = None) -> Mask:
+        """Say which blocks were not evicted by name since, from the pool or from the host: the others go no further.
+
+        Args:
+            gpu: The pool that they come from.
+            passes: Which are not to stay on the host, and go past it though they were evicted there; none if left out.
+        """
+        slots, _ = gpu.index.find(self._batch.names)
+        wanted = self._chain.unwritten.is_wanted(self._chain.host.name, self._batch.names, self._came)
+        return np.equal(slots, self._slots) & (wanted if passes is None else wanted | passes)
 
     def _is_for(self, storage: StorageTier, batch: Batch) -> Mask:
         """Say which blocks are for this cache to write to a tier."""
@@ -453,8 +466,8 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
     brought it, within its share of the bounce slots; those of loads are not kept for a write.
     """
     batch = batch[storage.lacks(batch)]
-    if storage.is_written_back:
-        chain.unwritten.want(storage.name, batch.names, came)  # what waits already does so since before it was evicted
+    for each in (storage, chain.host) if storage.is_written_back else ():
+        chain.unwritten.want(each.name, batch.names, came)  # what waits already does so since before it was evicted
     for tier in reversed(chain.memory):
         if not len(batch):
             return
