@@ -337,6 +337,10 @@ async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None
             assert (await scheduler.lookup(KEYS)).num_blocks == 12
             assert (await two.load(KEYS, engines[1].spec(range(12)))).num_blocks == 12
             assert engines[1].count_right(KEYS, range(12), "rank 1") == 12
+            assert [scheduler.namespace(rank=rank) for rank in range(2)] == [one.namespace(), two.namespace()]
+            assert (await scheduler.lookup_groups([full(KEYS)])).num_tokens == 48
+            with pytest.raises(ConfigurationError, match="an int, 0 or more"):
+                scheduler.namespace(group="0")  # type: ignore[arg-type]
             with pytest.raises(ConfigurationError, match="2 ranks"):
                 scheduler.register_kv_caches(engines[0].caches[0])
 

@@ -215,7 +215,7 @@ class FarCalls(AskedCalls):
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
         """See `BlockCache.namespace`."""
         here = self._connection.here(anywhere=True)
-        here.of_rank(group)
+        here.group(group)
         if not 0 <= rank < len(self._shards):
             raise ConfigurationError(f"rank {rank!r} of {len(self._shards)}: this cache has no such rank")
         name = fingerprint(self._model, self._layout, group, here.attached.codec)

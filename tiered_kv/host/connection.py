@@ -40,6 +40,7 @@ from tiered_kv.values.errors import (
     in_words,
 )
 from tiered_kv.values.events import DeviceFailed, Emit
+from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.log import log
@@ -192,7 +193,7 @@ class FarSide(EngineSide):
         Raises:
             ConfigurationError: The layout has none of this number.
         """
-        if not 0 <= group < len(self.groups):
+        if (group := as_int("a KV group's number", group)) >= len(self.groups):
             raise ConfigurationError(f"KV group {group} of {len(self.groups)}: the layout has no such group")
         return self.groups[group]
 
