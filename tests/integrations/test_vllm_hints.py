@@ -59,9 +59,10 @@ def test_retained_blocks_stay_longer() -> None:
         assert sum(there(engine, each) for each in others[:8]) < 8
 
 
-def test_pinned_blocks_stay_and_the_share_holds() -> None:
-    """With the blocks that were due when the request ended; beyond a tenant's share nothing is pinned."""
-    with opened(SMALL, hint_share=0.25) as engine:
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_pinned_blocks_stay_and_the_share_holds(num_ranks: int) -> None:
+    """With the blocks that were due when the request ended; beyond a tenant's share of each rank nothing is pinned."""
+    with opened({**SMALL, "capacity": num_ranks * SLOTS * STRIDE}, hint_share=0.25, num_ranks=num_ranks) as engine:
         kept = serve(engine, "kept", ("kv.pin", {"ttl_seconds": 60}))
         serve(engine, "more", ("kv.pin", {"ttl_seconds": 60}))
         assert counted(engine, "hint_blocks", "hint_blocks_refused") == [8, 8]

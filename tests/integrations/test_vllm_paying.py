@@ -56,7 +56,7 @@ class Paying:
         media = {"cpu": "cpu", "disk": "nvme"} if media is None else media
         kv = SimpleNamespace(lookup_nowait=lambda _keys: self.found, cache=SimpleNamespace(media=media))
         self.counts = VLLM.counts.Counts()
-        self.paying = VLLM.paying.Paying(kv, wanted, self.counts, num_memory_slots=100, clock=lambda: self.now)
+        self.paying = VLLM.paying.Paying(kv, wanted, self.counts, num_memory_blocks=100, clock=lambda: self.now)
         self.tracked: dict[str, Any] = {}
 
     def compute(self, name: str, num_tokens: int, took_s: float) -> None:

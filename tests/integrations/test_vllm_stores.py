@@ -779,19 +779,23 @@ def test_whatever_happens_all_bytes_are_right_and_all_blocks_come_back() -> None
             assert free_at_last(engine) == 40
 
 
-def test_when_to_store_goes_by_what_is_below(tmp_path: Path) -> None:
-    """Of memory alone that is small beside vLLM's cache: what is about to be dropped; else what is computed."""
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_when_to_store_goes_by_what_is_below(num_ranks: int, tmp_path: Path) -> None:
+    """Of memory alone that is small beside vLLM's cache: what is about to be dropped; else what is computed.
+
+    A block of vLLM's takes a slot for each rank.
+    """
     nvme = {"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "8MiB"}
     for tiers, when, expected in (
-        ([{"medium": "cpu", "capacity": 128 * STRIDE}], "auto", 0),
-        ([{"medium": "cpu", "capacity": 512 * STRIDE}], "auto", 16),
-        ([{"medium": "cpu", "capacity": 128 * STRIDE}], "computed", 16),
-        ([{"medium": "cpu", "capacity": 128 * STRIDE}, nvme], "auto", 16),
-        ([{"medium": "cpu", "capacity": 128 * STRIDE}, nvme], "evicted", 0),
+        ([{"medium": "cpu", "capacity": num_ranks * 192 * STRIDE}], "auto", 0),
+        ([{"medium": "cpu", "capacity": num_ranks * 512 * STRIDE}], "auto", 16),
+        ([{"medium": "cpu", "capacity": num_ranks * 128 * STRIDE}], "computed", 16),
+        ([{"medium": "cpu", "capacity": num_ranks * 128 * STRIDE}, nvme], "auto", 16),
+        ([{"medium": "cpu", "capacity": num_ranks * 128 * STRIDE}, nvme], "evicted", 0),
     ):
-        with opened(*tiers, num_blocks=64, store_when=when, has_cache=True) as engine:
+        with opened(*tiers, num_blocks=64, store_when=when, has_cache=True, num_ranks=num_ranks) as engine:
             serve(engine, "a", 16)
-            assert stored(engine) == expected
+            assert stored(engine) == num_ranks * expected
 
 
 def test_a_block_is_named_by_where_a_prefix_ends_in_it() -> None:

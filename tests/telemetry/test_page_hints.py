@@ -11,7 +11,16 @@ from tests.support.caches import keep, open_cache
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, small_layout
 from tests.support.hints import hints
 from tests.telemetry.test_page import asking
-from tiered_kv import BlockKeys, BlockState, ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
+from tiered_kv import (
+    BlockKeys,
+    BlockState,
+    ConfigurationError,
+    CPUTier,
+    Shard,
+    TieredKV,
+    TieredKVSettings,
+    hash_blocks,
+)
 from tiered_kv.telemetry import Page
 
 TOKEN = "0123456789abcdef"  # noqa: S105 - what must not be shown has to be something
@@ -78,6 +87,18 @@ async def test_what_hints_keep_is_bounded_for_each_tenant() -> None:
     async with open_cache(CPU, engine=engine, page=page) as kv, asking(page) as client:
         for salt in ("a", "b", "c"):
             await keep(kv, engine, keys(6, salt=salt))
+            await send(client, ("kv.pin", {}), tokens=tokens(6), salt=salt)
+        await settle(page)
+        said = (await client.get("/stats.json")).json()["hints"]
+        assert (said["blocks"], said["blocks_refused"]) == (8, 10)
+
+
+async def test_what_hints_keep_is_bounded_on_each_rank() -> None:
+    """A block takes a slot for each of them."""
+    page, memory = Page(hints_token=TOKEN), CPUTier(capacity=2 * 32 * PAYLOAD_BYTES)
+    cache = TieredKV([memory], model=MODEL, layout=small_layout(), shard=Shard.every(2), device="cpu", page=page)
+    async with cache, asking(page) as client:
+        for salt in ("a", "b", "c"):
             await send(client, ("kv.pin", {}), tokens=tokens(6), salt=salt)
         await settle(page)
         said = (await client.get("/stats.json")).json()["hints"]

@@ -56,14 +56,14 @@ class Hints:
 
     @classmethod
     def of(
-        cls, cache: BlockCache, *, each: float, together: float, favoured: Callable[[int, int], object]
+        cls, cache: BlockCache, *, each: float, together: float, num_ranks: int, favoured: Callable[[int, int], object]
     ) -> Self | None:
-        """Return one of an open cache, for these parts of its CPU tier; None if it has none to bound hints by."""
+        """Return one of an open cache of so many ranks, for these parts of its CPU tier; None if it has none."""
         memory = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
         if memory is None:
             return None
-        num_slots = next(tier.num_slots for tier in cache.stats().tiers if tier.tier == memory)
-        most_each, most_all = int(num_slots * each), int(num_slots * together)
+        num_blocks = next(tier.num_slots for tier in cache.stats().tiers if tier.tier == memory) / num_ranks
+        most_each, most_all = int(num_blocks * each), int(num_blocks * together)
         return cls(cache, memory=memory, most_each=most_each, most_all=most_all, favoured=favoured)
 
     def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job] = ()) -> bool:

@@ -66,7 +66,7 @@ class PendingLoads:
             counts: What is counted.
             naming: Of blocks.
             paying: What pays.
-            memory: The slots of the cache's own memory tiers, by name.
+            memory: How many blocks the cache's own memory tiers hold, by name.
             describe: Tells routers what blocks are.
             clock: In seconds, by which what was found is looked for anew.
         """
@@ -86,7 +86,7 @@ class PendingLoads:
         self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
 
     def know(self, memory: Mapping[str, int]) -> None:
-        """Take note of the cache's own memory tiers, and of their slots."""
+        """Take note of the cache's own memory tiers, and of what they hold."""
         self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
         # Tiers whose blocks are planned at once: a server's answers come later.
         self._memory = list(memory) if self._configuration.below.settings is not None else []

@@ -51,7 +51,7 @@ class Paying:
         configuration: Configuration,
         counts: Counts,
         *,
-        num_memory_slots: int,
+        num_memory_blocks: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Begin with nothing known: then all that is found is loaded, and all that is computed is stored.
@@ -60,7 +60,7 @@ class Paying:
             kv: The cache.
             configuration: What is wanted.
             counts: What is counted.
-            num_memory_slots: Of the memory tiers, together.
+            num_memory_blocks: That the memory tiers hold, together.
             clock: In seconds.
 
         Attributes:
@@ -76,11 +76,11 @@ class Paying:
         self._num_in_vain = self._num_requests = self._num_asking = 0
         main = configuration.main
         self._nothing = BlockKeys.from_hashes([], block_size=main.block_size, group=main.number)
-        self.know(num_memory_slots)
+        self.know(num_memory_blocks)
 
-    def know(self, num_memory_slots: int) -> None:
+    def know(self, num_memory_blocks: int) -> None:
         """Take note of the tiers that there are: with a host's server, of those of the one that is there by now."""
-        self._most_in_vain = _TURNOVERS * num_memory_slots
+        self._most_in_vain = _TURNOVERS * num_memory_blocks
         self._costs, self._costs_at = self._costs_of_others(), self._clock()
         self.has_others = bool(self._costs)
 

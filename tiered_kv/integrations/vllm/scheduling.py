@@ -117,15 +117,19 @@ class SchedulingSide:
         self._watch_pool()
         self._hear_hints()
         memory = self._memory()
-        self._paying = Paying(self._kv, wanted, self.counts, num_memory_slots=sum(memory.values()))
+        self._paying = Paying(self._kv, wanted, self.counts, num_memory_blocks=sum(memory.values()))
         self._loads = PendingLoads(
             self._kv, planner, wanted, self.counts, self.naming, self._paying, memory=memory, describe=self._describe
         )
 
     def _memory(self) -> dict[str, int]:
-        """Return the slots of the cache's own memory tiers, by name; of a host's server that is away there are none."""
-        tiers = {each.tier: each.num_slots for each in self.kv.stats().tiers}
+        """Return what the cache's own memory tiers hold, by name; nothing where a host's server is away."""
+        tiers = self._blocks_by_tier()
         return {name: tiers.get(name, 0) for name, medium in self.kv.cache.media.items() if medium in OWN_MEDIA}
+
+    def _blocks_by_tier(self) -> dict[str, int]:
+        """Return how many blocks of vLLM's each tier holds: each takes a slot for every rank."""
+        return {each.tier: each.num_slots // self._configuration.num_ranks for each in self.kv.stats().tiers}
 
     def use_pool(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, in which those that requests leave behind are held until they are copied."""
@@ -136,7 +140,7 @@ class SchedulingSide:
 
     def _watch_pool(self) -> None:
         """Store what vLLM is about to drop, and not what it computes, if that is wanted here and can be done."""
-        wanted, tiers = self._configuration, {each.tier: each for each in self.kv.stats().tiers}
+        wanted, tiers = self._configuration, self._blocks_by_tier()
         media = {name: medium for name, medium in self.kv.cache.media.items() if name in tiers}
         memory = [name for name, medium in media.items() if medium in OWN_MEDIA]
         host = next((name for name in memory if media[name] == "cpu"), None)
@@ -145,17 +149,18 @@ class SchedulingSide:
             return
         # What a restart is to find is not left to vLLM alone, nor do others' hits depend on what this one has.
         is_for_more = len(tiers) > len(memory) or wanted.below.settings is None
-        num_blocks = 0 if is_for_more else sum(tiers[name].num_slots for name in memory)
+        num_blocks = 0 if is_for_more else sum(tiers[name] for name in memory)
         when = wanted.connector.store_when
         if host is not None and evicts(when, engine_blocks=wanted.num_engine_blocks, memory_blocks=num_blocks):
-            call, num_slots = self._loop_calls.call, tiers[host].num_slots
-            budget = CopyBudget(engine_blocks=wanted.num_engine_blocks, memory_blocks=num_slots)
+            budget = CopyBudget(engine_blocks=wanted.num_engine_blocks, memory_blocks=tiers[host])
+            call = self._loop_calls.call
             self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host, budget)
 
     def _hear_hints(self) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
         share = self._configuration.connector.hint_share
-        make = partial(Hints.of, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
+        of_ranks = partial(Hints.of, num_ranks=self._configuration.num_ranks)
+        make = partial(of_ranks, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
         if not share or (hints := self.kv.call(make)) is None:
             return
         groups, call = self._configuration.groups, self._loop_calls.call
