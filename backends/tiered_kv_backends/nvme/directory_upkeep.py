@@ -51,7 +51,8 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
     """Delete the blocks of one salt, of every model and epoch: nothing finds them again when this returns.
 
-    Reads the header of every record. Payloads are overwritten too if the settings say ``erase``.
+    Reads the header of every record, in each model's directory where a host's server keeps those. Payloads are
+    overwritten too if the settings say ``erase``.
 
     Returns:
         How many blocks were deleted.
@@ -76,10 +77,29 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
 
 
 def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
-    if not files().exists(path / HOLDER):  # of a disk that is away blocks would come back with it
+    num_deleted = 0
+    for each in _used_in(path):
+        with taken(each) as root:
+            num_deleted += sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
+    return num_deleted
+
+
+def _used_in(path: Path) -> list[Path]:
+    """Return where tiers have been: in a directory itself, or in those of models that a host's server keeps there.
+
+    Raises:
+        OSError: In none: of a disk that is away blocks would come back with it.
+    """
+    names = [""]
+    with contextlib.suppress(FileNotFoundError):
+        fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            names += sorted(each.name for each in files().entries(fd) if each.is_folder)
+        finally:
+            files().close(fd)
+    if not (used := [path / name for name in names if files().exists(path / name / HOLDER)]):
         raise FileNotFoundError(errno.ENOENT, "no tier has used it: is the disk mounted?")
-    with taken(path) as root:
-        return sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
+    return used
 
 
 def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:

@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
-from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.serving import attached, serving
+from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout, Shard
 from tiered_kv_backends.nvme import delete_tenant
 
 N = 8
@@ -97,6 +98,21 @@ async def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="process"):
             await delete_tenant(nvme(tmp_path), "ann")
     assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
+
+
+async def test_a_tenant_goes_from_every_model_of_a_server(tmp_path: Path) -> None:
+    """By the tier's settings: each model has a directory of its own in that which they name."""
+    settings, keys = nvme(tmp_path / "disk"), prompt(N, salt="ann")
+    with serving(tmp_path, cpu(64), settings) as server:
+        for shard in (Shard(0, 2), Shard()):
+            engine = AnyEngine()
+            async with attached(server, engine, shard=shard) as kv:
+                await kv.store(keys, engine.fill(keys, range(N)))
+                assert await kv.flush()
+        with pytest.raises(ConfigurationError, match="process"):
+            await delete_tenant(settings, "ann")
+    assert await delete_tenant(settings, "ann") == 2 * N
+    assert await delete_tenant(settings, "ann") == 0
 
 
 async def test_where_no_tier_was_nobody_knows_what_is_gone(tmp_path: Path) -> None:
