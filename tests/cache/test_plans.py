@@ -14,7 +14,7 @@ from anyio.lowlevel import checkpoint
 from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, until, until_idle
-from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, N, Ranks, spread, store
+from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread, store
 from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
@@ -207,6 +207,30 @@ async def test_a_plan_holds_what_it_names() -> None:
         await job.ended()
         assert ranks.num_right() == [N, N]
         ranks.close()
+        await until_idle(kv)
+
+
+async def test_what_is_being_copied_out_is_loaded_from_where_it_is(tmp_path: Path) -> None:
+    """A worker may take as long as it likes: of what only it has no load waits, and no lookup says so."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(32), nvme(tmp_path)) as kv:
+        await kv.store(KEYS[:4], engine.fill(KEYS[:4], range(4)))
+        await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
+        planner = kv.planner()
+        planner.register_worker()
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker:
+            worker.register_kv_caches(engine.caches[0])
+            job = planner.plan_store(KEYS, engine.fill(KEYS, range(N)))
+            plan = await job.planned()
+            found = await kv.lookup(KEYS)
+            assert (found.num_blocks, found.num_pending) == (4, 0)
+            loaded = await kv.load(KEYS, engine.spec(range(10, 10 + N)), deadline_s=WAIT_S)
+            assert loaded.num_blocks == engine.count_right(KEYS[:4], range(10, 14)) == 4
+            planner.complete(worker.execute(spread(plan)))
+            assert (await job.ended()).mask.all()
+        assert (await kv.load(KEYS, engine.spec(range(10, 10 + N)))).num_blocks == N
+        assert await kv.drain(timeout_s=WAIT_S)
         await until_idle(kv)
 
 

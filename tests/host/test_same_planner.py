@@ -22,6 +22,7 @@ SAME = {
         "test_one_store_holds_blocks_of_several_prompts",
         "test_several_prompts_that_cannot_be_stored_together",
         "test_a_plan_holds_what_it_names",
+        "test_what_is_being_copied_out_is_loaded_from_where_it_is",
         "test_a_plan_is_executed_once",
         "test_a_planned_load_names_what_a_tier_has_lost",
         "test_a_load_overtaken_by_new_weights_brings_nothing",

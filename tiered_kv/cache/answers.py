@@ -238,7 +238,7 @@ def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
 
 
 def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
-    """Say how many blocks behind a prefix are on their way to host memory, or there, on every rank."""
+    """Say how many blocks behind a prefix a load would wait for, or find, on every rank."""
     start, num_pending = found.num_blocks, 0
     if start == len(parts[0][1]):
         return found
@@ -248,8 +248,7 @@ def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> L
         if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
             return found  # as nearly always: that should cost nothing
         behind = batch[start:]
-        coming = host.find(behind.names)[1] == int(SlotState.PENDING)
-        n = prefix_of(coming | chain.has(behind))
+        n = prefix_of(chain.fills.are_coming(behind.names) | chain.has(behind))
         num_pending = n if chain is parts[0][0] else min(num_pending, n)
     return replace(found, num_pending=num_pending) if num_pending else found
 

@@ -160,6 +160,21 @@ class Fills:
             fill.waiter.hurry(kind, priority)
         return list(fills.values())
 
+    def are_coming(self, names: Names) -> Mask:
+        """Say which blocks are on their way in a fill that may be joined: what a worker copies out is in none."""
+        slots, _ = self._host.index.find(names)
+        return np.array([slot in self._pending for slot in slots.tolist()], np.bool_)
+
+    def make_way(self, names: Names) -> None:
+        """Have blocks that are to be read come, though a worker has slots to copy them out to: it may hang for days.
+
+        What that brings to these is dropped.
+        """
+        _, states = self._host.index.find(names)
+        pending = names[states == _PENDING]
+        if len(pending):
+            self._host.index.remove(pending[~self.are_coming(pending)])
+
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""
         slots, _ = self._host.index.find(batch.names)

@@ -157,7 +157,7 @@ class HeldStore:
         chain.room.changed()
         live = lease.slots >= 0
         self.kept = self.present.copy()
-        self.kept[: len(live)] |= live
+        self.kept[: len(live)] |= live | chain.host.index.ready(self._batch.names)  # some were read meanwhile
         if self._hint is not None:
             chain.host.index.hint(self._batch.names[live], self._hint)
         n = int(np.count_nonzero(live))

@@ -285,6 +285,7 @@ class Bringer:
             return True
         wanted = numbers >= 0
         at, numbers = missing[wanted], numbers[wanted]
+        chain.fills.make_way(window.batch.names[at])
         if len(at) and not await self._fill(window, at, numbers, may_wait=may_wait):
             return False
         if len(at):
