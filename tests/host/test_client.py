@@ -343,6 +343,10 @@ async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None
                 scheduler.namespace(group="0")  # type: ignore[arg-type]
             with pytest.raises(ConfigurationError, match="2 ranks"):
                 scheduler.register_kv_caches(engines[0].caches[0])
+            with pytest.raises(ConfigurationError, match="2 ranks"):
+                await scheduler.load(KEYS, engines[0].spec(range(12)))
+            with pytest.raises(ConfigurationError, match="2 ranks"):
+                await scheduler.store(KEYS, engines[0].spec(range(12)))
 
 
 async def test_a_reader_changes_nothing(tmp_path: Path) -> None:

@@ -598,6 +598,7 @@ class Starts:
         """Check a load and enqueue its wait."""
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         side.check(call.keys)
+        side.of_rank(call.keys.group)
         binding = side.bindings.find(call.into, call.keys.group)
         pages = check_pages(binding, call.keys, call.into)
         timeout_s = self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s
@@ -611,6 +612,7 @@ class Starts:
     def store_request(self, call: StoreCall, side: FarSide) -> FarStoreRequest:
         """Check a store and enqueue its wait."""
         side.check(call.keys)
+        side.of_rank(call.keys.group)
         said = Keys.of(call.keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
         binding = side.bindings.find(call.source, call.keys.group)
         pages = check_pages(binding, call.keys, call.source)
