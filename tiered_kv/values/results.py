@@ -190,7 +190,8 @@ class LookupResult:
         costs: By storage tier, what loading from it takes now: no time where nothing was read from it yet.
         num_pending: How many blocks right behind the prefix are there or on their way, as another call, or another
             engine of the host, is storing or fetching them. A load that is given them too waits for them, at most until
-            its deadline: cheaper than to compute the same.
+            its deadline: cheaper than to compute the same. Nobody waits for a planner's workers: what these copy out is
+            not counted.
     """
 
     num_blocks: int
