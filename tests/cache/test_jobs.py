@@ -22,6 +22,7 @@ from tiered_kv import (
     Outcomes,
     Plan,
     Planner,
+    Reason,
     Shard,
 )
 
@@ -111,7 +112,7 @@ async def test_without_room_for_all_what_is_there_counts_as_present() -> None:
 
 
 async def test_what_was_evicted_while_it_was_copied_is_not_on_the_host() -> None:
-    """And a job's mask does not say that it is."""
+    """A job's mask does not say that it is, and the tier says what befell it."""
     engine = AnyEngine()
     async with open_any(engine, CPU) as kv:
         planner = kv.planner()
@@ -122,6 +123,7 @@ async def test_what_was_evicted_while_it_was_copied_is_not_on_the_host() -> None
         planner.complete(Outcomes(job.number, 0, N))
         result = await job.ended()
         assert result.mask.tolist() == (await kv.presence(KEYS)).tolist() == [False] * 2 + [True] * (N - 2)
+        assert kv.stats()["cpu"].dropped_because == {Reason.REMOVED: 2}
         await until_idle(kv)
 
 

@@ -160,9 +160,10 @@ class HeldStore:
         self.kept[: len(live)] |= live | chain.host.index.ready(self._batch.names)  # some were read meanwhile
         if self._hint is not None:
             chain.host.index.hint(self._batch.names[live], self._hint)
-        n = int(np.count_nonzero(live))
+        n, num_moved = int(np.count_nonzero(live)), int(np.count_nonzero(moved[self.positions]))
         tally = Tally(chain.tiers)
-        tally.add(chain.host, written=n, dropped={Reason.NOT_MOVED: len(self.spec) - n})
+        dropped = {Reason.NOT_MOVED: len(self.spec) - num_moved, Reason.REMOVED: num_moved - n}
+        tally.add(chain.host, written=n, dropped=dropped)
         present = self.present[: len(live)]
         came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
         chain.touch_there(self._batch[~live & present])
