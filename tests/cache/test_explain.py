@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, nvme, open_any
+from tests.support.any_layout import cpu as any_cpu
 from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
@@ -18,6 +19,7 @@ from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.fates import Fates, IndexPlace
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.values.keys import epoch_digest
+from tiered_kv.values.plan import Outcomes
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -45,6 +47,29 @@ async def test_what_is_there_says_where() -> None:
         assert await words(kv, KEYS) == ["ready, in cpu, in disk", "ready, in disk", "ready, in cpu", "removed (disk)"]
         await keep(kv, engine, KEYS[3:])
         assert await words(kv, KEYS[3:]) == ["ready, in cpu, in disk"]
+
+
+@pytest.mark.parametrize("is_planned", [False, True], ids=["stored", "planned"])
+async def test_what_was_removed_while_it_was_copied_was_not_never_stored(*, is_planned: bool) -> None:
+    """Its neighbours are there."""
+    engine, keys = AnyEngine(), any_prompt(3)
+    async with open_any(engine, any_cpu(16)) as kv:
+        source = engine.fill(keys, range(3))
+        if is_planned:
+            planner = kv.planner()
+            planner.register_worker()
+            job = planner.plan_store(keys, source)
+            plan = await job.planned()
+            await kv.evict(keys[1:2])
+            planner.complete(Outcomes(plan.job, 0, 3))
+            await job.ended()
+        else:
+            storing = kv.start_store(keys, source, layerwise=True)
+            await kv.evict(keys[1:2])
+            for layer in range(2):
+                storing.store_layer(layer)
+            await storing
+        assert await words(kv, keys) == ["ready, in cpu", "removed (cpu)", "ready, in cpu"]
 
 
 async def test_others_have_their_turns_while_many_blocks_are_explained() -> None:

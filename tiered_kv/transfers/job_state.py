@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.leases import Lease, Reservation
+from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Mask, prefix_of
 from tiered_kv.transfers.load import count_uses
@@ -165,6 +166,9 @@ class HeldStore:
         dropped = {Reason.NOT_MOVED: len(self.spec) - num_moved, Reason.REMOVED: num_moved - n}
         tally.add(chain.host, written=n, dropped=dropped)
         present = self.present[: len(live)]
+        if num_moved > n:
+            removed = moved[: len(live)] & ~live & ~present
+            chain.fates.note(self._batch.names[removed], Fate.REMOVED, chain.host.name)
         came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
         chain.touch_there(self._batch[~live & present])
         chain.count_use(self._batch[live | present], came)

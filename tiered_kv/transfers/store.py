@@ -409,6 +409,8 @@ class Store(Revocable):
         num_removed = int(np.count_nonzero(slots < 0))  # by name, while they were copied
         dropped = {Reason.NO_ROOM: num_passing, Reason.REMOVED: num_removed}
         self._tally.add(tier, written=n - num_passing - num_removed, dropped=dropped)
+        if num_removed:
+            chain.fates.note(batch.names[slots < 0], Fate.REMOVED, tier.name)
         if lease is None:
             chain.room.changed()  # what is kept there may be evicted
             self._close_one()
