@@ -350,6 +350,26 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
 
 
 @pytest.mark.both_loops
+async def test_who_says_what_cannot_be_and_leaves_is_lost() -> None:
+    """An answer to what it said before fails then: it is forgotten all the same, and nothing is taken twice."""
+    taken: list[int] = []
+    lost: list[bool] = []
+
+    def take(asked: protocol.Call) -> None:
+        taken.append(asked.id)
+        made.send(protocol.Answered(asked.id, b"\xc0"))
+
+    made: Link[Any] = Link(protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing())
+    ours, theirs = socket.socketpair()
+    theirs.sendall(wire.frame(protocol.Ping(1)) + b"\3\0\0\0abc")
+    theirs.close()
+    ours.settimeout(0.0)
+    await made.start(ours)
+    await until(lambda: lost == [True])
+    assert taken == [1]
+
+
+@pytest.mark.both_loops
 async def test_what_was_said_is_taken_though_an_answer_fails() -> None:
     """The other side has closed its end after its last words, and these are not read yet when a write to it fails."""
     taken: list[object] = []

@@ -310,7 +310,8 @@ class Link(asyncio.Protocol, Generic[M]):
                 (length,) = LENGTH.unpack_from(received, at)
                 if len(received) < at + size + checked(length):
                     break
-                message = self._decode(received[at + size : at + size + length])
+                with received[at + size : at + size + length] as body:  # an error that is kept would keep it too
+                    message = self._decode(body)
                 at += size + length
                 self._take(message)
             else:
