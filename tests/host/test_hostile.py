@@ -242,11 +242,13 @@ async def test_clients_beyond_their_number_are_refused(tmp_path: Path) -> None:
         wire.encoded(protocol.Call(1, "stats", b"")).replace(b"stats", b"st\xff\xfes"),
         wire.encoded(protocol.Copied(1, 1, "error")).replace(b"error", b"\xff\xfe\xfd\xfc\xfb"),
         an_array(1_000_000),
+        wire.encoded(protocol.Lease(1, Keys(bytes(32), 0, 4, 0, bytes(32), bytes(33)))),
+        wire.encoded(protocol.Call(1, "stats", wire.encoded(()), (bytes(33),))),
     ],
-    ids=["a name", "an error", "an array"],
+    ids=["a name", "an error", "an array", "weights", "past weights"],
 )
 async def test_what_no_message_can_be_ends_its_client(body: bytes, tmp_path: Path) -> None:
-    """Texts that are none, arrays without end: it is told nothing any more, and forgotten when it closes its end."""
+    """Texts and digests that are none, arrays without end: it is told nothing any more, and is forgotten once gone."""
     with serving(tmp_path, cpu(24)) as server:
         with attached_stranger(server) as (connection, _):
             connection.sendall(wire.LENGTH.pack(len(body)) + body)
@@ -449,6 +451,8 @@ async def test_changes_that_were_not_sent_cannot_be_taken(tmp_path: Path) -> Non
         ("lookup", wire.encoded(((b"\0" * 32, 0, 16, 0, b"", b""),))),
         ("lookup", wire.encoded(((b"\0" * 31, 0, 16, 0, bytes(32), bytes(32)),))),
         ("lookup", wire.encoded(((b"\0" * 32, 0, 16, 10**9, bytes(32), bytes(32)),))),
+        ("lookup", wire.encoded(((b"\0" * 32, 2**63, 4, 0, bytes(32), bytes(32)),))),
+        ("lookup", wire.encoded(((b"\0" * 32, 0, 4, 0, bytes(32), bytes(33)),))),
         ("pin", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), -1.0))),
         ("pin", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), "60"))),
         ("touch", wire.encoded(((b"\0" * 32, 0, 16, 0, bytes(32), bytes(32)), {"probability": 7}))),

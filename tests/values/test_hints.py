@@ -24,6 +24,7 @@ POLICIES = ["lru", "arc", "mq", "lhd"]
         {"probability": 10**400},
         {"probability": 0.5, "within_s": 0},
         {"probability": 0.5, "category": 7},
+        {"probability": 0.5, "category": "x" * 1001},
     ],
 )
 def test_what_cannot_be_is_refused(said: dict[str, Any]) -> None:

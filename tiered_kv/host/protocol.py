@@ -17,10 +17,10 @@ from typing import Any, Final, Literal
 import numpy as np
 
 from tiered_kv.host import wire
-from tiered_kv.host.wire import Field, Message, as_bytes, as_ids, decoder
+from tiered_kv.host.wire import Digest, Field, Message, as_bytes, as_ids, decoder
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.plan import TierShare
 from tiered_kv.values.results import LoadCost, LookupResult, TierRun, TierStore
@@ -77,8 +77,8 @@ class Keys(Field, frozen=True):
     start: int
     block_size: int
     group: int
-    salt_id: bytes
-    epoch: bytes
+    salt_id: Digest
+    epoch: Digest
 
     @classmethod
     def of(cls, keys: BlockKeys, epoch: bytes) -> "Keys":
@@ -91,8 +91,6 @@ class Keys(Field, frozen=True):
         Raises:
             ConfigurationError: They are none.
         """
-        if len(self.salt_id) != DIGEST_BYTES or len(self.epoch) != DIGEST_BYTES:
-            raise ConfigurationError("a salt's and an epoch's digest have 32 bytes each")
         return BlockKeys(
             self.digests, block_size=self.block_size, start=self.start, group=self.group, salt_id=self.salt_id
         )
@@ -369,7 +367,7 @@ class Call(Message, frozen=True, tag="call"):
     id: int
     name: str
     args: bytes
-    before: tuple[bytes, ...] = ()
+    before: tuple[Digest, ...] = ()
 
 
 class Lease(Message, frozen=True, tag="lease"):

@@ -11,7 +11,7 @@ import socket
 import struct
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Annotated, Any, Final, Generic, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from tiered_kv.values.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
+from tiered_kv.values.keys import DIGEST_BYTES
 
 try:
     import msgspec
@@ -41,6 +42,8 @@ GREETING_BYTES: Final = _GREETING.size
 LENGTH: Final = struct.Struct("<I")
 
 Ids = NDArray[np.int64]
+Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
+"""What names weights or a salt: it is kept, and so nothing longer may pass for one."""
 
 
 class Field(Struct, frozen=True, array_like=True):

@@ -33,6 +33,8 @@ MOST_ACTIONS: Final = 16
 """Of a request, and as many directives of an action."""
 MOST_HASHES: Final = 1 << 16
 """That an action may name."""
+LONGEST_CATEGORY: Final = 1000
+"""Characters: tiers remember some."""
 MOST_S: Final = 3600.0
 """What lasts for longer, or comes later, does so for so long."""
 USUAL_S: Final = 600.0
@@ -54,8 +56,8 @@ class ReuseHint:
             other hints only ``"lhd"`` makes use.
         within_s: In how many seconds, on average, if they do come back. By default as soon as others do.
         category: What they have in common, e.g. ``"tool call"``: what is expected of a category is corrected by what
-            becomes of its blocks. A tier tells seven apart, counting different probabilities and times; of more it
-            learns as if there were no hint.
+            becomes of its blocks. At most 1,000 characters. A tier tells seven apart, counting different probabilities
+            and times; of more it learns as if there were no hint.
 
     Raises:
         ConfigurationError: A value that cannot be.
@@ -72,6 +74,10 @@ class ReuseHint:
             raise ConfigurationError(f"a hint's within_s must be a positive number or None, got {self.within_s!r:.80}")
         if not isinstance(self.category, str):
             raise ConfigurationError(f"a hint's category must be a str, got {type(self.category).__name__}")
+        if len(self.category) > LONGEST_CATEGORY:
+            raise ConfigurationError(
+                f"a hint's category has {LONGEST_CATEGORY} characters at most, got {len(self.category)}"
+            )
 
 
 def check_hint(hint: object) -> ReuseHint | None:

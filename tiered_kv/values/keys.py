@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, overload
+from typing import Any, Final, overload
 
 import numpy as np
 from numpy.typing import NDArray
@@ -189,6 +189,10 @@ class BlockKey:
         return f"BlockKey({self.path}, position={self.position})"
 
 
+_LAST_START: Final = 1 << 62
+"""Positions are int64, those of the keys that follow too."""
+
+
 class BlockKeys(Sequence[bytes]):
     """An immutable sequence of 32-byte block hashes that knows where in a prompt it starts.
 
@@ -216,6 +220,8 @@ class BlockKeys(Sequence[bytes]):
         self.digests = digests
         self._words: NDArray[np.uint64] | None = None
         self.start = as_int("start", start)
+        if self.start > _LAST_START:
+            raise ConfigurationError(f"start must be {_LAST_START} at most, got {start}")
         self.block_size = as_int("block_size", block_size, least=1)
         self.group = as_int("a KV group's number", group)
         self.salt_id = salt_id
