@@ -35,9 +35,11 @@ from tiered_kv import (
     window,
 )
 from tiered_kv.host import handshake, protocol, wire
+from tiered_kv.host.attachment import Line
 from tiered_kv.host.protocol import Attach, Attached, Health, Keys, Slab
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
+from tiered_kv.values.loop_calls import LoopCalls
 
 KEYS = prompt(12)
 
@@ -518,6 +520,19 @@ async def test_a_server_records_no_trace(tmp_path: Path) -> None:
     settings = {"tiers": [cpu(8)], "record_trace": str(tmp_path / "trace"), "host": {"socket": tmp_path / "s"}}
     with pytest.raises(ConfigurationError, match="record_trace"):
         TieredKVServer(settings)
+
+
+async def test_the_end_of_a_connection_is_looked_at_once() -> None:
+    """While copies keep it open the event loop is not woken for it again and again."""
+    loop, lost = asyncio.get_running_loop(), asyncio.Event()
+    ours, theirs = socket.socketpair()
+    ours.settimeout(0.0)
+    line = Line(ours, LoopCalls(loop), print)
+    line.start(lost.set)
+    theirs.close()
+    await lost.wait()
+    assert not loop.remove_reader(ours)
+    line.close()
 
 
 @pytest.mark.parametrize("num_descriptors", [0, 2])

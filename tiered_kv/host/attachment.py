@@ -142,6 +142,8 @@ class Line:
                 self._loop_calls.call(self._take_heard)
             elif not self.is_open and not self._is_told:
                 self._is_told = True
+                if not self._is_shut:  # its end is there to be read for as long as it is open
+                    asyncio.get_running_loop().remove_reader(self._connection)
                 self._lost()
 
     def _begin_writing(self) -> None:
