@@ -4,9 +4,11 @@ import asyncio
 import os
 import socket
 import threading
-from contextlib import AsyncExitStack
+from collections.abc import Callable, Iterator
+from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -520,6 +522,52 @@ async def test_a_server_records_no_trace(tmp_path: Path) -> None:
     settings = {"tiers": [cpu(8)], "record_trace": str(tmp_path / "trace"), "host": {"socket": tmp_path / "s"}}
     with pytest.raises(ConfigurationError, match="record_trace"):
         TieredKVServer(settings)
+
+
+@contextmanager
+def answering(path: Path, answer: Callable[[Any], wire.Message]) -> Iterator[None]:
+    """Have a server without memory listen at ``path`` for one client, whose first request has this answer."""
+    attached_as = wire.frame(Attached(b"", (), "none", (), (), 600.0, 600.0, 0, 4096, is_read_only=False))
+
+    def answer_once() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(wire.greeting())
+            connection.recv(wire.GREETING_BYTES)
+            hear(connection)
+            connection.sendall(attached_as)
+            connection.sendall(wire.frame(answer(protocol.request_from(hear(connection)))))
+            while connection.recv(4096):
+                pass
+
+    def hear(connection: socket.socket) -> bytes:
+        (length,) = wire.LENGTH.unpack(connection.recv(wire.LENGTH.size, socket.MSG_WAITALL))
+        return connection.recv(length, socket.MSG_WAITALL)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        yield
+        thread.join()
+
+
+async def test_an_answer_that_cannot_be_is_none(tmp_path: Path) -> None:
+    """Of the right type, but not of this call: as if the server had not answered."""
+    found = protocol.Found(1, (("cpu", 0, 1),), 1, 4, {}, 0, (None, None))
+    with answering(tmp_path / "kv.sock", lambda asked: protocol.Answered(asked.id, wire.encoded(found))):
+        async with attached(tmp_path / "kv.sock") as kv:
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: Path) -> None:
+    """At once, as if the server had gone: nothing more is heard of this one."""
+    engine, part = AnyEngine(), protocol.Part("slab", b"part of a slot", b"part of an id")
+    with answering(tmp_path / "kv.sock", lambda asked: protocol.Copy(asked.id, 0, (part,), {})):
+        async with attached(tmp_path / "kv.sock", engine, timeout_s=60.0) as kv:
+            loaded = await kv.start_load(KEYS, engine.spec(range(12)), order="back")
+            assert loaded.missed_because == Reason.SERVER_AWAY
 
 
 async def test_the_end_of_a_connection_is_looked_at_once() -> None:

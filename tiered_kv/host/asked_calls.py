@@ -266,7 +266,11 @@ class Remote(Generic[P, T]):
         Raises:
             WireError: It is none of the answers to this call.
         """
-        value: T = self._answer.hear(self._decode_answer(answered.value))
+        passed = self._decode_answer(answered.value)
+        try:
+            value: T = self._answer.hear(passed)
+        except (TypeError, ValueError) as error:
+            raise wire.WireError(f"an answer that cannot be: {error}") from error
         return value
 
 

@@ -109,6 +109,12 @@ class Line:
         finally:
             del self._answers[number]
 
+    def hear_no_more(self) -> None:
+        """Take nothing that is yet to come; on the event loop."""
+        with self._changed:
+            self.is_open, self._received = False, bytearray()
+            self._changed.notify_all()
+
     def close(self) -> None:
         """Close this end, after what was sent; on the event loop."""
         with self._changed:
@@ -434,7 +440,11 @@ class Attachment:
     def _take(self, reply: Reply) -> None:
         self.is_silent = False
         if (transfer := self.transfers.get(reply.id)) is not None:
-            transfer.take(reply)
+            try:
+                transfer.take(reply)
+            except Exception as error:  # noqa: BLE001 - what cannot be, else who waits for this would wait for good
+                log("error", "host.server_broken", exc_info=error)
+                self._line.hear_no_more()
         elif isinstance(reply, Answer) and (future := self._waiting.get(reply.id)) is not None:
             _answer(future, reply)
         elif isinstance(reply, protocol.Copy):  # of a transfer that is over here
