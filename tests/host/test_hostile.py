@@ -477,6 +477,17 @@ async def test_a_call_that_cannot_be_is_refused_alone(name: str, args: bytes, tm
         assert replies.keys() == {1, 2}
 
 
+async def test_a_job_of_more_prompts_than_an_engine_has_is_not_looked_at(tmp_path: Path) -> None:
+    """Without a key each, so that all of them pass in one message: the others would wait for seconds."""
+    none = Keys(b"", 0, 4, 0, bytes(32), bytes(32))
+    job = protocol.PlanJob(1, "store", none, (none,) * (1 << 14), gaps=False, is_bound=True, hint=None)
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
+        await asyncio.to_thread(connection.sendall, wire.frame(job))
+        reply = await asyncio.to_thread(reply_on, connection)
+        assert isinstance(reply, protocol.Failed)
+        assert "a job of 16385 prompts, 16384 at most" in reply.why
+
+
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:
     """A client that asks for many leases in one message after the other gets no more than it may have."""
     engine = AnyEngine()

@@ -133,6 +133,8 @@ def _parts(names: Names) -> Iterator[bytes]:
 
 _SAID_BYTES: Final = 16
 """Of a plan, for each block and rank: its position and its slot."""
+_MOST_PROMPTS: Final = 1 << 14
+"""Of a job: some 40 ms to look at. A message has room for 400,000 without a key."""
 
 
 class SessionJobs:
@@ -175,6 +177,8 @@ class SessionJobs:
         Raises:
             TieredKVError: It cannot be: `Jobs.begin` says why.
         """
+        if len(request.more) >= _MOST_PROMPTS:
+            raise ConfigurationError(f"a job of {len(request.more) + 1} prompts, {_MOST_PROMPTS} at most")
         if request.more and (
             request.direction == "load" or {each.epoch for each in request.more} != {request.keys.epoch}
         ):
