@@ -38,6 +38,7 @@ from tiered_kv import (
 )
 from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.attachment import Line
+from tiered_kv.host.connection import FarSide
 from tiered_kv.host.protocol import Attach, Attached, Health, Keys, Slab
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
@@ -568,6 +569,15 @@ async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: P
         async with attached(tmp_path / "kv.sock", engine, timeout_s=60.0) as kv:
             loaded = await kv.start_load(KEYS, engine.spec(range(12)), order="back")
             assert loaded.missed_because == Reason.SERVER_AWAY
+
+
+async def test_a_server_whose_codec_is_not_known_here_leaves_no_thread() -> None:
+    """A client of it does not open, and may be made again and again."""
+    there = Attached(b"", (), "another", (), (), 1.0, 1.0, 0, 4096, is_read_only=False)
+    before = threading.enumerate()
+    with pytest.raises(ConfigurationError, match="codec"):
+        FarSide("cpu", SMALL, (Shard(),), print, there, LoopCalls(asyncio.get_running_loop()))
+    assert threading.enumerate() == before
 
 
 async def test_the_end_of_a_connection_is_looked_at_once() -> None:

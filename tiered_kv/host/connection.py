@@ -153,6 +153,7 @@ class FarSide(EngineSide):
         loop_calls: LoopCalls,
     ) -> None:
         """Begin, as the first server says that it keeps blocks."""
+        codecs = [make_codec(attached.codec, each) for each in layout.groups]  # first: with an unknown one nothing is
         lifetime = AsyncExitStack()
         self.device = device if isinstance(device, Device) else make_device(device)
         if self.device is not device:
@@ -168,7 +169,9 @@ class FarSide(EngineSide):
         self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
         self.emit = emit
-        self.groups = [FarGroup(each, make_codec(attached.codec, each), h2d, d2h, loop_calls) for each in layout.groups]
+        self.groups = [
+            FarGroup(each, codec, h2d, d2h, loop_calls) for each, codec in zip(layout.groups, codecs, strict=True)
+        ]
 
     @override
     def of_rank(self, group: int) -> FarGroup:
