@@ -543,6 +543,21 @@ class TestTopologies:
                 cluster[2].restart()
             assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
 
+    async def test_a_stalled_sentinel_is_passed_over(self, tmp_path: Path) -> None:
+        """Where one Sentinel stands still, the next one is asked in the same call."""
+        binary = find_binary("redis-server")
+        for name in ("one", "other"):
+            (tmp_path / name).mkdir()
+        with (
+            run_redis(binary, tmp_path / "master") as master,
+            run_sentinel(binary, tmp_path / "one", master) as one,
+            run_sentinel(binary, tmp_path / "other", master) as other,
+        ):
+            url = f"{one.url},127.0.0.1:{other.port}"
+            one.pause()
+            async with open_backend(backend_of(master, url=url, sentinel_master="kv")) as backend:
+                assert await backend.write([block_key(0)], blocks_of(1)) == [Outcome.STORED]
+
     async def test_a_failover_is_followed(self, tmp_path: Path) -> None:
         """When Sentinel names another master, calls go there, and what was replicated is there."""
         binary = find_binary("redis-server")

@@ -61,7 +61,7 @@ def bound(*options: dict[str, Any]) -> None:
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
 """For how long a node of a cluster that did not answer in time is left alone."""
 _TOPOLOGY_SHARE = 0.1
-"""Of the time of a call, how long a node may take to say who holds which keys, before another one is asked."""
+"""Of the time of a call, how long a node or a Sentinel may take to say who holds which keys. Then another is asked."""
 
 
 class RedisSettings(StorageTierSettings):
@@ -331,12 +331,7 @@ class Servers:
         return Server(address, client, bodies, questions)
 
     def _make_cluster(self) -> RedisCluster:
-        options = self._options(self._login.username, self._login.password)
-        limit_s = _TOPOLOGY_SHARE * self._settings.timeout_s
-        options |= {
-            "socket_timeout": limit_s,
-            "socket_connect_timeout": min(limit_s, self._settings.connect_timeout_s),
-        }
+        options = self._options(self._login.username, self._login.password) | self._limits()
         nodes = [ClusterNode(*host) for host in {*self._hosts, *self._servers}]
         cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
         known = cluster.nodes_manager.startup_nodes.values()
@@ -344,10 +339,15 @@ class Servers:
         return cluster
 
     def _make_sentinel(self) -> Sentinel:
-        options = self._options(self._settings.sentinel_username, self._settings.sentinel_password)
+        options = self._options(self._settings.sentinel_username, self._settings.sentinel_password) | self._limits()
         sentinel = Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
         bound(*(each.connection_pool.connection_kwargs for each in sentinel.sentinels))
         return sentinel
+
+    def _limits(self) -> dict[str, float]:
+        """Return how long one of several that know who holds which keys is waited for."""
+        limit_s = _TOPOLOGY_SHARE * self._settings.timeout_s
+        return {"socket_timeout": limit_s, "socket_connect_timeout": min(limit_s, self._settings.connect_timeout_s)}
 
     def _options(self, username: str | None, password: SecretStr | None) -> dict[str, Any]:
         """Return what each of redis-py's clients is made with."""
