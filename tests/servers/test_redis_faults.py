@@ -7,6 +7,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -543,6 +544,33 @@ class TestTopologies:
                 cluster[2].restart()
             assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
 
+    async def test_a_lost_node_is_left_alone(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """While one node of a cluster is away, calls do not have the others say each time who holds which keys."""
+        keys = [block_key(n) for n in range(30)]
+        backend = backend_of(cluster[0], **guarded_settings(cluster[0], certificates, cluster=True))
+        watchers = clients_of(cluster, certificates)[:2]
+        with open_context() as context:
+            await backend.open(replace(context, clock=lambda: 0.0))
+
+            async def is_whole() -> bool:
+                return set(await backend.lookup(keys)) == {Outcome.MISS}
+
+            try:
+                await eventually(is_whole)
+                before = [await num_asked(each) for each in watchers]
+                cluster[2].kill()
+                try:
+                    for _ in range(10):
+                        assert set(await backend.lookup(keys)) == {Outcome.MISS, Outcome.FAILED}
+                    asked = [await num_asked(each) for each in watchers]
+                finally:
+                    cluster[2].restart()
+                assert sum(asked) - sum(before) <= 3
+            finally:
+                await backend.aclose()
+                for each in watchers:
+                    await each.aclose()
+
     async def test_a_stalled_sentinel_is_passed_over(self, tmp_path: Path) -> None:
         """Where one Sentinel stands still, the next one is asked in the same call."""
         binary = find_binary("redis-server")
@@ -625,6 +653,12 @@ async def move_slot(cluster: list[RedisServer], certificates: Path, name: str) -
         await ask(node[1], "CLUSTER SETSLOT", slot, "NODE", target)
     for each in nodes:
         await each.aclose()
+
+
+async def num_asked(node: Redis) -> int:
+    """Return how often a node was asked who holds which keys."""
+    said = await node.info("commandstats")
+    return int(said.get("cmdstat_cluster|slots", {"calls": 0})["calls"])
 
 
 async def ask(node: Redis, *words: object) -> Any:  # noqa: ANN401 - whatever it answers

@@ -33,7 +33,7 @@ from tiered_kv_backends.redis.tenants import open_inventory
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 """Asks one server about the keys at these positions."""
 
-_LOST, _LATE = "LOST", "LATE"
+_LOST, _AWAY = "LOST", "AWAY"
 _ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
 """Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
 _NODE_SHARE = 0.5
@@ -193,14 +193,16 @@ class RedisBackend(Backend):
                     found = await ask(server, which)
                 server.answered()
             else:
-                found = [f"{_LATE} {server.address} a moment ago"] * len(which)
+                found = [f"{_AWAY} {server.address} a moment ago"] * len(which)
         except TimeoutError:
             if self.settings.cluster:  # when to ask a single server again is for its tier to decide
-                server.was_late(self._clock())
+                server.was_away(self._clock())
             self._servers.doubt()  # its keys may be another node's by now; the next call will see
-            found = [f"{_LATE} {server.address}"] * len(which)
+            found = [f"{_AWAY} {server.address}: no answer in time"] * len(which)
         except (OSError, RedisError) as error:
             server.drop_idle()  # a server that went away has closed them all
+            if self.settings.cluster and isinstance(error, ConnectionRefusedError):
+                server.was_away(self._clock())  # else every call has the others say anew who holds which keys
             found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
         for i, answer in zip(which, found, strict=True):
             answers[i] = answer

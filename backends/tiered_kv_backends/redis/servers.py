@@ -59,7 +59,7 @@ def bound(*options: dict[str, Any]) -> None:
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
-"""For how long a node of a cluster that did not answer in time is left alone."""
+"""For how long a node of a cluster that is away, or did not answer in time, is left alone."""
 _TOPOLOGY_SHARE = 0.1
 """Of the time of a call, how long a node or a Sentinel may take to say who holds which keys. Then another is asked."""
 
@@ -157,7 +157,7 @@ class Server:
     _ask_at: float = 0.0
 
     def may_be_asked(self, now: float) -> bool:
-        """Say whether to ask it. One that was late is asked again after a pause, by one call."""
+        """Say whether to ask it. One that was away is asked again after a pause, by one call."""
         if now < self._ask_at:
             return False
         self._ask_at = now + self._pause_s
@@ -167,8 +167,8 @@ class Server:
         """It answers in time."""
         self._pause_s = self._ask_at = 0.0
 
-    def was_late(self, now: float) -> None:
-        """It did not answer in time: leave it alone for a while."""
+    def was_away(self, now: float) -> None:
+        """Nobody was there, or did not answer in time: leave it alone for a while."""
         self._pause_s = min(max(_FIRST_PAUSE_S, 2 * self._pause_s), _LONGEST_PAUSE_S)
         self._ask_at = now + self._pause_s
 
