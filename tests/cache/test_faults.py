@@ -489,6 +489,22 @@ async def test_a_lookup_that_raises() -> None:
         assert await _load(kv, engine) == (9, ())
 
 
+async def test_a_lookup_that_fails_in_part() -> None:
+    """What a part of a medium could not tell ends a prefix, and the load says so; what the others have is found."""
+    engine, emit, parted = Engine(), Recorder(), ScriptedBackend(name="parted")
+    async with open_cache(parted, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        for hole in (0, 5):
+            parted.on_lookup.change_next(only(hole, Outcome.FAILED))
+            num_blocks, faults = await _load(kv, engine)
+            assert (num_blocks, [(each.tier, each.reason) for each in faults]) == (hole, [("parted", "unreadable")])
+        for part in (2, 4):  # of the question for the prefix, and of that for what is behind its end
+            parted.on_lookup.change_next(only(part, Outcome.FAILED))
+        assert (await kv.presence(KEYS)).nonzero()[0].tolist() == [0, 1, 3, 4, 5, 6, 8]
+        assert not emit.of(TierFailed)
+        assert await _load(kv, engine) == (9, ())
+
+
 class _Liar(ScriptedBackend):
     """Says that any prefix there is has ``lie`` blocks."""
 

@@ -337,6 +337,10 @@ class _Tier(ABC):
         """
 
 
+class CutPrefix(int):
+    """So many leading keys are there; whether the next one is, the medium could not tell."""
+
+
 class Backend(_Tier):
     """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind."""
 
@@ -348,12 +352,13 @@ class Backend(_Tier):
 
     @abstractmethod
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
-        """Say HIT or MISS for each key. May be an estimate: a read decides."""
+        """Say HIT or MISS for each key, or FAILED where the medium cannot tell. May be an estimate: a read decides."""
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
         outcomes = await self.lookup(keys)
-        return next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
+        end = next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
+        return CutPrefix(end) if Outcome.FAILED in outcomes[end : end + 1] else end
 
     async def locate(self, keys: Sequence[BlockKey]) -> LoadStoreSpec | None:
         """Say where the records of these keys are, in order; of one that is absent, where it would be looked for.

@@ -29,13 +29,13 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, Block, Blocks, Outcome
+from tiered_kv.media.backend import Backend, Block, Blocks, CutPrefix, Outcome
 from tiered_kv.system import system
-from tiered_kv.tiers.calls import Answer, outcomes_problem
+from tiered_kv.tiers.calls import Answer, all_failed, outcomes_problem
 from tiered_kv.tiers.gate import Waiter
 from tiered_kv.tiers.storage import StorageTier, TierParts
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
-from tiered_kv.values.errors import TierFault
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
 from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import LoadStoreSpec
@@ -364,7 +364,7 @@ class FailedWrites:
 
 _DELETED_AT_ONCE: Final = 1024
 _ASKED_AT_ONCE: Final = 1024
-_LOOKED_UP: Final = (Outcome.HIT, Outcome.MISS)
+_LOOKED_UP: Final = (Outcome.HIT, Outcome.MISS, Outcome.FAILED)
 
 
 @dataclass(eq=False)
@@ -401,11 +401,16 @@ class SharedTier(StorageTier):
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
         One for whose answer nobody waits any more is not asked if its turn has not come.
         """
+        found, _ = await self._find(batch, faults)
+        return found
+
+    async def _find(self, batch: Batch, faults: list[TierFault] | None) -> tuple[Mask, bool]:
+        """Do what `find` does, and say whether the medium can be asked for more."""
         if self.health.is_bypassed:
-            return self._away(batch, faults)
+            return self._away(batch, faults), False
         found, asked = np.zeros(len(batch), np.bool_), self.may_have(batch).nonzero()[0]
         if not len(asked):
-            return found
+            return found, True
         question = batch if len(asked) == len(batch) else batch[asked]
         name = question.names.tobytes()
         asking = self._asking.get(name)
@@ -421,13 +426,20 @@ class SharedTier(StorageTier):
             if not asking.num_waiting:
                 self._asked(name, asking)
                 asking.task.cancel()  # it may wait for its turn; a call that has been made goes on
+        is_well = True
         if not asking.task.cancelled():
             answer = asking.task.result()
-            found[asked] = np.arange(len(asked)) < (answer.value or 0)
-            if faults is not None and not answer.is_well:
+            is_well, num_found = answer.is_well, 0 if answer.value is None else answer.value
+            found[asked] = np.arange(len(asked)) < num_found
+            if faults is not None and not is_well:
                 faults.append(answer.fault(self.name, len(asked)))
+            elif faults is not None and isinstance(num_found, CutPrefix):
+                faults.append(self._partly(len(asked) - num_found))
         self.answers.doubt(batch.names[~found])
-        return found
+        return found, is_well
+
+    def _partly(self, num_blocks: int) -> TierFault:
+        return TierFault(self.name, Reason.UNREADABLE, num_blocks, "a part of the medium did not answer")
 
     @override
     def may_have(self, batch: Batch) -> Mask:
@@ -475,17 +487,14 @@ class SharedTier(StorageTier):
         return found
 
     async def _find_each(self, batch: Batch, faults: list[TierFault] | None) -> Mask:
-        silent: list[TierFault] = []
-        found = await self.find(batch, silent)
-        if not silent and not found.all():
+        found, is_well = await self._find(batch, faults)
+        if is_well and not found.all():
             # What is evicted is not asked for: its tombstone may be lifted before an answer comes, which is older.
             is_left = ~(found | self._tombstones.holds(batch) | self.suspects.absent(batch.names))
             is_left[: int(np.argmin(found)) + 1] = False
             behind = np.flatnonzero(is_left)
             if len(behind):
-                found[behind] = await self._ask_each(batch[behind], silent)
-        if faults is not None:
-            faults += silent
+                found[behind] = await self._ask_each(batch[behind], faults)
         return found & ~self._tombstones.holds(batch)
 
     async def _answer(self, batch: Batch) -> None:
@@ -500,7 +509,7 @@ class SharedTier(StorageTier):
             self.answers.take(names[:num_said], found[:num_said], question)
         self.answers.forget(names[num_said:])
 
-    async def _ask_each(self, batch: Batch, faults: list[TierFault]) -> Mask:
+    async def _ask_each(self, batch: Batch, faults: list[TierFault] | None) -> Mask:
         n = len(batch)
         answer = await self.calls.make(
             "lookup",
@@ -508,9 +517,12 @@ class SharedTier(StorageTier):
             num_blocks=n,
             until_late=True,
             problem_of=outcomes_problem(n, _LOOKED_UP),
+            is_failure=all_failed,
         )
-        if not answer.is_well:
+        if faults is not None and not answer.is_well:
             faults.append(answer.fault(self.name, n))
+        elif faults is not None and (num_unsaid := (answer.value or []).count(Outcome.FAILED)):
+            faults.append(self._partly(num_unsaid))
         if not answer.value:
             return np.zeros(n, np.bool_)
         return np.array([outcome is Outcome.HIT for outcome in answer.value], np.bool_)
