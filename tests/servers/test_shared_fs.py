@@ -657,6 +657,29 @@ async def test_what_cannot_be_deleted_keeps_no_others(tmp_path: Path) -> None:
         assert file.exists()
 
 
+async def test_a_file_that_cannot_be_deleted_keeps_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sweep makes room all the same, and a tenant's other blocks are deleted; both say that one could not be."""
+    keys, unlink, clock = keys_of(*range(4)), os.unlink, Clock()
+
+    def refuse(name: str, *, dir_fd: int | None = None) -> None:
+        if name == keys[0].hash.hex():
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
+        unlink(name, dir_fd=dir_fd)
+
+    async with opened(tmp_path, clock) as backend:
+        for key in keys:
+            clock.now_ns += DAY_NS
+            await store(backend, [key])
+    monkeypatch.setattr(os, "unlink", refuse)
+    with pytest.raises(BackendUnavailableError, match="not permitted"):
+        await sweep({"path": tmp_path, "capacity": 3 * RECORD, "min_free_fraction": 0})
+    async with opened(tmp_path, clock) as backend:
+        assert await backend.lookup(keys) == [Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
+        with pytest.raises(BackendUnavailableError, match="not permitted"):
+            await delete_tenant(backend.settings, "")
+        assert await backend.lookup(keys) == [Outcome.HIT] + [Outcome.MISS] * 3
+
+
 async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:
     """There is nothing in it; nothing is stored, and nobody knows what will be there once it is back: both are said."""
     path = tmp_path / "kv"

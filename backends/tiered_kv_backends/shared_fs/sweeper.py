@@ -12,7 +12,7 @@ import re
 import stat
 import threading
 from array import array
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -135,8 +135,9 @@ class Sweeper:
             What was done; None if another process is sweeping, or has.
 
         Raises:
-            OSError: The filesystem failed; what was deleted until then is.
+            OSError: The filesystem failed; what was deleted until then is. If it was in deleting, all else is done.
         """
+        failed = deque[OSError](maxlen=1)
         with contextlib.ExitStack() as held:
             lock = open_own(self._root, LOCK_NAME)
             held.callback(os.close, lock)
@@ -147,13 +148,15 @@ class Sweeper:
             begun = self._ledger.begin_sweep(self._unwritten)
             if unless_after is not None and begun.num_sweeps > unless_after:
                 return None
-            swept = self._sweep()
+            swept = self._sweep(failed)
             if not self._stopped.is_set():  # else not all was counted
                 self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
-            return swept
+        if failed:
+            raise failed[-1]
+        return swept
 
-    def _sweep(self) -> Swept:
-        count = _Count(self._wall_clock_ns())
+    def _sweep(self, failed: deque[OSError]) -> Swept:
+        count = _Count(self._wall_clock_ns(), failed)
         _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
         over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes())
         deletion = _Deletion(over, count, self._salt_quota)
@@ -172,10 +175,11 @@ class Sweeper:
 
 
 class _Count:
-    """What lies there; temporaries of dead writers go at once."""
+    """What lies there; temporaries of dead writers go at once. What cannot be deleted is kept in ``failed``."""
 
-    def __init__(self, now_ns: int) -> None:
+    def __init__(self, now_ns: int, failed: deque[OSError]) -> None:
         self.now_ns = now_ns
+        self.failed = failed
         self.num_bytes = self.num_temporaries = self.stale_bytes = 0
         self.used_ns, self.sizes, self.salts = array("q"), array("q"), array("l")
         self.of_salt = Counter[str]()
@@ -191,7 +195,7 @@ class _Count:
                 self.sizes.append(status.st_size)
                 self.salts.append(number)
                 self.of_salt[salt] += status.st_size
-            elif status.st_mtime_ns < self.now_ns - _DEAD_NS and _unlink(name, folder):
+            elif status.st_mtime_ns < self.now_ns - _DEAD_NS and _unlink(name, folder, self.failed):
                 self.num_temporaries += 1
                 continue
             elif status.st_mtime_ns < self.now_ns - _STALE_NS:
@@ -238,6 +242,7 @@ class _Deletion:
                 of_salt = self._of_salts[salt] = _Excess(excess, times[mine], sizes[mine])
                 others &= ~mine | (times > of_salt.cutoff_ns)
                 over -= excess
+        self._failed = count.failed
         self._stale_ns = count.now_ns - _STALE_NS if over > 0 else 0
         self._of_all = _Excess(over - count.stale_bytes, times[others], sizes[others])
         self.is_needed = over > 0 or bool(self._of_salts)
@@ -249,13 +254,13 @@ class _Deletion:
         before, of_salt = self.num_bytes, self._of_salts.get(salt)
         for name, status in _files(folder):
             if not HASH.fullmatch(name):
-                if status.st_mtime_ns < self._stale_ns and _unlink(name, folder):
+                if status.st_mtime_ns < self._stale_ns and _unlink(name, folder, self._failed):
                     self.num_temporaries += 1
                     self.num_bytes += status.st_size
                 continue
             is_over_quota = of_salt is not None and of_salt.takes(status)
             excess = of_salt if of_salt is not None and is_over_quota else self._of_all
-            if excess.takes(status) and _unlink(name, folder):
+            if excess.takes(status) and _unlink(name, folder, self._failed):
                 excess.is_gone(status.st_size)
                 self.num_over_quota += is_over_quota
                 self.num_records += 1
@@ -277,19 +282,21 @@ def delete_folders(root: str, salt_folder: str) -> int:
     """Delete the records in every folder of one salt, and the folders; return how many records. Locks nothing.
 
     Raises:
-        OSError: The filesystem failed, or is not mounted.
+        OSError: The filesystem is not mounted, or failed: if in deleting, all that could be deleted is.
     """
     check_mounted(root)
-    num_deleted = 0
+    num_deleted, failed = 0, deque[OSError](maxlen=1)
 
     def visit(folder: int, _salt: str) -> bool:
         nonlocal num_deleted
         for name, _ in _files(folder):
-            num_deleted += _unlink(name, folder) and bool(HASH.fullmatch(name))
+            num_deleted += _unlink(name, folder, failed) and bool(HASH.fullmatch(name))
         return True
 
     names = (*NAMESPACE[:-1], re.compile(re.escape(salt_folder)), _FOLDERS[-1])
     _visit_folders(root, names, visit, threading.Event())
+    if failed:
+        raise failed[-1]
     return num_deleted
 
 
@@ -362,10 +369,13 @@ def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
             yield name, status
 
 
-def _unlink(name: str, folder: int) -> bool:
-    """Remove a file; False if another has."""
+def _unlink(name: str, folder: int, failed: deque[OSError]) -> bool:
+    """Remove a file; False if another has, or if it cannot be removed: that must keep no others."""
     try:
         os.unlink(name, dir_fd=folder)
     except FileNotFoundError:
+        return False
+    except OSError as error:
+        failed.append(error)
         return False
     return True
