@@ -7,7 +7,7 @@ What lies in a bucket, for operators: only objects whose whole path is one of ou
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -75,9 +75,7 @@ class BucketInventory(Inventory):
         """Delete objects, up to 1,000 by one request."""
         try:
             for start in range(0, len(found), _AT_ONCE):
-                await obstore.delete_async(self._store, [each.where for each in found[start : start + _AT_ONCE]])
-        except FileNotFoundError:
-            pass
+                await _delete(self._store, [each.where for each in found[start : start + _AT_ONCE]])
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "delete blocks", self._settings) from error
 
@@ -176,6 +174,12 @@ async def _blocks(store: ObjectStore, folder: str | None = None) -> AsyncIterato
 
 
 async def _delete(store: ObjectStore, paths: list[str]) -> int:
-    if paths:
-        await obstore.delete_async(store, paths)
+    """Delete objects, by one request where the store has such; return how many were named. What is gone is no error."""
+    try:
+        if paths:
+            await obstore.delete_async(store, paths)
+    except FileNotFoundError:  # a store without bulk deletion stops at the first that is absent
+        for path in paths:
+            with suppress(FileNotFoundError):
+                await obstore.delete_async(store, path)
     return len(paths)

@@ -1,5 +1,6 @@
 """What operators' tools take of a bucket in which others may put what they like."""
 
+import asyncio
 import re
 import threading
 from collections.abc import Iterator
@@ -121,3 +122,23 @@ async def test_no_more_is_read_of_an_object_than_a_record_may_have(tmp_path: Pat
         (found,) = [each async for some in inventory.found() for each in some]
         assert found.num_bytes == MOST_FOUND_BYTES + 1
         assert await inventory.read(found) == b""
+
+
+async def test_what_went_meanwhile_keeps_no_others(tmp_path: Path) -> None:
+    """Whoever else deletes objects between listing and deletion: the rest of them goes, and it is no error."""
+    settings = S3Backend.Settings.of({"medium": "s3", "url": f"file://{tmp_path}"})
+    folder = tmp_path / FOLDER / salt_folder(salt_digest("ann"))
+    folder.mkdir(parents=True)
+    objects = [folder / f"{n:064x}" for n in range(50)]
+    for each in objects:
+        each.touch()
+    async with S3Backend.inventory(settings) as inventory:
+        found = [each async for some in inventory.found() for each in some]
+        objects[0].unlink()
+        objects[7].unlink()
+        await inventory.delete(found)
+    assert not any(each.exists() for each in objects)
+    for each in objects:
+        each.touch()
+    await asyncio.gather(delete_tenant(settings, "ann"), delete_tenant(settings, "ann"))
+    assert not any(each.exists() for each in objects)
