@@ -214,6 +214,20 @@ class TestOpening:
             assert [name for name in names if await client.exists(name)] == names[2:]
             await client.delete(*names)
 
+    async def test_a_value_that_is_no_string_is_listed(self, redis: RedisServer) -> None:
+        """What others put under a block's name hides no blocks: it is found, holds nothing to read, can be deleted."""
+        backend, keys = backend_of(redis), [block_key(n) for n in range(3)]
+        async with open_backend(backend), Redis(port=redis.port) as other:
+            await backend.write(keys[:2], blocks_of(2, 10))
+            await other.rpush(backend.settings.prefix + keys[2].path, b"x")
+            async with RedisBackend.inventory(backend.settings) as inventory:
+                found = [each async for some in inventory.found() for each in some]
+                assert sorted(each.where for each in found) == sorted(key.path for key in keys)
+                odd = next(each for each in found if each.where == keys[2].path)
+                assert await inventory.read(odd) == b""
+                await inventory.delete([odd])
+            assert await backend.lookup(keys) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+
     async def test_a_server_that_repeats_the_password_later(self) -> None:
         """Nor where it lets us in, and then answers each command by what it was told before."""
 

@@ -31,7 +31,7 @@ class RedisInventory(Inventory):
         self._holders: dict[str, Server] = {}
 
     async def found(self) -> AsyncIterator[list[Found]]:
-        """Walk all keys, about a thousand at a time, and ask how long their values are."""
+        """Walk all keys, about a thousand at a time, and ask how long their values are: 0 of what is no string."""
         pattern = _GLOB.sub(rb"\\\1", self._prefix) + b"*"
         with self._doing("list blocks"):
             for server in await self._servers.all():
@@ -40,15 +40,15 @@ class RedisInventory(Inventory):
                     cursor, names = await server.client.scan(max(0, cursor), match=pattern, count=_LOOKED_AT_ONCE)
                     paths = [bytes(name)[len(self._prefix) :].decode("latin-1") for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
                     paths = [path for path in paths if RECORD.fullmatch(path)]
-                    lengths = await _counts(
-                        server, [command(b"STRLEN", self._prefix + path.encode()) for path in paths]
-                    )
+                    questions = [command(b"STRLEN", self._prefix + path.encode()) for path in paths]
+                    lengths = await server.count(questions) if questions else []
                     self._holders |= dict.fromkeys(paths, server)
-                    yield [Found(path, Place.of(path), n) for path, n in zip(paths, lengths, strict=True) if n]
+                    found = zip(paths, lengths, strict=True)
+                    yield [Found(path, Place.of(path), _length(n)) for path, n in found if n != 0]
 
     async def read(self, found: Found) -> bytes | bytearray | None:
-        """Get one value, if it is still as long as it was; nothing of one that is longer than any record."""
-        if found.is_too_long:
+        """Get one value, if it is still as long as it was; nothing of one that can be no record."""
+        if found.is_too_long or not found.num_bytes:
             return b""
         name, value = self._prefix + found.where.encode(), bytearray(found.num_bytes)
         header, payload = memoryview(value)[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
@@ -88,6 +88,15 @@ async def open_inventory(settings: RedisSettings) -> AsyncIterator[RedisInventor
         yield RedisInventory(servers, settings.prefix)
     finally:
         await servers.aclose()
+
+
+def _length(answer: int | str) -> int:
+    """Return how long a value is, as STRLEN says; others may have put what is no string under a block's name."""
+    if isinstance(answer, int):
+        return answer
+    if answer.startswith("WRONGTYPE"):
+        return 0
+    raise ResponseError(answer)
 
 
 async def _counts(server: Server, commands: Sequence[bytes]) -> list[int]:
