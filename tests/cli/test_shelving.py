@@ -242,6 +242,7 @@ async def test_what_is_deleted_while_it_is_listed_harms_nothing(
         ("delete", ".", "--tenant", "abc", "--yes"),
         ("delete", ".", "--tenant", "zzzzzzzz", "--yes"),
         ("delete", ".", "--tenant", "12345678", "--salt", "x", "--yes"),
+        ("delete", ".", "--salt", os.fsdecode(b"\xff"), "--yes"),
         ("verify", ".", "--rate", "fast"),
         ("inspect", "nobody"),
         ("inspect", "mooncake://127.0.0.1:1"),
