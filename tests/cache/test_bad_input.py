@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -117,14 +118,32 @@ async def test_wrong_blocks(cache: Cache, case: tuple[Given, type[TieredKVError]
 async def test_wrong_keys(cache: Cache, keys: Any) -> None:  # noqa: ANN401 - anything
     """Whatever is no `BlockKeys` of the layout is refused by every call that takes keys."""
     kv, _ = cache
-    calls: list[Callable[[Any], object]] = [kv.touch, kv.prefetch, kv.lease]
+    calls: list[Callable[[Any], object]] = [
+        kv.touch,
+        kv.prefetch,
+        kv.lease,
+        kv.resident,
+        kv.leaving,
+        kv.unpin,
+        kv.membership,
+    ]
     for call in calls:
         with pytest.raises(ConfigurationError, match=r"keys must be BlockKeys|KV group 3 of 1"):
             call(keys)
-    awaited: list[Callable[[Any], Awaitable[object]]] = [kv.lookup, kv.evict]
+    awaited: list[Callable[[Any], Awaitable[object]]] = [kv.lookup, kv.evict, kv.explain]
     for each in awaited:
         with pytest.raises(ConfigurationError, match=r"keys must be BlockKeys|KV group 3 of 1"):
             await each(keys)
+    with pytest.raises(ConfigurationError, match=r"keys must be BlockKeys|2 keys were asked for"):
+        kv.count_lookup(keys, np.ones(1, np.bool_))
+
+
+@pytest.mark.parametrize("rank", [None, "0", 0.0, -1, 1], ids=repr)
+async def test_ranks_that_are_not_there(cache: Cache, rank: Any) -> None:  # noqa: ANN401 - anything
+    """The number of a rank is an int, of those that the cache stands for."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match=f"rank must be an int, 0 or more, got {rank!r}|rank 1 of 1"):
+        kv.namespace(rank=rank)
 
 
 @pytest.mark.parametrize(

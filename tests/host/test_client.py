@@ -62,6 +62,23 @@ async def test_what_one_stores_another_loads(tmp_path: Path) -> None:
             assert loaded.by_tier == {"cpu": 24, "nvme": 16}
 
 
+@pytest.mark.parametrize("keys", [None, "prompt", 7], ids=repr)
+async def test_what_are_no_keys_is_said_without_the_server(keys: Any, tmp_path: Path) -> None:  # noqa: ANN401 - anything
+    """A client refuses them as a cache of one's own does, in calls that block and in those that are awaited."""
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, AnyEngine()) as kv:
+            for call in (kv.touch, kv.prefetch, kv.lookup_nowait, kv.membership, kv.unpin):
+                with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
+                    call(keys)
+            for each in (kv.lookup, kv.evict, kv.explain):
+                with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
+                    await each(keys)
+            with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
+                kv.count_lookup(keys, np.ones(1, np.bool_))
+            with pytest.raises(ConfigurationError, match="a rank must be an int, 0 or more, got '0'"):
+                kv.namespace(rank="0")  # type: ignore[arg-type]  # wrong on purpose
+
+
 async def test_layers_come_and_go_one_by_one(tmp_path: Path) -> None:
     """A store takes layers in any order, and a load gives them in order; each may be waited for."""
     engine = AnyEngine()

@@ -15,6 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.cache.checks import check_are_keys
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
@@ -77,6 +78,7 @@ class Explanation:
 
 async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
+    check_are_keys(keys)
     explanations: list[Explanation] = []
     others: list[list[bytes]] | None = None
     for start in range(0, max(1, len(keys)), _EXPLAINED_AT_ONCE):  # of no keys at all it is looked at whose they are

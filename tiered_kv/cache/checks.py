@@ -70,6 +70,14 @@ def check_one_rank(of_ranks: Sequence[object]) -> None:
         )
 
 
+def check_are_keys(keys: object) -> None:
+    """Raise `ConfigurationError` unless they are keys of blocks."""
+    if not isinstance(keys, StoredKeys):
+        raise ConfigurationError(
+            f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
+        )
+
+
 def check_keys(keys: StoredKeys, group: KVGroup) -> None:
     """Raise `LayoutMismatchError` if the keys name blocks of another size than the group's."""
     if keys.block_size != group.block_size:
@@ -79,7 +87,8 @@ def check_keys(keys: StoredKeys, group: KVGroup) -> None:
 
 
 def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
-    """Raise `ConfigurationError` unless it is said of each key whether it was found."""
+    """Raise `ConfigurationError` unless they are keys, and it is said of each whether it was found."""
+    check_are_keys(keys)
     if np.shape(found) != (len(keys),):
         raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
 

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, Final
 
 from typing_extensions import override
 
-from tiered_kv.cache.checks import LoadCall, StoreCall, check_keys, check_one_rank, check_pages
+from tiered_kv.cache.checks import LoadCall, StoreCall, check_are_keys, check_keys, check_one_rank, check_pages
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
@@ -182,10 +182,7 @@ class Seat(EngineSide):
 
     def _chains_of(self, keys: StoredKeys) -> Sequence[Chain]:
         """Return the chains of the keys' KV group, one per rank, having looked at the keys."""
-        if not isinstance(keys, StoredKeys):
-            raise ConfigurationError(
-                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
-            )
+        check_are_keys(keys)
         chains = self.of_group(keys.group)
         check_keys(keys, chains[0].group)
         return chains
@@ -240,8 +237,8 @@ class Seat(EngineSide):
     def namespace(self, salt_id: bytes, *, group: int, rank: int) -> Namespace:
         """Return what names the blocks of a tenant, by a digest of its salt; from any thread."""
         chains = self.of_group(group)
-        if not 0 <= rank < len(chains):
-            raise ConfigurationError(f"rank {rank!r} of {len(chains)}: this cache has no such rank")
+        if (rank := as_int("a rank", rank)) >= len(chains):
+            raise ConfigurationError(f"rank {rank} of {len(chains)}: this cache has no such rank")
         return chains[rank].naming.namespace(salt_id, self.epoch)
 
     def namespaces(self) -> list[Namespace]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.cache.checks import check_found, check_one_rank, check_ttl
+from tiered_kv.cache.checks import check_are_keys, check_found, check_one_rank, check_ttl
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection
@@ -235,7 +235,9 @@ class Remote(Generic[P, T]):
         return epoch, arguments
 
     def parts(self, given: Any) -> list[Any]:  # noqa: ANN401 - of `bind`
-        """Cut what `bind` made into what one message each may be about."""
+        """Cut what `bind` made into what one message each may be about; raise `ConfigurationError` without keys."""
+        if self.has_keys:
+            check_are_keys(given.keys)
         num_keys = len(given.keys) if self.has_keys else 0
         if num_keys <= self.most_keys:
             return [given]
