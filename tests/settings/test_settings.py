@@ -162,6 +162,11 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([{"medium": "cpu", "capcity": 1}], "tiers[0].capcity: there is no such setting: did you mean 'capacity'?"),
         ([{"medium": "gpu"}], "tiers[0].capacity: must be given, e.g. '2GiB'"),
         ([{"medium": "s3"}], "tiers[0].url: must be given, e.g. 's3://bucket/prefix'"),
+        (
+            [{"medium": "nvme", "path": 7, "capacity": "1GiB", "pa[th": 1, "ca[p": 1}],
+            "tiers[0].path: must be a path, in quotes\n  tiers[0].pa[th: there is no such setting: did you mean 'path'",
+        ),
+        ([{"medium": "redis", "url": "redis://h", "ca_file": 7}], "tiers[0].ca_file: must be a path, in quotes"),
         (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
         (["file:///kv?capacity=1GiB&policy=lfu"], "tiers[0]: policy must be one of lru, arc"),

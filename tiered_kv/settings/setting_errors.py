@@ -115,11 +115,14 @@ def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where
     """Say where and what, with what to write instead, for each of pydantic's errors."""
     found: list[tuple[Where, str]] = []
     for each in error.errors(include_url=False):
+        is_unknown = each["type"] == "extra_forbidden"
+        # Of unions pydantic tells each type that it has tried, ``tuple[...]``, as if that were a place.
+        where = tuple(part for part in each["loc"] if is_unknown or "[" not in str(part))
         cause = each.get("ctx", {}).get("error")
         if isinstance(cause, ConfigurationError):
-            found += [((*each["loc"], *inner), text) for inner, text in problems_of(cause)]
-        else:
-            found.append((each["loc"], _what(each, model)))
+            found += [((*where, *inner), text) for inner, text in problems_of(cause)]
+        elif where not in dict(found):
+            found.append((where, _what(each, model)))
     return found
 
 
@@ -135,6 +138,8 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
             what = f"must be given{_example(model, where)}"
         case "tuple_type":
             what = "must be a list" + (", e.g. ['cpu://?capacity=32GiB']" if where == ("tiers",) else "")
+        case "path_type":
+            what = "must be a path, in quotes"
         case "string_type":
             what = "must be text, in quotes"
         case "byte_size" | "byte_size_unit" if not given.strip("' ").startswith("-"):
