@@ -33,3 +33,25 @@ async def test_each_tier_is_measured_beside_its_ceiling(tmp_path: Path) -> None:
     failed = await answer("bench", *few, code=1)
     assert all("127.0.0.1:1" in each["problem"] for each in failed)
     assert "through a cache" in (await run("bench", *few)).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", ["1", "4KiB"])
+async def test_few_small_blocks_are_measured(block: str, tmp_path: Path) -> None:
+    """A disk tier for them has room for what it keeps about them, too."""
+    file = tmp_path / "kv.toml"
+    file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = "{tmp_path}/disk"\ncapacity = "1MiB"\n')
+    for blocks in ("1", "64"):
+        found = await answer("bench", "--config", str(file), "--block", block, "--blocks", blocks, "--rounds", "1")
+        assert [each["problem"] for each in found] == ["", ""]
+
+
+@pytest.mark.parametrize("much", [("--block", "1PiB"), ("--blocks", "999999999999")], ids=str)
+async def test_more_than_memory_has_is_refused_before_it_is_taken(much: tuple[str, str], tmp_path: Path) -> None:
+    """In one line, with what to give instead."""
+    file = tmp_path / "kv.toml"
+    file.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "1MiB"\n')
+    result = await run("bench", "--config", str(file), *much)
+    assert result.exit_code == 2
+    assert "of host memory are wanted, but" in result.stderr
+    assert "give a smaller --block, or fewer --blocks" in result.stderr

@@ -169,6 +169,10 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
             "--store-when must be one of computed, evicted, auto",
         ),
         (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--real", "--real-token-bytes", "1PiB"],
+            "of host memory are wanted, but",
+        ),
+        (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--engine-cache", "9", "--real"],
             "leave out --real",
         ),

@@ -26,6 +26,7 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.cli.replaying import size_of
 from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
 from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape
+from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
 from tiered_kv.settings.settings import TieredKVSettings
@@ -38,6 +39,8 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 _BLOCK_SIZE: Final = 16
 _THREADS: Final = 8
 _PAGE: Final = 4096
+_NOTES: Final = 1 << 20
+"""Bytes beside the blocks, for what an owned tier keeps about them."""
 Direction = Literal["store", "load"]
 Move = Callable[[Direction], Awaitable[float]]
 """Moves all blocks once, and returns the seconds."""
@@ -127,6 +130,8 @@ class _Work:
 
     def __init__(self, block_bytes: int, num_blocks: int) -> None:
         head_dim = max(1, round(block_bytes / (2 * _BLOCK_SIZE * 8 * 2)))
+        of_engine_and_ceiling = 2 * num_blocks * 2 * _BLOCK_SIZE * 8 * head_dim * 2
+        check_host_memory(of_engine_and_ceiling, less="give a smaller --block, or fewer --blocks")
         self.caches = [torch.ones(num_blocks, 2, _BLOCK_SIZE, 8, head_dim, dtype=torch.bfloat16)]
         self.layout = KVLayout.from_tensors(self.caches, block_size=_BLOCK_SIZE, axes="BPNHD")
         self.num_blocks = num_blocks
@@ -168,7 +173,8 @@ async def _measured(
 def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSettings]:
     """Yield the tier with a path and a capacity for this work: a cache may have the real one open."""
     path = getattr(tier, "path", None)
-    room = {"capacity": 4 * work.num_bytes + work.num_blocks * 2 * _PAGE}
+    stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))  # with its header, of whole pages
+    room = {"capacity": 4 * work.num_blocks * stride + _NOTES}
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here")
     if not isinstance(tier, OwnedTierSettings) or not isinstance(path, Path):

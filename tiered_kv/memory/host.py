@@ -512,11 +512,12 @@ _CAP_IPC_LOCK: Final = 1 << 14
 _LESS: Final = "give the cpu tier less capacity or lower limits.bounce"
 
 
-def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
+def check_host_memory(num_bytes: int, *, less: str = _LESS, root: Path = Path("/")) -> None:
     """Raise unless ``num_bytes`` more of host memory can be had. Where the machine does not say, nothing is checked.
 
     Args:
         num_bytes: What is about to be allocated, all together.
+        less: What to change, for less of it.
         root: Where ``proc`` and ``sys`` are.
 
     Raises:
@@ -524,10 +525,10 @@ def check_host_memory(num_bytes: int, *, root: Path = Path("/")) -> None:
     """
     problems = []
     if num_bytes > (available := _available(root / "proc/meminfo")):
-        problems.append(f"{_gib(available)} are available on this machine: {_LESS}, or end other processes")
+        problems.append(f"{_gib(available)} are available on this machine: {less}, or end other processes")
     for path, limit, used in _cgroups(root):
         if num_bytes > limit - used:
-            advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {_LESS}"
+            advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {less}"
             problems.append(f"the control group {path} is limited to {_gib(limit)}, {_gib(used)} in use: {advice}")
     if problems:
         raise ConfigurationError(f"{_gib(num_bytes)} of host memory are wanted, but {'; '.join(problems)}")

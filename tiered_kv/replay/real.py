@@ -20,6 +20,7 @@ import torch
 from pydantic import ByteSize
 
 from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.memory.host import check_host_memory
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.replay.simulated_chain import TierPlan
@@ -85,7 +86,7 @@ async def really(
         on_request: Told how many requests were served.
 
     Raises:
-        ConfigurationError: The tiers make no cache, or tokens of so many bytes no block.
+        ConfigurationError: The tiers make no cache, or tokens of so many bytes no block, or more than memory has.
         BackendUnavailableError: A tier cannot be opened.
     """
     if real_cost.token_bytes % 8:
@@ -156,6 +157,8 @@ class _Engine:
         head_dim = cost.token_bytes // 4
         group = KVGroup(1, 1, head_dim, "bfloat16", trace.block_size)
         self.layout, self.device = KVLayout((group,)), device
+        if device == "cpu":  # as much again for what it is compared with
+            check_host_memory(2 * longest * group.payload_bytes, less="give fewer bytes a token")
         self.pool = torch.zeros(longest, 2, trace.block_size, 1, head_dim, dtype=torch.bfloat16, device=device)
         self._words = self.pool.view(longest, -1).view(torch.int64)
         self._column = torch.arange(self._words.shape[1], device=device)
