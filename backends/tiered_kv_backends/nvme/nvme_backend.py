@@ -206,13 +206,15 @@ class NVMeBackend(SlotBackend):
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
 
         Raises:
-            BackendUnavailableError: A disk is too small, or fails.
+            BackendUnavailableError: A disk is too small, or the only one fails.
         """
         disks = self._disks
         was_blocks, disks.num_blocks = disks.num_blocks, -(-num_blocks // len(disks))
 
         def resized(num_blocks: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
-            return ((disk, disk.store.resize(num_blocks)) for disk in disks if disk.store is not None)
+            for disk in disks:
+                if (store := disk.store) is not None:
+                    yield disk, self._change(disk, store, store.resize(num_blocks))
 
         try:
             await disks.each(resized(disks.num_blocks))
@@ -328,17 +330,21 @@ class NVMeBackend(SlotBackend):
             if (store := disk.store) is None:
                 await self._disks.until_settled()
                 return
-            try:
-                await call(store, at, local)
-            except (BackendUnavailableError, ClosedError):
-                if len(self._disks) > 1 and (problem := await store.problem()):
-                    await self._disks.lose(disk, store, problem)
-                    await self._disks.until_settled()
-                    return
-                raise
+            await self._change(disk, store, call(store, at, local))
 
         shares = self._shares(slots)
         await self._disks.each((share[0], change(*share)) for share in shares if everywhere or len(share[1]))
+
+    async def _change(self, disk: Disk, store: DirectoryStore, call: Awaitable[None]) -> None:
+        """Wait for a call; where that fails with its whole directory, and there are others, let go of this one."""
+        try:
+            await call
+        except (BackendUnavailableError, ClosedError):
+            if len(self._disks) > 1 and (problem := await store.problem()):
+                await self._disks.lose(disk, store, problem)
+                await self._disks.until_settled()
+                return
+            raise
 
 
 def _verify_there(verify: Verify, at: Slots) -> Verify:

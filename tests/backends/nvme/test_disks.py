@@ -220,7 +220,7 @@ def underway(backend: NVMeBackend) -> bool:
     return any(disk.underway for disk in backend._disks)  # noqa: SLF001 - the test's own
 
 
-@pytest.mark.parametrize("finds_out", ["read", "write", "forget", "checkpoint"])
+@pytest.mark.parametrize("finds_out", ["read", "write", "forget", "checkpoint", "grow", "shrink"])
 async def test_one_that_fails_is_let_go_of(paths: list[Path], finds_out: str) -> None:
     """Whichever call fails, at once: the others go on. It comes back empty, by itself, and is used again."""
     now = [0.0]
@@ -233,6 +233,8 @@ async def test_one_that_fails_is_let_go_of(paths: list[Path], finds_out: str) ->
             assert await tier.write(count_up(3)) == [FAILED, STORED, STORED]
         elif finds_out == "forget":
             await tier.backend.forget(0, slots_of({0: 0}))
+        elif finds_out in {"grow", "shrink"}:
+            await tier.backend.resize(tier.found.num_slots + (3 if finds_out == "grow" else -3))
         else:
             await tier.backend.checkpoint(0, tier.found.names, tier.found.slots, sync=True)
         assert missing_slots(tier) == [0, 3, 6, 9]
