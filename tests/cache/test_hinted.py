@@ -1,6 +1,10 @@
 """What KV hints ask of a cache's blocks, and how much of it is done."""
 
-from tiered_kv.cache.hinted import Favours
+from tests.support import virtual
+from tests.support.caches import keep, open_cache, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tiered_kv.cache.hinted import Favours, Hints
+from tiered_kv.values.hints import HintAction
 
 
 def test_a_tenant_has_its_share_and_all_have_theirs() -> None:
@@ -42,3 +46,26 @@ def test_nobody_is_judged_where_nobody_says_what_is_asked_for() -> None:
     favours, blocks = Favours(64, 1_000), [bytes([at]) for at in range(64)]
     taken = [favours.take("ann", blocks, now_s=12.0 * turn, for_s=5.0) for turn in range(9)]
     assert taken == [64] * 9
+
+
+def test_shares_are_of_what_the_tier_holds_now() -> None:
+    """One that was made smaller is not filled by a tenant that says what is to stay."""
+
+    async def main() -> None:
+        engine, counts, keys = Engine(), list[tuple[int, int]](), prompt(16)
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "max_capacity": 64 * PAYLOAD_BYTES}
+        async with open_cache(cpu, engine=engine) as kv:
+            await keep(kv, engine, keys)
+            hints = Hints.of(kv, each=1 / 8, together=1 / 4, favoured=lambda *each: counts.append(each))
+            assert hints is not None
+            for num_blocks in (16, 64, 8):
+                await kv.resize("cpu", num_blocks * PAYLOAD_BYTES)
+                await virtual.advance(2.0)
+                assert hints.begin([(HintAction("pin", for_s=1.0), keys)], "")
+                await hints.settle()
+            assert counts == [(2, 14), (8, 8), (1, 15)]
+            await hints.aclose()
+            await virtual.advance(2.0)
+            await until_idle(kv)
+
+    virtual.run(main)

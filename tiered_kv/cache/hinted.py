@@ -34,8 +34,8 @@ class Hints:
         cache: BlockCache,
         *,
         memory: str,
-        most_each: int,
-        most_all: int,
+        each: float,
+        together: float,
         favoured: Callable[[int, int], object],
     ) -> None:
         """Begin with none.
@@ -43,14 +43,17 @@ class Hints:
         Args:
             cache: That is told.
             memory: The name of the tier that blocks are prefetched to.
-            most_each: Blocks that may be kept or brought at once for a tenant.
-            most_all: For all tenants together.
+            each: The part of it that may be kept or brought at once for a tenant.
+            together: For all tenants together.
             favoured: Called with how many blocks are kept or brought by an action, and how many are not, as they would
                 be too many.
         """
         self._cache = cache
         self._memory = memory
-        self._favours = Favours(most_each, most_all)
+        self._each = each
+        self._together = together
+        self._favours = Favours(0, 0)
+        self._seen_s = -inf
         self._favoured = favoured
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -62,9 +65,8 @@ class Hints:
         memory = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
         if memory is None:
             return None
-        num_blocks = next(tier.num_slots for tier in cache.stats().tiers if tier.tier == memory) / num_ranks
-        most_each, most_all = int(num_blocks * each), int(num_blocks * together)
-        return cls(cache, memory=memory, most_each=most_each, most_all=most_all, favoured=favoured)
+        parts = each / num_ranks, together / num_ranks  # a block takes a slot for every rank
+        return cls(cache, memory=memory, each=parts[0], together=parts[1], favoured=favoured)
 
     def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job] = ()) -> bool:
         """Begin to do what is meant of a tenant's blocks, once ``jobs`` have stored them; say no if too many wait."""
@@ -115,6 +117,7 @@ class Hints:
                 self._cache.touch(keys, hint=ReuseHint(0.0))
             return
         now_s = asyncio.get_running_loop().time()
+        self._see_capacity(now_s)
         num_blocks = self._favours.take(salt, _named(keys), now_s=now_s, for_s=action.for_s)
         self._favoured(num_blocks, len(keys) - num_blocks)
         if not num_blocks:
@@ -126,6 +129,13 @@ class Hints:
             self._cache.pin(keys[:num_blocks], ttl_s=action.for_s)
         else:
             await self._cache.prefetch(keys[:num_blocks], to=self._memory)
+
+    def _see_capacity(self, now_s: float) -> None:
+        """Go by what the tier holds now, as it may be resized; of a host's server it is not asked for every hint."""
+        if now_s - self._seen_s >= _SWEEP_S:
+            self._seen_s = now_s
+            num_slots = sum(tier.num_slots for tier in self._cache.stats().tiers if tier.tier == self._memory)
+            self._favours.allow(int(num_slots * self._each), int(num_slots * self._together))
 
 
 def _named(keys: BlockKeys) -> list[bytes]:
@@ -141,14 +151,17 @@ class Favours:
     """
 
     def __init__(self, most_each: int, most_all: int) -> None:
-        """Allow so many blocks to each tenant, and to all together."""
-        self._most_each = most_each
-        self._most_all = most_all
+        self.allow(most_each, most_all)
         self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
         self._judged: dict[str, _Judged] = {}  # the tenant used least recently first
         self._num_all = 0
         self._swept_s = -inf
         self._hears_of_uses = False
+
+    def allow(self, most_each: int, most_all: int) -> None:
+        """Allow so many blocks to each tenant, and to all together, from now on."""
+        self._most_each = most_each
+        self._most_all = most_all
 
     def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
         """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
