@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import BackendUnavailableError, TieredKV
+from tiered_kv import BackendUnavailableError, Outcomes, TieredKV
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.values.errors import Reason
@@ -70,6 +70,21 @@ async def test_what_waits_and_is_stored_again_is_written(kind: type[Scripted]) -
         await kv.store(KEYS, engine.compute(KEYS))
         await kv.evict(KEYS, tier="below")
         await kv.store(KEYS[:2], engine.compute(KEYS[:2]))
+        assert await kv.flush()
+        assert await found_below(kv) == medium.num_records == 2
+
+
+async def test_what_waits_and_is_planned_to_be_stored_again_is_written() -> None:
+    """A planned store wants it there as any store does."""
+    engine, medium = Engine(), ScriptedSlotBackend(name="below", write="back")
+    async with open_cache(CPU, medium, engine=engine, limits=LAZY) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.evict(KEYS, tier="below")
+        job = planner.plan_store(KEYS[:2], engine.compute(KEYS[:2]))
+        planner.complete(Outcomes((await job.planned()).job, 0, 0))
+        await job.ended()
         assert await kv.flush()
         assert await found_below(kv) == medium.num_records == 2
 

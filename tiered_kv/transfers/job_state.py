@@ -170,7 +170,10 @@ class HeldStore:
             removed = moved[: len(live)] & ~live & ~present
             chain.fates.note(self._batch.names[removed], Fate.REMOVED, chain.host.name)
         came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
-        chain.touch_there(self._batch[~live & present])
+        known = self._batch[~live & present]
+        chain.touch_there(known)
+        for tier in chain.tiers:
+            chain.unwritten.want(tier.name, known.names, came)  # what waits since before it was evicted
         chain.count_use(self._batch[live | present], came)
         ended = partial(chain.unwritten.end, came)
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended)
