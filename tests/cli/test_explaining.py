@@ -1,6 +1,7 @@
 """``tiered-kv explain`` on caches that work: each cause of a miss, planted, is found by name."""
 
 import json
+import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -163,9 +164,15 @@ async def test_what_is_no_question_is_refused_in_words(at: str, tmp_path: Path) 
             (b"\x80\x81", "no JSON"),
             (b"[" * 200_000, "no JSON"),
             (b"{}", "no list"),
+            (b"[NaN]", "JSON cannot ask for NaN"),
             (json.dumps(["a"] * BLOCK_SIZE).encode(), "answers"),
         ):
             file.write_bytes(text)
             result = await run("explain", str(file), "--at", at)
             assert result.exit_code == 2
             assert words in result.stderr
+        file.write_text("[1]")
+        result = await run("explain", str(file), "--at", at, "--salt", os.fsdecode(b"secret\xff"))
+        assert result.exit_code == 2
+        assert "half a character" in result.stderr
+        assert "secret" not in result.stderr

@@ -121,6 +121,7 @@ async def test_where_nobody_answers_is_an_address(monkeypatch: pytest.MonkeyPatc
         ("status", "--at", "unix:/no/such.sock"),
         ("status", "--at", "127.0.0.1:1"),
         ("status", "--at", "no address"),
+        ("status", "--at", "http://[::"),
         ("top", "--at", "http://127.0.0.1:1/cache"),
         ("explain", "--at", "127.0.0.1:1"),
         ("explain", "/no/such/file", "--at", "127.0.0.1:1"),

@@ -67,10 +67,13 @@ class RunningCache:
     def _asked(self, method: str, path: str, fields: AbstractSet[str], **what: Any) -> dict[str, Any]:  # noqa: ANN401 - as httpx has it
         try:
             answer = self._client.request(method, path, **what)
-            said = answer.json()
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             why = str(error) or type(error).__name__
             raise BackendUnavailableError(f"no cache answers at {self._at} ({why}): {_ADVICE}") from error
+        except ValueError:
+            raise ConfigurationError("JSON cannot ask for NaN, for infinity, or for half a character") from None
+        try:
+            said = answer.json()
         except (ValueError, RecursionError):
             said = None
         if isinstance(said, dict) and isinstance(models := said.get("models"), dict):
@@ -119,8 +122,11 @@ def running_cache(at: str) -> Iterator[RunningCache]:
             at, url = address.rstrip("/"), "/".join(["http://localhost", *path.relative_to(socket).parts])
         else:
             at = url = f"http://{address}"
-    # Proxies are for what is elsewhere: a cache is asked for directly.
-    with httpx.Client(base_url=f"{url}/", transport=transport, timeout=_TIMEOUT_S, trust_env=False) as client:
+    try:  # proxies are for what is elsewhere: a cache is asked for directly
+        client = httpx.Client(base_url=f"{url}/", transport=transport, timeout=_TIMEOUT_S, trust_env=False)
+    except httpx.InvalidURL as error:
+        raise ConfigurationError(f"--at {at}: that is no address of a page: {error}") from error
+    with client:
         yield RunningCache(client, at)
 
 
