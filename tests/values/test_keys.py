@@ -319,6 +319,7 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: BlockKeys([b"x" * 32], block_size=1), r"made by hash_blocks\(.* not list"),  # type: ignore[arg-type]
         (lambda: BlockKeys(b"x" * 33, block_size=1), "not 33 bytes"),
         (lambda: BlockKeys(bytes(32), block_size=1, start=-1), "start must be an int, 0 or more, got -1"),
+        (lambda: BlockKeys(bytes(32), block_size=1, salt_id=b"tenant"), "salt_id must be the 32 bytes of salt_digest"),
         (lambda: BlockKeys(bytes(32), block_size=1, start=2**63), "start must be 4611686018427387904 at most"),
         (lambda: BlockKeys.from_hashes(bytes(32), block_size=1), "hashes must be a list, .* got 32 bytes"),  # type: ignore[arg-type]
         (lambda: BlockKeys.from_hashes(None, block_size=1), "hashes must be a list, .* got NoneType"),  # type: ignore[arg-type]

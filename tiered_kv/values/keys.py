@@ -225,6 +225,8 @@ class BlockKeys(Sequence[bytes]):
             raise ConfigurationError(f"start must be {_LAST_START} at most, got {start}")
         self.block_size = as_int("block_size", block_size, least=1)
         self.group = as_int("a KV group's number", group)
+        if not isinstance(salt_id, bytes) or len(salt_id) != DIGEST_BYTES:
+            raise ConfigurationError(f"salt_id must be the 32 bytes of salt_digest(salt), not {_described(salt_id)}")
         self.salt_id = salt_id
 
     @classmethod
