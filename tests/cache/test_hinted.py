@@ -56,7 +56,7 @@ def test_shares_are_of_what_the_tier_holds_now() -> None:
         cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "max_capacity": 64 * PAYLOAD_BYTES}
         async with open_cache(cpu, engine=engine) as kv:
             await keep(kv, engine, keys)
-            hints = Hints.of(kv, each=1 / 8, together=1 / 4, favoured=lambda *each: counts.append(each))
+            hints = Hints.of(kv, each=1 / 8, together=1 / 4, num_ranks=1, favoured=lambda *each: counts.append(each))
             assert hints is not None
             for num_blocks in (16, 64, 8):
                 await kv.resize("cpu", num_blocks * PAYLOAD_BYTES)
