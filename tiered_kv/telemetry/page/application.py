@@ -10,7 +10,6 @@ What the page shows, as plain values for JSON. Rates are parts of 1, times are s
 
 import asyncio
 import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import asdict, replace
@@ -144,10 +143,6 @@ _MOST_EXPLAINED: Final = 1 << 16
 """Blocks of one question."""
 _ENCODED_AT_ONCE: Final = 1024
 """Blocks: whoever encodes more keeps all other threads from running."""
-_DECODED_AT_ONCE: Final = 1 << 16
-"""Characters of a list: the same of who decodes."""
-_LISTS: Final = frozenset({"tokens", "hashes"})
-_SPACE: Final = re.compile(r"[ \t\n\r]*")
 _OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),
@@ -303,7 +298,9 @@ async def _hinted(watch: Watch, keys: BlockKeys, asked: Mapping[str, Any], door:
 def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKeys, dict[str, Any]]:
     """Return the blocks that are asked about, and all that is asked; names of ``more`` may be in there too."""
     try:
-        asked = _decoded(body.decode(), {*_LISTS, "salt", "group", *more})
+        asked = json.loads(body)
+        if not isinstance(asked, dict) or not asked.keys() <= {"tokens", "hashes", "salt", "group", *more}:
+            raise ConfigurationError('ask with {"tokens": [...]} or {"hashes": ["hex", ...]}, "salt" and "group"')
         group, salt = asked.get("group", 0), asked.get("salt", "")
         sizes = watch.watched.block_sizes
         if not isinstance(group, int) or not 0 <= group < len(sizes) or not isinstance(salt, str):
@@ -316,53 +313,6 @@ def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKe
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"no such question: {error}") from error
-
-
-def _decoded(text: str, names: AbstractSet[str]) -> dict[str, Any]:
-    """Return a JSON object that has some of these names; its lists of tokens and hashes hold no lists.
-
-    Raises:
-        ValueError: It is none.
-        ConfigurationError: It has other names.
-    """
-    decode, asked = json.JSONDecoder().raw_decode, dict[str, Any]()
-    at = _behind("{", text, 0)
-    while asked or not text.startswith("}", at):
-        name, at = decode(text, at)
-        if not isinstance(name, str) or name not in names:
-            raise ConfigurationError('ask with {"tokens": [...]} or {"hashes": ["hex", ...]}, "salt" and "group"')
-        at = _behind(":", text, at)
-        is_list = name in _LISTS and text.startswith("[", at)
-        asked[name], at = _list_at(text, at) if is_list else decode(text, at)
-        if text.startswith("}", at := _behind("", text, at)):
-            break
-        at = _behind(",", text, at)
-    if _behind("}", text, at) < len(text):
-        raise ValueError(f"there is more at character {at + 1}")
-    return asked
-
-
-def _list_at(text: str, at: int) -> tuple[list[Any], int]:
-    """Return a list that holds none, and where it ends; it is decoded a piece at a time."""
-    items, at, end = list[Any](), at + 1, text.find("]", at)
-    while at <= end:
-        stop = end if end - at <= _DECODED_AT_ONCE else text.rfind(",", at, at + _DECODED_AT_ONCE)
-        piece = json.loads(f"[{text[at:stop]}]") if stop >= at else []
-        if not piece and (items or stop < end):
-            break
-        items += piece
-        at = stop + 1
-    if at != end + 1 or end < 0:
-        raise ValueError(f"a list that has no end, or no item at character {at}")
-    return items, at
-
-
-def _behind(sign: str, text: str, at: int) -> int:
-    """Return where what follows a sign begins, and white space around it."""
-    at = _SPACE.match(text, at).end()  # type: ignore[union-attr]  # nothing is a match, too
-    if not text.startswith(sign, at):
-        raise ValueError(f"{sign!r} is missing at character {at}")
-    return _SPACE.match(text, at + len(sign)).end()  # type: ignore[union-attr]
 
 
 def _metrics_of(watch: Watch) -> Answer:
