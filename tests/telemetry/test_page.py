@@ -156,9 +156,11 @@ async def test_a_long_prompt_is_explained_whole_and_one_without_end_is_refused()
         assert [block["state"] for block in answer["blocks"]] == ["ready"] * 4 + ["never stored"] * 2496
         assert answer["block_size"] == BLOCK_SIZE
         assert (await client.post("/explain.json", json={"hashes": []})).json()["blocks"] == []
-        refused = await client.post("/explain.json", json={"hashes": hashes[:1] * 65_537})
+        refused = await client.post("/explain.json", json={"tokens": [1] * 16_385 * BLOCK_SIZE})
         assert refused.status_code == 413
-        assert "65,537 blocks, and at most 65,536 at once" in refused.json()["error"]
+        assert "16,385 blocks, and at most 16,384 at once" in refused.json()["error"]
+        refused = await client.post("/explain.json", json={"tokens": [1 << 30] * (1 << 18)})
+        assert (refused.status_code, refused.json()["error"][:22]) == (413, "more than 2097152 byte")
 
 
 @pytest.mark.parametrize(

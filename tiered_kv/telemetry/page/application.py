@@ -137,9 +137,10 @@ Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
 Answer = tuple[int, str, bytes]
 """Status, content type, body."""
 
-_MOST_ASKED_BYTES: Final = 8 << 20
+_MOST_ASKED_BYTES: Final = 2 << 20
+"""Of a question: to decode that keeps other threads from running for 40 ms."""
 _MOST_AT_ONCE: Final = 8
-_MOST_EXPLAINED: Final = 1 << 16
+_MOST_EXPLAINED: Final = 1 << 14
 """Blocks of one question."""
 _ENCODED_AT_ONCE: Final = 1024
 """Blocks: whoever encodes more keeps all other threads from running."""
