@@ -176,10 +176,10 @@ def _wait_at_exit() -> None:
 def translate(error: BaseError | OSError | ValueError, doing: str, settings: S3Settings) -> BackendError:
     """Say in the cache's own errors what a request failed of, and take secrets out of the error itself."""
     scrub(error, settings.secrets)
-    reason = _reason(error)
+    what, reason = f"{doing} of {settings.place}", _reason(error)
     if _BEYOND_END.search(str(error)):
-        return BlockCorruptError(f"{doing}: the object is too short ({reason})")
-    return BackendUnavailableError(f"{doing}: {reason}")
+        return BlockCorruptError(f"{what}: the object is too short ({reason})")
+    return BackendUnavailableError(f"{what}: {reason}")
 
 
 def translate_opening(error: BaseError | OSError | ValueError, settings: S3Settings) -> TieredKVError | None:
