@@ -95,7 +95,10 @@ def run_cluster(binary: Path, folder: Path, certificates: Path, acl: Path) -> It
             port = free_port()
             arguments = ("--port", "0", "--tls-port", str(port), "--tls-cluster", "yes", "--aclfile", acl, *tls)
             cluster = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "2000")
-            nodes.append(stack.enter_context(run_redis(binary, folder / f"node{n}", *arguments, *cluster, port=port)))
+            partly = ("--cluster-require-full-coverage", "no")  # while one is away the others serve
+            nodes.append(
+                stack.enter_context(run_redis(binary, folder / f"node{n}", *arguments, *cluster, *partly, port=port))
+            )
         login: list[str | Path] = ["--tls", "--cacert", certificates / "ca.pem", "--user", "admin", "--pass", "admin"]
         addresses = [f"127.0.0.1:{node.port}" for node in nodes]
         with (folder / "create.log").open("wb") as log:

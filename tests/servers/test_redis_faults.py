@@ -558,6 +558,41 @@ class TestTopologies:
                 cluster[2].restart()
             assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
 
+    async def test_a_slot_that_moves_at_opening(self, cluster: list[RedisServer], certificates: Path) -> None:
+        """Who has said that it is a cluster, and meets a slot of which not all nodes know yet, may try again."""
+        prefix = next(_prefixes) + "{moving}"  # one slot for all
+        nodes = clients_of(cluster, certificates)
+        slot, ids, source = await slot_of(nodes, prefix)
+        others = [n for n in range(len(nodes)) if n != source]
+        settings = guarded_settings(cluster[others[0]], certificates, cluster=True, prefix=prefix)
+
+        async def has_moved() -> bool:
+            error = await why_not_open(backend_of(cluster[others[0]], **settings))
+            assert isinstance(error, BackendUnavailableError)
+            return "MOVED" in str(error)  # the cluster may not have recovered yet from what it met before
+
+        await ask(nodes[source], "CLUSTER SETSLOT", slot, "NODE", ids[others[0]])
+        try:
+            await eventually(has_moved)
+        finally:
+            await ask(nodes[source], "CLUSTER SETSLOT", slot, "NODE", ids[source])
+            for node in nodes:
+                await node.aclose()
+
+    async def test_a_cluster_is_opened_without_a_lost_node(
+        self, cluster: list[RedisServer], certificates: Path
+    ) -> None:
+        """Wherever the key lies that opening tries: what the other nodes hold is served from the beginning."""
+        settings = guarded_settings(cluster[0], certificates, cluster=True)
+        keys = [block_key(n) for n in range(30)]
+        cluster[2].kill()
+        try:
+            for _ in range(12):
+                async with open_backend(backend_of(cluster[0], **settings)) as backend:
+                    assert set(await backend.lookup(keys)) == {Outcome.MISS, Outcome.FAILED}
+        finally:
+            cluster[2].restart()
+
     async def test_a_lost_node_is_left_alone(self, cluster: list[RedisServer], certificates: Path) -> None:
         """While one node of a cluster is away, calls do not have the others say each time who holds which keys."""
         keys = [block_key(n) for n in range(30)]
@@ -567,7 +602,9 @@ class TestTopologies:
             await backend.open(replace(context, clock=lambda: 0.0))
 
             async def is_whole() -> bool:
-                return set(await backend.lookup(keys)) == {Outcome.MISS}
+                with suppress(BackendUnavailableError):  # a node that has just come back
+                    return set(await backend.lookup(keys)) == {Outcome.MISS}
+                return False
 
             try:
                 await eventually(is_whole)
@@ -634,14 +671,19 @@ def clients_of(cluster: list[RedisServer], certificates: Path) -> list[Redis]:
     return [Redis(port=node.port, host="127.0.0.1", protocol=2, **login) for node in cluster]  # type: ignore[arg-type]
 
 
+async def slot_of(nodes: list[Redis], name: str) -> tuple[int, list[str], int]:
+    """Return the slot of a key, the nodes' ids, and which of them has it."""
+    slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
+    ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
+    shards = await ask(nodes[0], "CLUSTER SLOTS")
+    return slot, ids, ids.index(next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1]))
+
+
 @asynccontextmanager
 async def slot_on_its_way(cluster: list[RedisServer], certificates: Path, name: str) -> AsyncIterator[None]:
     """Let the slot of a key be on its way to another node, and have it stay where it was in the end."""
     nodes = clients_of(cluster, certificates)
-    slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
-    ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
-    shards = await ask(nodes[0], "CLUSTER SLOTS")
-    source = ids.index(next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1]))
+    slot, ids, source = await slot_of(nodes, name)
     target = (source + 1) % len(ids)
     await ask(nodes[target], "CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
     await ask(nodes[source], "CLUSTER SETSLOT", slot, "MIGRATING", ids[target])
@@ -656,13 +698,10 @@ async def slot_on_its_way(cluster: list[RedisServer], certificates: Path, name: 
 async def move_slot(cluster: list[RedisServer], certificates: Path, name: str) -> None:
     """Give the slot of a key, in which there is none, to another node."""
     nodes = clients_of(cluster, certificates)
-    slot = await ask(nodes[0], "CLUSTER KEYSLOT", name)
-    ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
+    slot, ids, source = await slot_of(nodes, name)
     owned = [await ask(node, "CLUSTER COUNTKEYSINSLOT", slot) for node in nodes]
     assert not any(owned)
-    shards = await ask(nodes[0], "CLUSTER SLOTS")
-    holder = next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1])
-    target = ids[(ids.index(holder) + 1) % len(ids)]
+    target = ids[(source + 1) % len(ids)]
     for node in sorted(zip(ids, nodes, strict=True), key=lambda pair: pair[0] != target):
         await ask(node[1], "CLUSTER SETSLOT", slot, "NODE", target)
     for each in nodes:

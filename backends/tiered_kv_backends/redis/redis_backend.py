@@ -38,6 +38,8 @@ _ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
 """Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
 _NODE_SHARE = 0.5
 """Of the time of a call, how long one node of a cluster may take: the blocks of the others are served all the same."""
+_KEYS_TRIED = 64
+"""When a cluster is opened, so that they are several nodes': some may be away, or giving up slots."""
 _OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
 """What other errors mean, by how they begin; all others are FAILED."""
 _OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
@@ -224,13 +226,41 @@ class RedisBackend(Backend):
         return list(found.values())
 
     async def _try_out(self) -> None:
-        """Do once, with a key that is no block's, all that blocks need."""
-        name = self._prefix + b"open/" + uuid.uuid4().hex.encode()
-        verb, options = self._get
-        holding = await self._servers.holding([name], [0])
+        """Do once, with a key that is no block's, all that blocks need; in a cluster, on the first node that serves."""
+        num_keys = _KEYS_TRIED if self.settings.cluster else 1
+        names = [self._prefix + b"open/" + uuid.uuid4().hex.encode() for _ in range(num_keys)]
+        holding = await self._servers.holding(names, range(len(names)))
         if not holding:
             raise BackendUnavailableError(f"{self._servers} has slots that no node holds")
-        server, _ = holding[0]
+        answers: list[Answer] = []
+        for num_left, (server, (at, *_)) in zip(reversed(range(len(holding))), holding, strict=True):
+            try:
+                async with asyncio.timeout(_NODE_SHARE * self.settings.connect_timeout_s if num_left else None):
+                    answers = await self._try_out_on(server, names[at])
+                if not any(_first_word(answer) in _ELSEWHERE for answer in answers):
+                    break
+            except _NEVER_WORKS:
+                raise
+            except (OSError, RedisError):
+                if not num_left:
+                    raise
+        for answer in answers:
+            self._check_served(answer)
+
+    def _check_served(self, answer: Answer) -> None:
+        match _first_word(answer):
+            case "NOAUTH" | "NOPERM":
+                raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
+            case "MOVED" if not self.settings.cluster:
+                raise ConfigurationError(f"{self._servers} is one node of a cluster: set cluster = true")
+            case "ERR":
+                raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
+            case _ if _outcome(answer) is Outcome.FAILED:
+                raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
+
+    async def _try_out_on(self, server: Server, name: bytes) -> list[Answer]:
+        """Write, read and delete a key; return the answers that say how that went."""
+        verb, options = self._get
         async with server.bodies.connection() as connection:
             block = Block.empty(1)
             answers = [] if self.settings.read_only else await connection.set([name], [block], (b"EX", b"60"))
@@ -240,17 +270,7 @@ class RedisBackend(Backend):
             questions.insert(0, command(b"UNLINK", name))
         if not self.settings.cluster:  # a node of a cluster holds few of so many keys
             questions += [command(b"EXISTS", b"%b%d" % (name, n)) for n in range(32)]
-        answers += [each for each in await server.count(questions) if isinstance(each, str)]
-        for answer in answers:
-            match _first_word(answer):
-                case "NOAUTH" | "NOPERM":
-                    raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
-                case "MOVED":
-                    raise ConfigurationError(f"{self._servers} is one node of a cluster: set cluster = true")
-                case "ERR":
-                    raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
-                case _ if _outcome(answer) is Outcome.FAILED:
-                    raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
+        return answers + [each for each in await server.count(questions) if isinstance(each, str)]
 
     def _advised(self, error: BackendUnavailableError) -> TieredKVError:
         """Tell what can never work from what may, and say what may be meant."""
