@@ -1,6 +1,7 @@
 """Several processes on one directory, and a filesystem that fails. Run as a script this file is one such process."""
 
 import asyncio
+import contextlib
 import fcntl
 import itertools
 import os
@@ -299,6 +300,23 @@ async def test_a_full_filesystem_refuses_and_recovers(small_filesystem: Path) ->
         await backend.sweep()
         assert await store(backend, [10, 11]) == [Outcome.STORED] * 2
         assert (await load(backend, [10, 11])).keys() == {10, 11}
+
+
+async def test_a_filesystem_without_room_for_a_file_is_opened(small_filesystem: Path) -> None:
+    """What is there is loaded; stores are refused until there is room."""
+    async with opened(small_filesystem) as backend:
+        assert await store(backend, [0, 1]) == [Outcome.STORED] * 2
+    assert run("mount", "-o", "remount,nr_inodes=64", small_filesystem)
+    ballast = [small_filesystem / f"ballast{n}" for n in range(64)]
+    with contextlib.suppress(OSError):
+        for each in ballast:
+            each.touch()
+    async with opened(small_filesystem) as backend:
+        assert (await load(backend, [0, 1])).keys() == {0, 1}
+        assert await store(backend, [2]) == [Outcome.REFUSED]
+        ballast[0].unlink()
+        ballast[1].unlink()  # of a folder, too
+        assert await store(backend, [2]) == [Outcome.STORED]
 
 
 async def test_a_filesystem_smaller_than_the_capacity_is_swept(small_filesystem: Path) -> None:

@@ -171,7 +171,12 @@ def _check_alone(root: str, owner: int | None = None) -> None:
 def _owner_of_ours(root: str) -> int:
     """Return whose what we make in a directory is: a file server may call us by another number."""
     path = f"{root}/.{uuid.uuid4().hex}.tmp"
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600)
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600)
+    except OSError as error:
+        if error.errno in _FULL and os.stat(root).st_uid == os.geteuid():
+            return os.geteuid()  # with no room for a file more, loads and sweeps go on
+        raise
     try:
         return os.fstat(file).st_uid
     finally:
