@@ -426,6 +426,8 @@ def test_a_url_names_a_bucket_and_no_secrets(url: str) -> None:
         ({"endpoint": "ftp://127.0.0.1"}, "endpoint: must be http://host"),
         ({"endpoint": "https://"}, "endpoint: must be http://host"),
         ({"endpoint": "https://u:hidden@store"}, "endpoint: secrets have no place in a URL"),
+        ({"endpoint": "https://store?key=hidden"}, "endpoint: nothing comes behind the path"),
+        ({"url": "s3://bucket?access_key_id=hidden"}, "url: nothing comes behind the path"),
     ],
 )
 def test_schemes_are_checked(wrong: dict[str, str], said: str) -> None:

@@ -95,6 +95,8 @@ class S3Settings(StorageTierSettings):
             raise ValueError(f"no store has URLs of {parts.scheme}://: write s3://bucket/prefix, gs:// or az://")
         if parts.username or parts.password:
             raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
+        if parts.query or parts.fragment:  # where a key may be, which messages would show
+            raise ValueError("nothing comes behind the path of a store: give its settings beside url")
         if parts.scheme in _S3_SCHEMES and not parts.netloc:
             raise ValueError("no bucket is named: write s3://bucket/prefix")
         return url
@@ -107,6 +109,8 @@ class S3Settings(StorageTierSettings):
         parts = split_url(endpoint)
         if parts.scheme not in {"http", "https"} or not parts.netloc:  # the client's panic is no error of Python's
             raise ValueError("must be http://host[:port] or https://host[:port]")
+        if parts.query or parts.fragment:
+            raise ValueError("nothing comes behind the path of an endpoint: give settings beside it")
         if parts.username or parts.password:
             raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
         return endpoint
