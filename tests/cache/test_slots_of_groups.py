@@ -5,11 +5,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, inside, until_idle
 from tiered_kv import CacheLimits, KVGroup, KVLayout, TieredKV
+from tiered_kv.media.backend import RecordShape
 from tiered_kv.values.events import TierFailed
+from tiered_kv_backends.nvme.directory import DirectoryShape
 
 PAGES, STATES = KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 1, 2048, "float32", 4, "MLA")
 """Of 4 KiB and of 32 KiB a slot."""
@@ -137,6 +141,40 @@ async def test_a_directory_that_is_away_takes_each_groups_slots_there(tmp_path: 
             assert engine.count_right(keys, range(32)) == 32
         await until_idle(kv)
     assert {each.doing for each in seen.of(TierFailed)} <= {"keep"}
+
+
+async def test_several_directories_have_the_slots_of_one_tier(tmp_path: Path) -> None:
+    """Together, whatever they are resized to: one that grows evicts nothing, and a restart finds what had a slot."""
+    paths, none, seen = [tmp_path / "a", tmp_path / "b", tmp_path / "c"], {"medium": "cpu", "capacity": 0}, Recorder()
+    tier = {"medium": "nvme", "path": paths, "capacity": "3MiB", "max_capacity": "6MiB"}
+    for layout in (FEW, EVEN, FEW):
+        engine = AnyEngine(layout)
+        async with open_any(engine, none, tier, limits=LIMITS, emit=seen) as kv:
+            num_blocks = max(first := slots(kv, "nvme"))
+            assert first == [group.num_slots(num_blocks) for group in layout.groups]
+            await store(kv, engine, 100)
+            await until_idle(kv)
+            kept = await count_whole(kv, engine, 100)
+            assert kept > 0
+            for capacity in ("3MiB", "3.5MiB", "6MiB", "3MiB"):
+                num_blocks = await kv.resize("nvme", capacity)
+                assert slots(kv, "nvme") == [group.num_slots(num_blocks) for group in layout.groups]
+                assert capacity == "3MiB" or await count_whole(kv, engine, 100) == kept
+                assert all(disk_bytes(path) <= (6 if capacity == "6MiB" else 3.5) * 2**20 for path in paths)
+            assert slots(kv, "nvme") == first
+            assert await count_whole(kv, engine, 100) > 0
+            await until_idle(kv)
+        assert all(disk_bytes(path) <= 3 << 20 for path in paths)
+    assert not seen.of(TierFailed)
+
+
+@given(st.integers(0, 1 << 30), st.floats(1e-6, 1), st.integers(1, 8))
+@example(925, 0.56, 3)
+def test_directories_have_a_slot_for_each_that_the_tier_goes_by(num_blocks: int, share: float, n: int) -> None:
+    """And none of them more than one to spare."""
+    kind = RecordShape(b"f" * 32, 4096, slots_per_block=share)
+    spare = n * DirectoryShape.of(kind, n).num_slots(num_blocks) - kind.num_slots(n * num_blocks)
+    assert 0 <= spare < n
 
 
 async def test_bounce_slots_are_shared_out_too() -> None:

@@ -23,12 +23,13 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
 from pydantic import ByteSize
+from typing_extensions import override
 
 from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.system import FolderEntry, files, system
@@ -133,6 +134,23 @@ class _Foreign:
     name: str
     used_ns: int
     num_bytes: int
+
+
+@dataclass(frozen=True)
+class DirectoryShape(RecordShape):
+    """Records of which each of several directories has a part: all together have a tier's slots, and no more."""
+
+    num_directories: int = 1
+
+    @classmethod
+    def of(cls, kind: RecordShape, num_directories: int) -> "DirectoryShape":
+        """Return what so many directories have of a tier's records."""
+        return cls(**{each.name: getattr(kind, each.name) for each in fields(kind)}, num_directories=num_directories)
+
+    @override
+    def num_slots(self, num_blocks: int) -> int:
+        """Return how many slots one directory has, where each holds so many blocks of prompts."""
+        return -(-super().num_slots(num_blocks * self.num_directories) // self.num_directories)
 
 
 class Directory:

@@ -32,7 +32,16 @@ from tiered_kv.media.backend import BackendContext, Missing
 from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
-from tiered_kv_backends.nvme.directory import explained, fit, folders_in, open_file, open_root, remove_folder, taken
+from tiered_kv_backends.nvme.directory import (
+    DirectoryShape,
+    explained,
+    fit,
+    folders_in,
+    open_file,
+    open_root,
+    remove_folder,
+    taken,
+)
 from tiered_kv_backends.nvme.directory_store import DirectoryStore, DirectoryThreads
 from tiered_kv_backends.nvme.ledger import Entries, Order
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
@@ -224,6 +233,7 @@ class Disks:
     """All of them, in the order of the settings. For the event loop's thread.
 
     Attributes:
+        shapes: Of the records in each directory.
         num_blocks: Blocks of prompts that each directory holds.
         max_blocks: The most that it may.
         missing: What is away, of each KV group; nothing where all are in use.
@@ -232,14 +242,15 @@ class Disks:
 
     def __init__(self, settings: NVMeSettings, context: BackendContext) -> None:
         self._settings = settings
-        self._shapes = context.groups
+        self.shapes = [DirectoryShape.of(each, len(settings.paths)) for each in context.groups]
+        self._kinds = context.groups
         self._clock = context.clock
         try:
-            self.num_blocks = fit(settings.capacity, self._shapes)
+            self.num_blocks = fit(settings.capacity, self.shapes)
         except ConfigurationError as error:
             paths = ", ".join(map(str, settings.paths))
             raise ConfigurationError(f"the NVMe tier at {paths}: {error}") from error
-        self.max_blocks = fit(settings.max_capacity or settings.capacity, self._shapes)
+        self.max_blocks = fit(settings.max_capacity or settings.capacity, self.shapes)
         self.missing: tuple[Missing, ...] = ()
         self.order = Order()
         self._disks = [
@@ -276,7 +287,7 @@ class Disks:
                 if was_away:
                     await self._empty(disk)
                 disk.store = DirectoryStore(disk.path, self._settings, disk.threads, self.order)
-                found.append((disk, await disk.store.open(self._shapes)))
+                found.append((disk, await disk.store.open(self.shapes)))
             except (ConfigurationError, BackendError, OSError) as error:
                 disk.store, disk.why = None, _why_away(error)
                 problems.append(error)
@@ -448,8 +459,8 @@ class Disks:
         away = [disk for disk in self._disks if disk.store is None]
         is_away = np.isin(np.arange(len(self)), [disk.number for disk in away])
         why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
-        each = [np.tile(is_away, shape.num_slots(self.max_blocks)) for shape in self._shapes] if away else []
-        self.missing = tuple(Missing(slots, why) for slots in each)
+        most = [kind.num_slots(self.max_blocks * len(self)) for kind in self._kinds] if away else []
+        self.missing = tuple(Missing(np.resize(is_away, n), why) for n in most)
 
     async def _note_again(self) -> None:
         async with self._changing:
@@ -494,7 +505,7 @@ class Disks:
             if self._is_unmounted(disk):
                 raise BackendUnavailableError(_UNMOUNTED)
             await self._empty(disk)
-            await store.open(self._shapes)
+            await store.open(self.shapes)
             await store.resize(num_blocks)
         except (ConfigurationError, BackendError, OSError) as error:
             disk.why = str(error)

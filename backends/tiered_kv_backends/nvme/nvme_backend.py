@@ -200,7 +200,7 @@ class NVMeBackend(SlotBackend):
             raise ConfigurationError(
                 f"{self._where} takes {most_bytes} bytes at most, got {capacity_bytes}: set max_capacity"
             )
-        return fit(capacity_bytes, self._shapes) * len(self._disks)
+        return fit(capacity_bytes, self._disks.shapes) * len(self._disks)
 
     async def resize(self, num_blocks: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.
@@ -278,12 +278,14 @@ class NVMeBackend(SlotBackend):
     async def _merged(self, group: int, found: Sequence[tuple[Disk, Entries]]) -> Recovered:
         """Return what all directories hold of one group, the last written last."""
         disks, d, shape = self._disks, len(self._disks), self._shapes[group]
+        num_slots, max_slots = (shape.num_slots(d * n) for n in (disks.num_blocks, disks.max_blocks))
         latest = found[0][1]
         if d > 1:
             parts = [Entries(each.names, each.slots * d + disk.number, each.sequences) for disk, each in found]
             latest, replaced = Entries.joined(*parts).latest()
-            await self.forget(group, replaced)
-        num_slots, max_slots = (d * shape.num_slots(n) for n in (disks.num_blocks, disks.max_blocks))
+            is_in = latest.slots < num_slots  # a directory may have one slot more than the tier goes by
+            await self.forget(group, np.concatenate([replaced, latest.slots[~is_in]]))
+            latest = Entries(latest.names[is_in], latest.slots[is_in], latest.sequences[is_in])
         return Recovered(num_slots, latest.names, latest.slots, max_slots)
 
     def _shares(self, slots: Slots) -> list[tuple[Disk, Slots, Slots]]:
