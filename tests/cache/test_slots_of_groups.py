@@ -12,6 +12,7 @@ from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, inside, until_idle
 from tiered_kv import CacheLimits, KVGroup, KVLayout, TieredKV
 from tiered_kv.media.backend import RecordShape
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme.directory import DirectoryShape
 
@@ -175,6 +176,19 @@ def test_directories_have_a_slot_for_each_that_the_tier_goes_by(num_blocks: int,
     kind = RecordShape(b"f" * 32, 4096, slots_per_block=share)
     spare = n * DirectoryShape.of(kind, n).num_slots(num_blocks) - kind.num_slots(n * num_blocks)
     assert 0 <= spare < n
+
+
+async def test_a_capacity_beyond_any_machine_is_refused(tmp_path: Path) -> None:
+    """Of whatever tier, when it is opened and later."""
+    most = 1 << 80
+    small = {"medium": "cpu", "capacity": CAPACITY}
+    for tiers in ([small | {"capacity": most}], [small | {"max_capacity": most}], [small, nvme(tmp_path / "kv", most)]):
+        with pytest.raises(ConfigurationError):
+            async with open_any(AnyEngine(FEW), *tiers, limits=LIMITS):
+                pass
+    async with open_any(AnyEngine(FEW), small, limits=LIMITS) as kv:
+        with pytest.raises(ConfigurationError, match="max_capacity"):
+            await kv.resize("cpu", most)
 
 
 async def test_bounce_slots_are_shared_out_too() -> None:

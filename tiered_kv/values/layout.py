@@ -13,6 +13,7 @@ SGLang's host pool ``page_first``, whose tokens hold all layers, is ``PBNLHD``.
 import hashlib
 import json
 import math
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -321,7 +322,8 @@ def slots_of(num_blocks: int, slots_per_block: float) -> int:
 
 def blocks_within(capacity_bytes: int, needed: Callable[[int], int]) -> int:
     """Return how many blocks of prompts a tier can hold; n of them, above 0, need ``needed(n)`` bytes, a page each."""
-    return bisect_right(range(1, capacity_bytes // PAGE_BYTES + 1), capacity_bytes, key=needed)
+    most = min(capacity_bytes, sys.maxsize) // PAGE_BYTES  # a range has no more, and no machine so much
+    return bisect_right(range(1, most + 1), capacity_bytes, key=needed)
 
 
 def fingerprint(model: ModelIdentity, layout: KVLayout, group: int, codec: str = "none") -> bytes:
