@@ -14,6 +14,7 @@ from tiered_kv import CacheLimits, KVGroup, KVLayout, TieredKV
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import TierFailed
+from tiered_kv_backends.nvme import NVMeBackend
 from tiered_kv_backends.nvme.directory import DirectoryShape
 
 PAGES, STATES = KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 1, 2048, "float32", 4, "MLA")
@@ -189,6 +190,21 @@ async def test_a_capacity_beyond_any_machine_is_refused(tmp_path: Path) -> None:
     async with open_any(AnyEngine(FEW), small, limits=LIMITS) as kv:
         with pytest.raises(ConfigurationError, match="max_capacity"):
             await kv.resize("cpu", most)
+
+
+async def test_a_directory_that_a_tier_has_left_is_cut_in_proportion(tmp_path: Path) -> None:
+    """Of which group how many slots are left is as before: a little less of each, and not as many of both."""
+    engine, none = AnyEngine(FEW), {"medium": "cpu", "capacity": 0}
+    async with open_any(engine, none, nvme(tmp_path / "kv"), limits=LIMITS) as kv:
+        await store(kv, engine, 60)
+        await until_idle(kv)
+        before = [chain.owned[0].index.statistics().ready for chain in inside(kv).chains]
+    for capacity in (7 << 20, 6 << 20):
+        assert NVMeBackend.cut_left(tmp_path / "kv", capacity)
+        assert capacity * 7 // 8 < disk_bytes(tmp_path / "kv") <= capacity
+    async with open_any(engine, none, nvme(tmp_path / "kv"), limits=LIMITS) as kv:
+        after = [chain.owned[0].index.statistics().ready for chain in inside(kv).chains]
+        assert all(now > was * 5 // 8 for now, was in zip(after, before, strict=True))
 
 
 async def test_bounce_slots_are_shared_out_too() -> None:

@@ -12,7 +12,8 @@ import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -193,16 +194,23 @@ def cut_left(path: Path, capacity_bytes: int) -> bool:
                 opened.callback(ledger.close)
                 size = files().fstat(slab).st_size
                 found.append((slab, size, ledger, _shape_in(slab, size, bytes.fromhex(folder[:64]))))
-            num_blocks, shapes = 0, [shape for *_, shape in found if shape is not None]
+            shapes, num_blocks = _in_proportion([(shape, size) for _, size, _, shape in found]), 0
             with contextlib.suppress(ConfigurationError):  # not one fits
-                num_blocks = fit(capacity_bytes, shapes) if shapes else 0
-            for slab, size, ledger, shape in found:  # what has no shape has no record
+                num_blocks = fit(capacity_bytes, [shape for shape in shapes if shape]) if any(shapes) else 0
+            for (slab, size, ledger, _), shape in zip(found, shapes, strict=True):  # what has no shape has no record
                 num_slots = shape.num_slots(num_blocks) if shape else 0
                 files().ftruncate(slab, min(size, num_slots * shape.stride_bytes) if shape else 0)
                 ledger.shrink(num_slots)
     except OSError:
         return not files().exists(path)
     return True
+
+
+def _in_proportion(sizes: Sequence[tuple[RecordShape | None, int]]) -> list[RecordShape | None]:
+    """Give each kind of record the share of slots that its slab has now, as nobody here says what a model gave it."""
+    nums = [max(1, size // shape.stride_bytes) if shape else 0 for shape, size in sizes]
+    most = max(nums, default=1)
+    return [shape and replace(shape, slots_per_block=n / most) for (shape, _), n in zip(sizes, nums, strict=True)]
 
 
 @contextlib.contextmanager
