@@ -648,6 +648,24 @@ async def test_a_prefetch_to_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFi
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
+async def test_tiers_are_known_while_no_server_is_there(tmp_path: Path) -> None:
+    """Those of the last one: a name of none of them is said to be wrong, as while it was there, and is no miss."""
+    with serving(tmp_path, cpu(24), nvme(tmp_path / "disk")) as server:
+        client = attached(server)
+        kv = await client.__aenter__()
+    await until(lambda: not kv.is_attached)
+    assert kv.media == {"cpu": "cpu", "nvme": "nvme"}
+    with pytest.raises(ConfigurationError, match="here: cpu; not 'nope'"):
+        kv.prefetch(KEYS, to="nope")
+    with pytest.raises(ConfigurationError, match="no tier 'nope' here; there are cpu, nvme"):
+        kv.membership(KEYS, tier="nope")
+    with pytest.raises(ConfigurationError, match="no tier 'nope' here; there are cpu, nvme"):
+        await kv.evict(KEYS, tier="nope")
+    assert not (await kv.prefetch(KEYS)).num_blocks
+    assert not kv.membership(KEYS, tier="nvme").any()
+    await client.__aexit__(None, None, None)
+
+
 class Near(CPUDevice):
     """A device for which host memory is got ready."""
 

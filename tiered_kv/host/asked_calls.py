@@ -325,8 +325,16 @@ class Asking:
             check_found(given.keys, given.found)
         if getattr(given, "where", False):
             check_one_rank(self._shards)
+        if (tier := getattr(given, "tier", None)) is not None:
+            self._check_tier(tier)
         said, before = remote.said(given, keys), tuple(self._starts.past_epochs) if remote.knows_past else ()
         return lambda id_: Call(id_, remote.name, said, before)
+
+    def _check_tier(self, tier: object) -> None:
+        """Raise `ConfigurationError` of what is no tier, also while no server is there: of the last one that was."""
+        names = [each.name for each in self.connection.attached.tiers] if self.connection.attached is not None else []
+        if tier not in names:
+            raise ConfigurationError(f"no tier {tier!r:.80} here; there are {', '.join(names)}")
 
     async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
         """Ask the server, part by part if that is about many keys, and wait so long for what each comes to."""

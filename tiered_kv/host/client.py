@@ -68,17 +68,14 @@ class FarCalls(AskedCalls):
         self._layout = layout
         self._shards = shards
         self._emit = emit
-        self._media: Mapping[str, str] = {}
         self._planner: Planner | None = None
         self._subscribers: FarSubscribers | None = None
 
     @property
     def media(self) -> Mapping[str, str]:
         """See `BlockCache.media`: of the last server that was there."""
-        there = self._connection.there
-        if there is not None:
-            self._media = {tier.name: tier.medium for tier in there.attached.tiers if tier.is_owned}
-        return self._media
+        attached = self._connection.attached
+        return {tier.name: tier.medium for tier in attached.tiers if tier.is_owned} if attached is not None else {}
 
     @property
     def is_attached(self) -> bool:
@@ -129,8 +126,8 @@ class FarCalls(AskedCalls):
 
     def prefetch(self, keys: BlockKeys, *, to: str = "cpu") -> PrefetchHandle:
         """See `BlockCache.prefetch`."""
-        there = self._connection.there
-        known = [tier.name for tier in there.attached.tiers if tier.medium == "cpu"] if there is not None else [to]
+        self._open()
+        known = [name for name, medium in self.media.items() if medium == "cpu"]
         if to not in known:
             raise ConfigurationError(f"prefetch goes to a memory tier; here: {', '.join(known)}; not {to!r}")
         handle = super().prefetch(keys, to=to)

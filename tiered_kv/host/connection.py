@@ -245,6 +245,7 @@ class Connection:
         path: Of the server's socket.
         timeout_s: What a question without a time of its own may take.
         there: The attachment to the server that is there, if one is. Any thread may look.
+        attached: What the last server has said that was there, if one was. Any thread may look.
     """
 
     def __init__(
@@ -265,6 +266,7 @@ class Connection:
         self.path = path
         self.timeout_s = timeout_s
         self.there: Attachment | None = None
+        self.attached: Attached | None = None
         self._opening = opening
         self._make_side = make_side
         self._here: FarSide | None = None
@@ -409,6 +411,7 @@ class Connection:
             handshake.give_back(connection, descriptors)
             raise
         connection.settimeout(0.0)
+        self.attached = attached
         self.there = there = Attachment(
             self.path, connection, attached, descriptors, here.device, here.loop_calls, self._lost, self.timeout_s,
             emit=lambda event: here.loop_calls.call(here.emit, event),
