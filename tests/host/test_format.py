@@ -1,12 +1,15 @@
 """What a server and its clients say to each other is written down: whoever changes it changes the version."""
 
+import dataclasses
 import typing
+from enum import Enum
 from pathlib import Path
 
 import msgspec
 
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS
+from tiered_kv.values.layout import KVGroup
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
 WRITTEN = Path(__file__).parents[1] / "data" / "wire.txt"
@@ -25,9 +28,40 @@ def callable_by_clients() -> str:
     return "".join(f"{name:<15}{' '.join(call.arguments)}".rstrip() + "\n" for name, call in sorted(CALLS.items()))
 
 
-def test_what_is_written_down_is_what_is_said() -> None:
-    """Each message with its fields, each call with its arguments: no side takes another version for its own."""
+def fields_of(kind: type) -> tuple[str, ...]:
+    """Return the names of the fields of a class whose values pass; none of another type."""
+    if issubclass(kind, msgspec.Struct):
+        return kind.__struct_fields__
+    return tuple(each.name for each in dataclasses.fields(kind)) if dataclasses.is_dataclass(kind) else ()
+
+
+def within(*hints: object) -> dict[str, str]:
+    """Return what may be within messages of these types: by name the fields of each class, the values of each enum."""
+    found: dict[str, str] = {}
+    for hint in hints:
+        found |= within(*typing.get_args(hint))
+        if not isinstance(hint, type):
+            continue
+        if issubclass(hint, Enum):
+            found[hint.__name__] = " | ".join(str(each.value) for each in hint)
+        elif fields := fields_of(hint):
+            types = typing.get_type_hints(hint)
+            found |= within(*(types[name] for name in fields))
+            if not issubclass(hint, wire.Message):
+                found[hint.__name__] = " ".join(fields)
+    return found
+
+
+def passing() -> str:
+    """Return a line for each kind of value that passes, within messages and as an argument or an answer of a call."""
     unions = (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply)
-    said = f"Version {wire.VERSION}\n\n" + "\n".join([*map(declared, unions), callable_by_clients()])
+    found = within(*unions, KVGroup, *(each for call in CALLS.values() for each in call.passed))
+    return "".join(f"{name} {fields}\n" for name, fields in sorted(found.items()))
+
+
+def test_what_is_written_down_is_what_is_said() -> None:
+    """Each message, call and value with its fields: no side takes another version for its own, or cannot read it."""
+    unions = (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply)
+    said = f"Version {wire.VERSION}\n\n" + "\n".join([*map(declared, unions), callable_by_clients(), passing()])
     assert WRITTEN.read_text() == said, f"{WRITTEN.name} is to say, once the version has gone up:\n{said}"
     assert f"on a Unix socket. Version {wire.VERSION}." in PAGE.read_text()

@@ -156,6 +156,7 @@ class Remote(Generic[P, T]):
     Attributes:
         name: Of the method.
         arguments: Their names, in the order in which they are said.
+        passed: The types that they and the answer pass as.
         has_keys: Whether it is about blocks, and so about the weights that they are of.
         changes: Whether it changes what is stored: a client that only reads may not call it.
         is_of_all: Whether it is about the blocks of every engine that shares the model, not of this client alone.
@@ -197,6 +198,7 @@ class Remote(Generic[P, T]):
         self.arguments: tuple[str, ...] = self._arguments.__struct_fields__
         self._decode = wire.decoder(self._arguments)
         self._answer = _form(answer)
+        self.passed: tuple[Any, ...] = (*(form.passed for form in self._forms.values()), self._answer.passed)
         joined = answer if self.has_keys else type(None)
         if joined not in _JOINS:
             raise TypeError(f"{call.__name__}: _JOINS does not say how answers of {joined} about parts become one")
