@@ -11,7 +11,7 @@ import pytest
 from typing_extensions import override
 
 from tests.support.any_layout import AnyEngine, cpu, gpu, open_any, prompt
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tiered_kv import GPULoadStoreSpec, TieredKV
 from tiered_kv.catalog.policies import LRUPolicy
@@ -233,6 +233,16 @@ async def test_what_makes_room_after_a_store_is_the_tail_first(policy: str, *, i
             await (await kv.store(keys, engine.fill(keys, range(len(keys))))).settled()
             await until_idle(kv)
         assert kv.membership(prompt(40), tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(32))
+
+
+async def test_what_makes_room_below_after_a_store_is_the_tail_first() -> None:
+    """Likewise in an owned tier below, to which it is written window by window."""
+    engine = AnyEngine(num_blocks=64)
+    async with open_any(engine, cpu(64), ScriptedSlotBackend(44)) as kv:
+        for keys in (prompt(40), prompt(12, salt="more")):
+            await (await kv.store(keys, engine.fill(keys, range(len(keys))))).settled()
+            await until_idle(kv)
+        assert kv.membership(prompt(40), tier="slots").astype(bool).nonzero()[0].tolist() == list(range(32))
 
 
 async def test_a_store_that_waits_to_pass_through_holds_nothing() -> None:

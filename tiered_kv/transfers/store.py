@@ -453,5 +453,5 @@ class Store(Revocable):
 
     def _line_up(self) -> None:
         """Have the tail go first: window by window, as they were let go of, it would be the head."""
-        for tier in self._memory:
+        for tier in (*self._memory, *self._chain.owned):
             tier.index.line_up(self._batch.names)
