@@ -56,6 +56,13 @@ class TransferCalls(ABC):
 
     All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
     writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
+
+    Raises:
+        ClosedError: By every call but `poll` and `aclose`, of a cache that is not open.
+        ConfigurationError: By every call with an argument that cannot be right, and in another thread or on another
+            event loop unless it says that any thread may call. By loads, stores and swaps of a cache that stands for
+            several ranks: only each rank's own moves its bytes.
+        LayoutMismatchError: By every call with keys, if these name blocks of another size.
     """
 
     # For every request.
@@ -393,6 +400,8 @@ class BlockCache(TransferCalls):
 
     All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
     writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
+
+    What any call raises is said in `TransferCalls`, and what else it may raise with the call.
     """
 
     # Finding blocks, for every request.
@@ -492,6 +501,9 @@ class BlockCache(TransferCalls):
 
         Bounded by `CacheLimits.prefetch_quota`, and by what the tier can take beside what is leased. Await the handle
         for a `PrefetchResult`, or cancel it, or leave it alone.
+
+        Raises:
+            ConfigurationError: There is no such memory tier that keeps blocks.
         """
 
     @abstractmethod
@@ -591,6 +603,7 @@ class BlockCache(TransferCalls):
 
         Raises:
             ConfigurationError: There is no such tier.
+            BackendUnavailableError: A host's server has not answered: it may not have been done.
         """
 
     @abstractmethod
@@ -619,6 +632,9 @@ class BlockCache(TransferCalls):
 
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same, and
         the result names it.
+
+        Raises:
+            BackendUnavailableError: A host's server has not answered: it may not have been done.
         """
 
     @abstractmethod
@@ -648,6 +664,9 @@ class BlockCache(TransferCalls):
             Whether nothing of it goes on waiting, no write of what waited has failed meanwhile, and, with ``sync``,
             every owned tier that is open has noted what it holds. What was dropped or failed before, ``settled()`` of
             its store counts.
+
+        Raises:
+            BackendUnavailableError: A host's server has not answered.
         """
 
     @abstractmethod
