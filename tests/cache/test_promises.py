@@ -1,6 +1,7 @@
 """What each call of the facade promises, on chains of every kind and for blocks of every shape."""
 
-from collections.abc import AsyncIterator
+import inspect
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,50 @@ async def test_nothing_is_harmless(cache: Cache) -> None:
     assert (await kv.evict(none)).num_blocks == 0
     kv.touch(none)
     assert engine.count_right(none, []) == 0
+
+
+NO_KEYS: dict[str, Callable[[TieredKV, Any], object]] = {
+    "lookup": lambda kv, keys: kv.lookup(keys),
+    "presence": lambda kv, keys: kv.presence(keys),
+    "lookup_nowait": lambda kv, keys: kv.lookup_nowait(keys),
+    "membership": lambda kv, keys: kv.membership(keys),
+    "prefetch": lambda kv, keys: kv.prefetch(keys),
+    "touch": lambda kv, keys: kv.touch(keys),
+    "resident": lambda kv, keys: kv.resident(keys),
+    "leaving": lambda kv, keys: kv.leaving(keys),
+    "pin": lambda kv, keys: kv.pin(keys, ttl_s=1.0),
+    "unpin": lambda kv, keys: kv.unpin(keys),
+    "evict": lambda kv, keys: kv.evict(keys),
+    "explain": lambda kv, keys: kv.explain(keys),
+}
+
+
+async def finished(answer: object) -> None:
+    """Wait for an answer that is to be awaited."""
+    if inspect.isawaitable(answer):
+        await answer
+
+
+async def test_what_is_no_keys_is_refused_in_words(cache: Cache) -> None:
+    """By every call that takes some, whatever it is."""
+    for call in NO_KEYS.values():
+        for keys in (None, 7, list(prompt(2))):
+            with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
+                await finished(call(cache[0], keys))
+
+
+async def test_numbers_that_are_none_are_refused_in_words(cache: Cache) -> None:
+    """Of a rank, a KV group, and of how long to wait."""
+    kv, _ = cache
+    wrong: Any
+    for wrong in (None, "1", 1.5):
+        with pytest.raises(ConfigurationError, match="must be an int"):
+            kv.namespace(rank=wrong)
+        with pytest.raises(ConfigurationError, match="must be an int"):
+            kv.unregister_kv_caches(group=wrong)
+    for wrong in (None, "1"):
+        with pytest.raises(ConfigurationError, match="timeout_s must be a number of seconds"):
+            kv.poll(wrong)
 
 
 async def test_a_second_store_copies_nothing(cache: Cache) -> None:

@@ -219,9 +219,11 @@ def check_capacity(capacity: object) -> int:
         raise ConfigurationError(f"{capacity!r} is no size: write bytes as an int, or e.g. '32GiB'") from error
 
 
-def check_seconds(name: str, seconds: float | None) -> None:
-    """Raise `ConfigurationError` unless an argument of this name is a number of seconds from now, or None."""
-    if not (seconds is None or (isinstance(seconds, int | float) and is_number(seconds) and seconds >= 0)):
+def check_seconds(name: str, seconds: float | None, *, may_be_none: bool = True) -> None:
+    """Raise `ConfigurationError` unless an argument of this name is a number of seconds from now, or None if it may."""
+    if seconds is None and may_be_none:
+        return
+    if not (isinstance(seconds, int | float) and is_number(seconds) and seconds >= 0):
         raise ConfigurationError(f"{name} must be a number of seconds, 0 or more, got {seconds!r:.80}")
 
 

@@ -123,7 +123,7 @@ class Planner(ABC):
         caller only; what a coroutine awaits is not polled. Of jobs that nobody asks for, the newest 65,536 are kept.
         """
         if timeout_s != 0.0:
-            check_seconds("timeout_s", timeout_s)
+            check_seconds("timeout_s", timeout_s, may_be_none=False)
         return self._jobs.poll(timeout_s)
 
     def wait_planned(self, jobs: Collection[Job], timeout_s: float) -> bool:
@@ -131,7 +131,7 @@ class Planner(ABC):
 
         They are polled as before. Not in the event loop's thread.
         """
-        check_seconds("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, may_be_none=False)
         return self._jobs.wait_planned(jobs, timeout_s)
 
 

@@ -177,7 +177,7 @@ class TierCalls(BlockCache):
 
     @override
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
-        check_seconds("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, may_be_none=False)
         return self._seat.submissions.poll(timeout_s) if self._seat else []
 
     @override

@@ -119,7 +119,7 @@ class FarCalls(AskedCalls):
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""
-        check_seconds("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, may_be_none=False)
         return self._connection.poll(timeout_s)
 
     # What stays.
