@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, inside, until_idle
 from tiered_kv import CacheLimits, KVGroup, KVLayout, TieredKV
+from tiered_kv.host.shares import Share
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import TierFailed
@@ -205,6 +206,18 @@ async def test_a_directory_that_a_tier_has_left_is_cut_in_proportion(tmp_path: P
     async with open_any(engine, none, nvme(tmp_path / "kv"), limits=LIMITS) as kv:
         after = [chain.owned[0].index.statistics().ready for chain in inside(kv).chains]
         assert all(now > was * 5 // 8 for now, was in zip(after, before, strict=True))
+
+
+async def test_a_model_lends_no_slots_that_its_states_take() -> None:
+    """However few they are beside those of its pages, which nothing is in."""
+    engine, capacity = AnyEngine(FEW), 4 << 20
+    async with open_any(engine, {"medium": "cpu", "capacity": capacity}, limits=LIMITS) as kv:
+        num_states = slots(kv)[1]
+        for number in range(num_states):
+            state = prompt(1, number, group=1)
+            await (await kv.store(state, engine.fill(state, [0]))).settled()
+        share = Share("a" * 16, cache=kv, right={"cpu": capacity}, given={"cpu": capacity})
+        assert share.claim("cpu", since=0).used == capacity
 
 
 async def test_bounce_slots_are_shared_out_too() -> None:

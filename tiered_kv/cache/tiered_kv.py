@@ -581,6 +581,13 @@ def blocks_within(cache: TierCalls, tier: str, capacity_bytes: int) -> int:
     return cache._open().cache.blocks_within(tier, capacity_bytes)  # noqa: SLF001 - its own module's
 
 
+def part_used(cache: TierCalls, tier: str) -> float:
+    """Return how much of a tier of an open cache holds blocks, 0 to 1: of the KV group that has least to spare."""
+    chains = cache._open().cache.chains  # noqa: SLF001 - its own module's
+    books = [each.index.statistics() for chain in chains for each in chain.booked if each.name == tier]
+    return max(((each.ready + each.pending) / max(1, each.num_slots) for each in books), default=0.0)
+
+
 class SeatCalls(TierCalls):
     """The calls of an open cache, for one engine of several. It is never closed: what it moves ends with the cache.
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.checks import metrics_of
-from tiered_kv.cache.tiered_kv import TieredKV, blocks_within
+from tiered_kv.cache.tiered_kv import TieredKV, blocks_within, part_used
 from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
@@ -114,8 +114,8 @@ class Share:
     def claim(self, tier: str, since: float) -> Claim:
         """Say what it claims of a tier, if it is open; idle is who has stored nothing ``since``."""
         assert self.cache is not None  # noqa: S101 - its caller's
-        slots, given = self.cache.stats()[tier], self.given[tier]
-        used = given * (slots.ready + slots.pending) // max(1, slots.num_slots)
+        given = self.given[tier]
+        used = int(given * part_used(self.cache, tier))
         is_idle = not self.num_clients or self.stored_at < since
         right = self.right[tier]
         return Claim(right, given, used, self.weight, is_idle, lends=self.has_room_in(tier, int(right * KEPT)))
