@@ -15,7 +15,6 @@ from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayou
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers import swap
-from tiered_kv.transfers.swap import Copies, Moves
 from tiered_kv.values.events import SequencePreempted
 
 TOKENS = list(range(5 * BLOCK_SIZE + 3))
@@ -248,9 +247,12 @@ async def test_nothing_moves_behind_a_page_that_failed(failing: str, monkeypatch
         (({}, {}, [(0, 1, 2)]), "pairs"),
         (({-1: 0}, {}, {}), "from -1"),
         (([("a", "b")], {}, {}), "ints to ints"),
+        (({}, None, {}), "blocks_to_swap_out must map ints to ints"),
+        (([0, 1], {}, {}), "blocks_to_swap_in must map ints to ints"),
+        (({}, {}, [(0, 1), (2,)]), "blocks_to_copy must map ints to ints"),
     ],
 )
-async def test_maps_that_cannot_be_are_refused(maps: tuple[Moves, Moves, Copies], message: str) -> None:
+async def test_maps_that_cannot_be_are_refused(maps: tuple[Any, Any, Any], message: str) -> None:
     """Before anything moves."""
     engine = Engine()
     async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:

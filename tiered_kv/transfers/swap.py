@@ -225,11 +225,14 @@ class Swap(Revocable):
 
 
 def _pairs(name: str, moves: Copies, num_sources: int, num_targets: int) -> Ids:
-    if isinstance(moves, Mapping):
-        pairs = [(source, each) for source, targets in moves.items() for each in np.atleast_1d(targets).tolist()]
-    else:
-        pairs = [tuple(pair) for pair in (moves.tolist() if hasattr(moves, "tolist") else moves)]
-    array = np.array(pairs) if pairs else np.empty((0, 2), np.int64)
+    try:
+        if isinstance(moves, Mapping):
+            pairs = [(source, each) for source, targets in moves.items() for each in np.atleast_1d(targets).tolist()]
+        else:
+            pairs = [tuple(pair) for pair in (moves.tolist() if hasattr(moves, "tolist") else moves)]
+        array = np.array(pairs) if pairs else np.empty((0, 2), np.int64)
+    except (TypeError, ValueError):  # no pairs, or of several lengths
+        array = np.empty(0)
     if array.ndim != 2 or array.shape[1] != 2 or array.dtype.kind not in "iu":
         raise ConfigurationError(f"{name} must map ints to ints, or be pairs of them")
     for what, ids, end in (("source", array[:, 0], num_sources), ("target", array[:, 1], num_targets)):
