@@ -55,7 +55,7 @@ async def test_results_that_nobody_asks_for_are_bounded() -> None:
     assert [ticket for ticket, _ in transfers.submissions.poll(0.0)] == tickets[15:]
 
 
-@pytest.mark.parametrize("timeout_s", [-1, math.nan])
+@pytest.mark.parametrize("timeout_s", [-1, math.nan, "soon"])
 async def test_a_time_that_is_none_is_refused(timeout_s: float) -> None:
     """Instead of a wait that ends at once, or never."""
     transfers = Transfers()

@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, TypeVar
 from tiered_kv.system import system
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.values.errors import ClosedError, ConfigurationError, Reason, TierFault
+from tiered_kv.values.integers import is_number
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import LoadResult, StoreResult
 
@@ -181,7 +182,7 @@ class Submissions:
             ConfigurationError: The event loop's thread would wait for itself, or the time is no number of seconds.
             TimeoutError: It has not ended within ``timeout_s``; it goes on.
         """
-        if timeout_s is not None and not timeout_s >= 0:
+        if timeout_s is not None and not (is_number(timeout_s) and timeout_s >= 0):
             raise ConfigurationError(f"timeout_s must be a number of seconds, 0 or more, got {timeout_s!r:.80}")
         with self._polled.lock:
             if ticket.result is None:
