@@ -245,12 +245,11 @@ async def test_who_drains_as_a_model_is_reclaimed(tmp_path: Path) -> None:
     for steps in range(12):
         unused, _ = await shares.join(TWO, SMALL, (Shard(),))
         shares.leave(unused)
-        reclaiming = asyncio.ensure_future(shares.reclaim(0.0))
+        await shares.reclaim(0.0)
         for _ in range(steps):
             await asyncio.sleep(0)
         assert await shares.drain()
-        await reclaiming
-        assert [share.name for share in shares] == ["one"]
+        await until(lambda: [share.name for share in shares] == ["one"])
     await shares.aclose()
 
 
@@ -329,8 +328,7 @@ async def test_who_attaches_waits_for_no_disk_that_hangs(
     monkeypatch.setattr("tiered_kv.host.shares._ROOM_S", room_s)
     tiers = [cpu(500), nvme(disk, capacity)]
     shares = Shares(TieredKVSettings(tiers=tiers, limits=LIMITS, host={"socket": tmp_path / "kv.sock"}), Recorder())
-    reclaiming = asyncio.ensure_future(shares.reclaim(0.0 if doing == "delete_left" else 3600.0))
-    await asyncio.sleep(0)  # it has begun
+    await shares.reclaim(0.0 if doing == "delete_left" else 3600.0)
     joining = asyncio.ensure_future(shares.join(ONE, SMALL, (Shard(),)))
     try:
         if room_s:
@@ -343,10 +341,39 @@ async def test_who_attaches_waits_for_no_disk_that_hangs(
         assert share.cache is not None
     finally:
         goes_on.set()
-    await reclaiming
     await until(lambda: sum(each.given["nvme"] for each in shares) <= capacity)
     await shares.aclose()
     assert disk_usage(disk) <= capacity
+
+
+async def test_a_model_that_does_not_go_holds_up_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One disk hangs in its deletion, another's medium raises: others still go, and who attaches need not wait on."""
+    disk, goes_on, delete = tmp_path / "disk", threading.Event(), NVMeBackend.delete_left
+    hanging, raising = "0" * DIRECTORY_DIGITS, ""
+    leave_model(disk, hanging, 1 << 16)
+
+    def delete_anyhow(path: Path) -> bool:
+        if path.name == raising:
+            raise RuntimeError("a medium of somebody else's")
+        return (path.name != hanging or goes_on.wait()) and delete(path)
+
+    monkeypatch.setattr(NVMeBackend, "delete_left", delete_anyhow)
+    settings = TieredKVSettings(tiers=[cpu(500), nvme(disk, 1 << 20)], limits=LIMITS)
+    shares = Shares(settings, Recorder())
+    await shares.reclaim(0.0)
+    share, _ = await shares.join(ONE, SMALL, (Shard(),))
+    raising = share.directory
+    shares.leave(share)
+    try:
+        with anyio.fail_after(30):
+            await shares.reclaim(0.0)
+            await until(lambda: [each.directory for each in shares] == [hanging])
+            share, _ = await shares.join(ONE, SMALL, (Shard(),))
+        assert share.cache is not None
+    finally:
+        goes_on.set()
+    await until(lambda: list(shares) == [share])
+    await shares.aclose()
 
 
 def leave_model(disk: Path, directory: str, num_bytes: int) -> None:

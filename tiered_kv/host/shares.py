@@ -314,13 +314,12 @@ class Shares:
         share.unused_since = asyncio.get_running_loop().time()
 
     async def reclaim(self, after_s: float) -> None:
-        """Give up the blocks of models that nobody has used for so long; the others get their share."""
+        """Begin to give up the blocks of models that nobody has used for so long; the others get their share."""
         now = asyncio.get_running_loop().time()
         for share in self:
             is_there = share.opening is None and share.going is None
             if is_there and not share.num_clients and now - share.unused_since >= after_s:
                 share.going = self._tasks.spawn(self._go(share), f"reclaim {share.directory}")
-        await asyncio.gather(*(share.going for share in self if share.going is not None))
 
     async def lend(self, after_s: float) -> None:
         """Lend what models do not use that stored nothing for so long, and give those that store their own back."""
@@ -426,8 +425,12 @@ class Shares:
                 log("error", "host.close_failed", exc_info=error)
             share.cache = share.page = None
         for tier in self._tiers:
-            for kept in await in_a_thread(LoopCalls(asyncio.get_running_loop()), tier.delete, share.directory):
-                log("warning", "host.directory_kept", path=str(kept))
+            try:
+                for kept in await in_a_thread(LoopCalls(asyncio.get_running_loop()), tier.delete, share.directory):
+                    log("warning", "host.directory_kept", path=str(kept))
+            except Exception as error:  # noqa: BLE001 - whatever a medium raises: who attaches for it waits for this
+                paths = ", ".join(str(path / share.directory) for path in tier.paths)
+                log("error", "host.directory_kept", exc_info=error, path=paths)
         del self._shares[share.directory]
         log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
         self._divide_by_right()
