@@ -585,6 +585,27 @@ async def test_what_a_planned_load_missed_is_counted_by_what_befell_it() -> None
         assert inside(kv).fates.load_faults == {"keyed: unreadable": 1}
 
 
+@pytest.mark.parametrize(("stored", "why"), [(slice(1, N), "never stored"), (slice(N - 1), Reason.UNREADABLE)])
+async def test_a_planned_load_with_gaps_is_counted_by_what_befell_the_first_it_missed(stored: slice, why: str) -> None:
+    """Of two that are missing, one never stored and one that cannot be read: whichever comes first."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(32), below) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        keys = KEYS[stored]
+        await (await kv.store(keys, engine.fill(keys, range(N)[stored]))).settled()
+        await kv.evict(keys, tier="cpu")
+        below.flip_byte(2)
+        job = planner.plan_load(KEYS, engine.spec(range(N)), gaps=True)
+        (move,) = (await job.planned()).moves
+        there = range(N)[stored]
+        assert list(move.positions) == [*there[:2], *there[3:]]
+        planner.complete(Outcomes(job.number, 0, len(move.positions)))
+        await job.ended()
+        assert kv.stats().missed_because == {why: 2}
+        await until_idle(kv)
+
+
 async def test_a_planned_load_says_that_its_time_was_up() -> None:
     """And of which tier it has waited for the blocks."""
     limits = LIMITS.model_copy(update={"load_timeout_s": 0.02})

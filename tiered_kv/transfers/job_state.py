@@ -96,7 +96,10 @@ class HeldLoad:
             return Reason.EPOCH_ADVANCED
         if self.chain.host.index.ready(self._batch.names[first : first + 1])[0]:
             return Reason.NOT_MOVED
-        return self.faults[-1].reason if self.faults else self.chain.why_missing(self._batch[first : first + 1])
+        befell, last = self._brought.befell, self.faults[-1] if self.faults else None
+        if last is not None and (befell is None or not last.tier):  # of no tier is what ended all of it
+            return last.reason
+        return (befell and befell.get(first)) or self.chain.why_missing(self._batch[first : first + 1])
 
     def _source_of(self, moved: Mask) -> NDArray[np.int8]:
         # What another call brought meanwhile was on the host.

@@ -244,33 +244,45 @@ async def _bring_around_gaps(
 ) -> list[Brought]:
     n = len(parts[0][1])
     brought = [Brought(chain, n) for chain, _ in parts]
+    for of_rank in brought:
+        of_rank.befell = {}
     at = np.arange(n)
     for _ in range(_ROUNDS):
+        silent: list[list[TierFault]] = [[] for _ in parts]
         try:
             async with asyncio.timeout_at(deadline):
                 found_of = [
-                    await anywhere(chain, batch[at], [chain.host], of_rank.faults)
-                    for (chain, batch), of_rank in zip(parts, brought, strict=True)
+                    await anywhere(chain, batch[at], [chain.host], faults)
+                    for (chain, batch), faults in zip(parts, silent, strict=True)
                 ]
         except TimeoutError:
-            for of_rank in brought:
-                of_rank.faults.append(TierFault("", Reason.DEADLINE, len(at)))
+            for of_rank, faults in zip(brought, silent, strict=True):
+                of_rank.faults += [*faults, TierFault("", Reason.DEADLINE, len(at))]
             break
+        for of_rank, faults, (found, _) in zip(brought, silent, found_of, strict=True):
+            _note(of_rank, faults, np.delete(at, found))
         everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
         said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
         at = at[everywhere]
         wanted = [(chain, batch[at]) for chain, batch in parts]
-        found, handles = start_bringing(wanted, said, deadline)
-        await stack.enter_async_context(bringing(found, handles))
-        for of_rank, now in zip(brought, found, strict=True):
+        coming, handles = start_bringing(wanted, said, deadline)
+        await stack.enter_async_context(bringing(coming, handles))
+        arrived = [chain.host.index.ready_prefix(batch.names) for chain, batch in wanted]
+        for of_rank, now, num_there in zip(brought, coming, arrived, strict=True):
             came = now.source >= 0
             of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
-            of_rank.faults = _away_once([*of_rank.faults, *now.faults])
-        arrived = min(chain.host.index.ready_prefix(batch.names) for chain, batch in wanted)
-        at = at[arrived + 1 :]
+            _note(of_rank, now.faults, at[num_there:])
+        at = at[min(arrived) + 1 :]
         if not len(at):
             break
     return brought
+
+
+def _note(brought: Brought, faults: Sequence[TierFault], missing: NDArray[np.int64]) -> None:
+    """Take note of what kept blocks from being brought; the last fault befell the first one of these."""
+    brought.faults = _away_once([*brought.faults, *faults])
+    if faults and len(missing) and brought.befell is not None:
+        brought.befell[int(missing[0])] = faults[-1].reason
 
 
 class GapLoad(InParts):

@@ -53,6 +53,8 @@ class Brought(Head):
         source: ``(n,)`` int8, the number of the tier that had it; -1 where it was not brought.
         arrived: ``(n,)``, when it was there, on the loop's clock; 0 where that was before the call.
         faults: What kept blocks from being brought, as in `LoadResult`; complete once what brings them has ended.
+        befell: Where it went on behind what was not brought, why that was not, by position; None where it did not: then
+            the last fault says so.
     """
 
     def __init__(self, chain: Chain, num_blocks: int) -> None:
@@ -61,6 +63,7 @@ class Brought(Head):
         self.source = np.full(num_blocks, -1, np.int8)
         self.arrived = np.zeros(num_blocks)
         self.faults: list[TierFault] = []
+        self.befell: dict[int, Reason] | None = None
 
     def note(self, at: NDArray[np.int64] | slice, source: NDArray[np.int8]) -> None:
         """Take note of blocks that have arrived now, from these tiers."""
