@@ -13,19 +13,28 @@ from tiered_kv import ConfigurationError, ModelIdentity
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 
-def identity(config: dict[str, Any], *, max_model_len: int = 1024, tuned: bool | None = None) -> ModelIdentity:
+def identity(
+    config: dict[str, Any],
+    *,
+    max_model_len: int = 1024,
+    tuned: bool | None = None,
+    lora_target_modules: list[str] | None = None,
+    state_dtype: str = "auto",
+    **arguments: object,
+) -> ModelIdentity:
     """Name a model that vLLM serves."""
     model = SimpleNamespace(
         hf_config=SimpleNamespace(to_dict=lambda: config, architectures=["Some"]),
         dtype="bfloat16",
-        quantization=None,
         max_model_len=max_model_len,
         try_get_generation_config=lambda: {"temperature": 0.6},
         override_generation_config={} if tuned is None else {"attn_temperature_tuning": tuned},
+        **{"quantization": None, "quantization_config": None, "model_class_overrides": {}, **arguments},
     )
     load = SimpleNamespace(load_format="auto")
-    cache = SimpleNamespace(cache_dtype="auto")
-    wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache)
+    cache = SimpleNamespace(cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state_dtype)
+    lora = lora_target_modules and SimpleNamespace(lora_target_modules=lora_target_modules)
+    wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache, lora_config=lora)
     return VLLM.configuration.model_identity(wanted, "w")  # type: ignore[no-any-return]
 
 
@@ -61,6 +70,23 @@ def test_attention_that_is_tuned_by_hand_is_another_model() -> None:
     """Llama 4's, by its generation config; what that says of sampling is nothing of KV's."""
     config = {"model_type": "llama4_text"}
     assert len({identity(config, tuned=tuned) for tuned in (None, False, True)}) == 3
+
+
+def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() -> None:
+    """Weights that are quantized as they load, classes that compute, types of states, modules that adapters change."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"quantization": "online", "quantization_config": "linear=int8"},
+        {"quantization": "online", "quantization_config": "linear=fp8"},
+        {"model_class_overrides": {"Some": "their_models:Another"}},
+        {"state_dtype": "bfloat16"},
+        {"state_dtype": "float16"},
+        {"lora_target_modules": ["o_proj"]},
+        {"lora_target_modules": ["q_proj", "o_proj"]},
+    ]
+    named = [identity(PLAIN, **way) for way in ways]
+    assert len({*named}) == len(ways)
+    assert named == [identity(PLAIN, **way) for way in ways]
 
 
 @dataclass

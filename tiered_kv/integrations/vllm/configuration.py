@@ -49,13 +49,18 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     Raises:
         ConfigurationError: There are no files to tell by.
     """
-    model = vllm_config.model_config
+    model, cache = vllm_config.model_config, vllm_config.cache_config
     facts: dict[str, Any] = {
         "config": {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_FACTS},
         "dtype": str(model.dtype),
-        "quantization": str(model.quantization),
-        "kv_cache_dtype": str(vllm_config.cache_config.cache_dtype),
+        # All that vLLM quantizes as it loads is "online": how, and which layers are left out, is said beside it.
+        "quantization": [str(model.quantization), str(getattr(model, "quantization_config", None))],
+        "classes": getattr(model, "model_class_overrides", {}),
+        "kv_cache_dtype": str(cache.cache_dtype),
+        "state_dtypes": [str(getattr(cache, f"mamba_{what}cache_dtype", None)) for what in ("", "ssm_")],
     }
+    if modules := getattr(vllm_config.lora_config, "lora_target_modules", None):
+        facts["lora_target_modules"] = sorted(modules)  # of adapters vLLM leaves out the others
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
