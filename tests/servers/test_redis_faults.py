@@ -599,13 +599,17 @@ class TestTopologies:
         backend = backend_of(cluster[0], **guarded_settings(cluster[0], certificates, cluster=True))
         watchers = clients_of(cluster, certificates)[:2]
         with open_context() as context:
-            await backend.open(replace(context, clock=lambda: 0.0))
 
-            async def is_whole() -> bool:
-                with suppress(BackendUnavailableError):  # a node that has just come back
-                    return set(await backend.lookup(keys)) == {Outcome.MISS}
+            async def is_open() -> bool:
+                with suppress(BackendUnavailableError):  # a node of another test has just come back
+                    await backend.open(replace(context, clock=lambda: 0.0))
+                    return True
                 return False
 
+            async def is_whole() -> bool:
+                return set(await backend.lookup(keys)) == {Outcome.MISS}
+
+            await eventually(is_open)
             try:
                 await eventually(is_whole)
                 before = [await num_asked(each) for each in watchers]

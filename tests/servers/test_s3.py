@@ -742,7 +742,7 @@ async def test_what_was_evicted_is_known_before_anything_is_served(monkeypatch: 
     async with answering(itertools.repeat("404 Not Found"), max_retries=0) as (backend, server):
         server.listing = "503 Slow Down"
         for call in (backend.lookup, backend.lookup_prefix, backend.locate):
-            with pytest.raises(BackendUnavailableError, match=r"list evicted blocks: .*503"):
+            with pytest.raises(BackendUnavailableError, match=r"list evicted blocks of s3:.*503"):
                 await call([block_key(1)])
         assert server.num_requests == 0
         server.listing = "200 OK"
@@ -759,7 +759,7 @@ async def test_marks_that_take_too_long_to_list_are_asked_for_one_by_one(monkeyp
         assert await backend.lookup(whole) == [Outcome.MISS] * 16
         assert server.num_requests == 16 + 1 + 16
         server.listing = ""
-        with pytest.raises(BackendUnavailableError, match=r"list evicted blocks: nothing came within 0\.6 s"):
+        with pytest.raises(BackendUnavailableError, match=r"list evicted blocks of s3:.*: nothing came within 0\.6 s"):
             await backend.lookup(whole)
 
 
