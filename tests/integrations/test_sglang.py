@@ -225,6 +225,31 @@ def test_what_else_changes_kv_is_another_model(opened: Open, tmp_path: Path) -> 
         has(scaled)
 
 
+def test_an_adapter_that_is_trained_anew_is_another_model(opened: Open, tmp_path: Path) -> None:
+    """SGLang's hashes of pages have its name and path alone, and are what they were before."""
+    pool, ref = host_pool("page_first"), SimpleNamespace(lora_id="of its path", lora_path=str(tmp_path))
+
+    def has(**lora: object) -> bool:
+        given = {"enable_lora": True, "lora_paths": [ref], "lora_target_modules": None, **lora}
+        storage = opened(pool, arguments={}, lora={"experts_shared_outer_loras": None, **given})
+        is_there = bool(storage.batch_exists(KEYS[:1]))
+        storage.batch_set_v1(KEYS[:1], at(0))
+        storage.close()
+        return is_there
+
+    with pytest.raises(ConfigurationError, match="holds weights"):
+        has()
+    for change in ("adapter_model.bin", "adapter_config.json"):
+        (tmp_path / "adapter_model.bin").touch()
+        (tmp_path / "adapter_config.json").touch()
+        (tmp_path / change).write_text(change)
+        assert [has(), has()] == [False, True]
+        assert [has(lora_target_modules={"q_proj", "v_proj"}) for _ in range(2)] == [False, True]
+    assert [has(lora_paths=paths) for paths in (None, list[object]())] == [False, True]  # the model alone
+    with pytest.raises(ConfigurationError, match="have its files there"):
+        has(lora_paths=[SimpleNamespace(lora_id="", lora_path="no/such-adapter")])
+
+
 def test_weights_of_chance_must_be_named(opened: Open, tmp_path: Path) -> None:
     """SGLang makes them up, whatever is in the checkpoint's files."""
     (tmp_path / "model.safetensors").write_bytes(bytes(8) + b"{}")

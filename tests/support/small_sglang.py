@@ -50,14 +50,14 @@ def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
         def register_mem_host_pool_v2(self, host_pool: object, host_pool_name: str) -> None:
             self.registered_pools = {host_pool_name: host_pool}
 
-    def get_server_args() -> None:
+    def get_nothing() -> None:
         raise RuntimeError("no engine here")
 
     contents: dict[str, dict[str, object]] = {
         "sglang": {},
         "sglang.version": {"__version__": version},
         "sglang.srt": {},
-        "sglang.srt.runtime_context": {"get_server_args": get_server_args},
+        "sglang.srt.runtime_context": {"get_server_args": get_nothing, "get_lora": get_nothing},
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.hicache_storage": {
             "HiCacheStorage": HiCacheStorage,
@@ -255,6 +255,7 @@ def storages() -> Iterator[Any]:
         tokens_per_state: int = 2048,
         beside: dict[str, Any] | None = None,
         arguments: dict[str, Any] | None = None,
+        lora: dict[str, Any] | None = None,
         **config: Any,  # noqa: ANN401 - fields of Config
     ) -> Any:  # noqa: ANN401 - as `adapter` has it
         settings = {"tiers": tiers or ("cpu://?capacity=1MiB", SHELF), "limits": limits or {}}
@@ -265,7 +266,9 @@ def storages() -> Iterator[Any]:
         config.setdefault("is_mla_model", isinstance(pool, MLATokenToKVPoolHost))
         storage = adapter()(Config(extra, **config), {})
         if arguments is not None:  # of an engine, which a storage is otherwise without
-            vars(sys.modules["sglang.srt.runtime_context"])["get_server_args"] = lambda: SimpleNamespace(**arguments)
+            resolved = SimpleNamespace(**{"enable_lora": None, "lora_paths": None, **(lora or {})})
+            engine = {"get_server_args": lambda: SimpleNamespace(**arguments), "get_lora": lambda: resolved}
+            vars(sys.modules["sglang.srt.runtime_context"]).update(engine)
         opened.append(storage)
         storage.register_mem_pool_host(pool)
         for name, other in (beside or {}).items():

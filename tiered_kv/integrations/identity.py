@@ -78,6 +78,8 @@ class Below:
         return TieredKV.from_settings(self.settings, model=model, layout=layout, shard=shard, device=device)
 
 
+_ADAPTER_CONFIG: Final = "adapter_config.json"
+"""Beside a LoRA adapter's weights: its rank and scaling, for example."""
 _SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 """Of files that hold weights. Of several kinds beside each other the first is what engines load."""
 _PAGE_BYTES: Final = 4096
@@ -121,6 +123,20 @@ def checkpoint_weights(folder: str | Path) -> str:
     except OSError as error:
         raise ConfigurationError(f"the weights in {str(folder)!r} can't be read: {error}") from error
     return f"files:{digest.hexdigest()}"
+
+
+def adapter_weights(folder: str | Path) -> str:
+    """Name the weights in a LoRA adapter's folder, and how much of them is added: by its files, wherever they lie.
+
+    Raises:
+        ConfigurationError: As `checkpoint_weights`, or there is no configuration.
+    """
+    weights = checkpoint_weights(folder)
+    try:
+        config = (Path(folder) / _ADAPTER_CONFIG).read_bytes()
+    except OSError as error:
+        raise ConfigurationError(f"the adapter in {str(folder)!r} can't be read: {error}") from error
+    return f"{weights}, {hashlib.sha256(config).hexdigest()}"
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:

@@ -25,7 +25,7 @@ from sglang.version import __version__ as _version
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.integrations.identity import TOKENS_PER_STATE, Below, checkpoint_weights
+from tiered_kv.integrations.identity import TOKENS_PER_STATE, Below, adapter_weights, checkpoint_weights
 from tiered_kv.integrations.sglang.pools import KV, VERSION, HostPool, host_pool, is_split
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.transfers.submissions import Ticket
@@ -457,35 +457,55 @@ def _identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity:  # 
     Raises:
         ConfigurationError: There is no telling, and nobody named them.
     """
-    from sglang.srt.runtime_context import get_server_args  # noqa: PLC0415 - by now the engine has begun
+    from sglang.srt.runtime_context import get_lora, get_server_args  # noqa: PLC0415 - by now the engine has begun
 
     facts = {"pp": f"{config.pp_rank}/{config.pp_size}", "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}"}
     facts["format"] = str(pool.storage_format_tag)
     try:
-        arguments = get_server_args()
+        arguments, lora = get_server_args(), get_lora()
     except Exception:  # noqa: BLE001 - there is no engine, only its controller
-        arguments = None
+        arguments = lora = None
     facts |= {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS}
     if scales := getattr(arguments, "quantization_param_path", None):
         try:
             facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
         except OSError as error:
             raise ConfigurationError(f"the scales of the KV cache in {scales!r} can't be read: {error}") from error
+    if lora is not None and lora.enable_lora and lora.lora_paths:
+        facts["adapters"] = _adapters(lora)
     path = str(getattr(arguments, "model_path", None) or config.model_name or "")
     if weights is None:
         if getattr(arguments, "load_format", None) == "dummy":
             raise ConfigurationError(
                 'weights of load_format "dummy" are in no file: name them by "tiered_kv": {"weights": ...}'
             )
-        weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None)))
+        by_name = 'name its weights by "tiered_kv": {"weights": ...}'
+        weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None), by_name))
     return ModelIdentity(Path(path).name or "model", weights, extra=tuple(sorted(facts.items())))
 
 
-def _folder_of(path: str, revision: str | None) -> str:
-    """Return the folder of a checkpoint: its path, or where the hub's client keeps it.
+def _adapters(lora: Any) -> str:  # noqa: ANN401 - SGLang's
+    """Say what the LoRA adapters that SGLang starts with compute.
+
+    Its hashes have their names and paths alone, and are the same once one of them is trained anew. An adapter that is
+    loaded later has a name by chance.
 
     Raises:
-        ConfigurationError: It is nowhere on this host.
+        ConfigurationError: The files of one can't be read.
+    """
+    told = [
+        (each.lora_id, adapter_weights(_folder_of(each.lora_path, None, "have its files there before SGLang starts")))
+        for each in lora.lora_paths
+    ]
+    how = sorted(lora.lora_target_modules or ()), lora.experts_shared_outer_loras
+    return hashlib.sha256(repr((sorted(told), how)).encode()).hexdigest()
+
+
+def _folder_of(path: str, revision: str | None, otherwise: str) -> str:
+    """Return the folder of a checkpoint, or an adapter: its path, or where the hub's client keeps it.
+
+    Raises:
+        ConfigurationError: It is nowhere on this host; what to do then is said by ``otherwise``.
     """
     if Path(path).is_dir():
         return path
@@ -494,9 +514,7 @@ def _folder_of(path: str, revision: str | None) -> str:
 
         return str(snapshot_download(path, revision=revision, local_files_only=True))
     except Exception as error:
-        raise ConfigurationError(
-            f'the checkpoint {path!r} is no folder here ({error}): name its weights by "tiered_kv": {{"weights": ...}}'
-        ) from error
+        raise ConfigurationError(f"{path!r} is no folder here ({error}): {otherwise}") from error
 
 
 def _in_all_texts(value: Any, old: str, new: str) -> Any:  # noqa: ANN401 - JSON

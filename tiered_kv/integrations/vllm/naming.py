@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.groups import GroupNeed
-from tiered_kv.integrations.identity import checkpoint_weights
+from tiered_kv.integrations.identity import adapter_weights
 from tiered_kv.integrations.vllm.configuration import EngineGroup, folder_of
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys
@@ -20,8 +20,6 @@ from tiered_kv.values.log import log
 
 MOST_ADAPTERS: Final = 1 << 16
 """Of more nothing is kept: one that was forgotten would be read anew, and vLLM may have its old files in memory."""
-_CONFIG: Final = "adapter_config.json"
-"""Beside an adapter's weights: its rank and scaling, for example."""
 
 _Files = tuple[tuple[str, int, int, int], ...]
 """Of each file its name, size, inode, and when that has changed, which nobody can set: who replaces one, or writes to
@@ -119,16 +117,14 @@ def _read(lora: Any, *, is_first: bool) -> _Adapter:
     folder = Path(found or lora.lora_path)
     files = _files_in(folder)
     try:
-        config = (folder / _CONFIG).read_bytes() if found else b""
-        weights = checkpoint_weights(folder)
-    except (ConfigurationError, OSError) as error:
+        weights = adapter_weights(folder)
+    except ConfigurationError as error:
         if is_first:
             _say(lora, str(error))
         return _Adapter()
     if _files_in(folder) != files:  # somebody is writing them
         return _Adapter()
-    digest = hashlib.sha256(weights.encode() + hashlib.sha256(config).digest()).digest()
-    return _Adapter(folder, files, digest, is_read=True)
+    return _Adapter(folder, files, hashlib.sha256(weights.encode()).digest(), is_read=True)
 
 
 def _files_in(folder: Path) -> _Files:
