@@ -37,9 +37,9 @@ from tiered_kv.values.layout import PAGE_BYTES, blocks_within
 from tiered_kv.values.loop_calls import LoopCalls
 
 _RECORD_THREADS: Final = 2
+"""Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 _LEAST_BOUNCE: Final = 4
 """Bounce slots of each kind of block, whatever they take: a window has a quarter of them."""
-"""Threads that hash and encrypt records: two keep up with a disk, and the loop and the copies need the other cores."""
 
 
 async def open_cache(parts: CacheParts) -> Seat:

@@ -182,7 +182,7 @@ class Seat(EngineSide):
 
     def _chains_of(self, keys: StoredKeys) -> Sequence[Chain]:
         """Return the chains of the keys' KV group, one per rank, having looked at the keys."""
-        if not isinstance(keys, StoredKeys):  # asked twice, as each load and store comes by here
+        if not isinstance(keys, StoredKeys):  # asked here, too: each load and store comes by, and a call costs more
             check_are_keys(keys)
         chains = self.of_group(keys.group)
         check_keys(keys, chains[0].group)
