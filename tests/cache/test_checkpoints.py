@@ -42,7 +42,7 @@ async def test_who_waits_for_bytes_in_flight_is_told_of_a_checkpoint_that_hangs(
     engine, disk = Engine(), ScriptedSlotBackend(name="disk", timeout_s=SOON_S)
     async with open_cache(disk, engine=engine) as kv:
         await keep(kv, engine, KEYS)
-        budget = inside(kv).chains[0].storage[0].budget
+        budget = inside(kv).chains[0].storage[0].calls.budget
         give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))
         load = kv.start_load(KEYS, INTO, deadline_s=600.0)
         await until(lambda: budget.room.num_waiting == 1)

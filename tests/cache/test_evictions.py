@@ -295,7 +295,7 @@ async def test_evicted_before_its_turn_to_be_read_from_a_shared_tier() -> None:
     shared, engine = ScriptedBackend(), Engine()
     async with open_cache(shared, engine=engine) as kv:
         await keep(kv, engine, KEYS)
-        budget = inside(kv).chains[0].storage[0].budget
+        budget = inside(kv).chains[0].storage[0].calls.budget
         give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))
         load = kv.start_load(KEYS, INTO)
         await until(lambda: budget.room.num_waiting == 1)

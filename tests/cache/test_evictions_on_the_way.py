@@ -32,7 +32,7 @@ async def test_what_waits_for_its_turn_to_be_written(kind: type[Scripted]) -> No
     """As soon as the tier has time for it nobody wants it there; memory has it, and a store that drops it says so."""
     engine, medium = Engine(), kind(name="below")
     async with open_cache(CPU, medium, engine=engine) as kv:
-        budget = inside(kv).chains[0].storage[0].budget
+        budget = inside(kv).chains[0].storage[0].calls.budget
         give_back = await budget.take(budget.limit, Waiter(Kind.STORE))
         stored = await kv.store(KEYS, engine.compute(KEYS))
         await until(lambda: budget.room.num_waiting == 1)

@@ -44,7 +44,7 @@ async def test_no_priority_evades_the_budget(priority: Priority) -> None:
         for keys in prompts:
             await keep(kv, engine, keys)
         tier = inside(kv).chains[0].storage[0]
-        most = tier.budget.limit // tier.shape.stride_bytes + 4
+        most = tier.calls.budget.limit // tier.shape.stride_bytes + 4
         medium.on_write.hold()
         storing = await kv.store(prompt(1, seed=99), GPULoadStoreSpec([0]))
         await until(lambda: tier.health.is_shedding)
@@ -105,7 +105,7 @@ async def test_a_planned_load_does_not_wait_behind_guesses(*, gaps: bool) -> Non
                 await keep(kv, engine, keys)
                 await kv.evict(keys, tier="cpu")
             tier = inside(kv).chains[0].storage[0]
-            tier.budget.limit = limit * tier.shape.stride_bytes
+            tier.calls.budget.limit = limit * tier.shape.stride_bytes
             planner = kv.planner()
             planner.register_worker()
             medium.on_read.hold()

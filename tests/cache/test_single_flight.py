@@ -130,7 +130,7 @@ async def test_who_joins_a_prefetch_hurries_it(kind: type[Scripted]) -> None:
         ahead = kv.prefetch(others)
         await until(lambda: medium.on_read.num_held == 1)
         wanted = kv.prefetch(KEYS[:4])  # one window: the load has none to start itself
-        budget = inside(kv).chains[0].storage[0].budget  # who waits in line is in no statistics
+        budget = inside(kv).chains[0].storage[0].calls.budget  # who waits in line is in no statistics
         await until(lambda: budget.room.num_waiting == 1)
         loading = asyncio.create_task(kv.load(KEYS[:4], _pages(0)[:4]))
         await until(lambda: medium.on_read.num_held == 2)

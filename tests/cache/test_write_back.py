@@ -720,6 +720,10 @@ class SlowDisk(NVMeBackend):
 
     bytes_per_s = 64 * PAYLOAD_BYTES
 
+    def begin_write(self, *_: object) -> bool:
+        """Have `write` do it."""
+        return False
+
     async def write(
         self,
         group: int,

@@ -139,8 +139,8 @@ def assert_nothing_left(kv: TieredKV) -> None:
         assert not chain.unwritten.num_under_way
         assert chain.room.num_waiting == 0
         assert chain.limits.prefetches.in_flight == 0
-        assert [tier.budget.in_flight for tier in chain.storage] == [0] * len(chain.storage)
-        assert [tier.budget.room.num_waiting for tier in chain.storage] == [0] * len(chain.storage)
+        assert [tier.calls.budget.in_flight for tier in chain.storage] == [0] * len(chain.storage)
+        assert [tier.calls.budget.room.num_waiting for tier in chain.storage] == [0] * len(chain.storage)
 
 
 async def keep(kv: TieredKV, engine: Engine, keys: BlockKeys) -> None:

@@ -8,9 +8,8 @@ import pytest
 
 from tests.support.caches import until
 from tests.support.virtual import CountingDevice, run, watch
-from tiered_kv.media.backend import Outcome, Then
-from tiered_kv.tiers.calls import Answer, Calls
-from tiered_kv.tiers.gate import Kind, Waiter
+from tiered_kv.tiers.calls import Calls, Turn
+from tiered_kv.tiers.gate import Budget, Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.events import Event, TierFailed
@@ -20,7 +19,7 @@ async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:
     """Of a medium that hangs nobody waits for a turn, which may never come: the call is not made, and says so."""
     tasks, gate = Tasks(), asyncio.Event()
     health = StorageHealth("medium", 0.2, lambda _: None, clock=asyncio.get_running_loop().time, rng=random.Random(1))
-    calls = Calls(health, tasks)
+    calls = Calls(health, tasks, Budget(1))
     hanging = [asyncio.create_task(calls.make("read", gate.wait, num_blocks=1)) for _ in range(16)]
     await until(lambda: len(tasks) == 16)
     waiting = asyncio.create_task(calls.make("read", gate.wait, num_blocks=1))
@@ -35,7 +34,9 @@ async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:
 async def test_a_method_that_fails_over_and_over_is_told_once_a_minute() -> None:
     """Who asks goes on with the default; the next one that is told says how many were not; each method by itself."""
     now, told = 0.0, list[Event]()
-    calls = Calls(StorageHealth("medium", 0.2, told.append, clock=lambda: now, rng=random.Random(1)), Tasks())
+    calls = Calls(
+        StorageHealth("medium", 0.2, told.append, clock=lambda: now, rng=random.Random(1)), Tasks(), Budget(1)
+    )
 
     def fail() -> int:
         raise RuntimeError("no")
@@ -53,7 +54,9 @@ async def test_a_method_that_fails_over_and_over_is_told_once_a_minute() -> None
 
 async def test_an_interrupt_is_the_programs_own() -> None:
     """Whoever presses Ctrl-C while a method of a backend runs means the program."""
-    calls = Calls(StorageHealth("medium", 0.2, lambda _: None, clock=lambda: 0.0, rng=random.Random(1)), Tasks())
+    calls = Calls(
+        StorageHealth("medium", 0.2, lambda _: None, clock=lambda: 0.0, rng=random.Random(1)), Tasks(), Budget(1)
+    )
 
     def interrupted() -> None:
         raise KeyboardInterrupt
@@ -63,10 +66,10 @@ async def test_an_interrupt_is_the_programs_own() -> None:
 
 
 async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
-    """Of a tier that fails one call is the probe: where the medium has to wait before it can begin, another one is."""
+    """Of a tier that fails one call is the probe: whose turn comes for nothing leaves that to another one."""
     now = 0.0
     health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: now, rng=random.Random(1))
-    calls = Calls(health, Tasks())
+    calls = Calls(health, Tasks(), Budget(1))
 
     async def fail() -> None:
         raise OSError("no")
@@ -74,20 +77,16 @@ async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
     async def answer() -> int:
         return 1
 
-    def cannot_begin(_: Then) -> bool:
-        return False
-
-    def ended(answer: Answer[list[Outcome]]) -> None:
-        raise AssertionError("no call was made")
-
     for _ in range(3):
         assert not (await calls.make("read", fail)).is_well
     assert not (await calls.make("read", answer)).was_made
     now = 10.0
-    assert not calls.begin(
-        "read", cannot_begin, ended, allowed=(), num_blocks=1, waiter=Waiter(Kind.LOAD), on_late=asyncio.Event().set,
-        tasks=Tasks(),
-    )  # fmt: skip
+    turns: list[Turn | None] = []
+    calls.when_due("read", 1, Waiter(Kind.LOAD), Tasks(), turns.append)
+    assert turns[0] is not None
+    assert not (await calls.make("read", answer)).was_made
+    turns[0].give_back()
+    assert calls.budget.in_flight == 0
     assert (await calls.make("read", answer)).is_well
     assert not health.open_breakers()
 
@@ -99,7 +98,7 @@ def test_each_call_is_late_at_its_own_time() -> None:
         watch(CountingDevice(), [])
         loop, late = asyncio.get_running_loop(), list[tuple[int, float]]()
         health = StorageHealth("medium", 5.0, lambda _: None, clock=loop.time, rng=random.Random(1))
-        calls, gate, ends = Calls(health, Tasks()), asyncio.Event(), asyncio.Event()
+        calls, gate, ends = Calls(health, Tasks(), Budget(1)), asyncio.Event(), asyncio.Event()
         started = loop.time()
         waiting = []
         for number, until_it_ends in enumerate((ends, gate, gate, ends, gate)):

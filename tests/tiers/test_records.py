@@ -12,14 +12,16 @@ from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import encode
 from tiered_kv.media.seal import Seal
-from tiered_kv.tiers.records import ExponentCodec, Records, SpareBlocks
-from tiered_kv.tiers.tasks import WorkerPool
+from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, SpareBlocks
+from tiered_kv.tiers.tasks import Tasks, WorkerPool
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Names
 from tiered_kv.values.loop_calls import LoopCalls
 
 SHAPE = RecordShape(bytes([7]) * 32, 5000)
-KEYS = [BlockKey(Namespace(SHAPE.fingerprint, bytes(32)), bytes([n]) * 32) for n in range(3)]
+SPACE = Namespace(SHAPE.fingerprint, bytes(32))
+KEYS = [BlockKey(SPACE, bytes([n]) * 32) for n in range(3)]
+BATCH = Batch(SPACE, SPACE.names_of([key.hash for key in KEYS]), np.arange(3))
 
 
 class HeldSeal(Seal):
@@ -55,6 +57,21 @@ def blocks_of(n: int) -> list[Block]:
     return blocks
 
 
+async def encoded(
+    records: Records, batch: Batch, blocks: list[Block], into: list[Block], codec: ExponentCodec | None = None
+) -> Encoded:
+    """Have records made, and return them."""
+    made: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+    shape = SHAPE if codec is None else encoded_shape(codec)
+    records.encode(batch, blocks, into, shape, codec, Tasks(), made.set_result)
+    return await made
+
+
+def encoded_shape(codec: ExponentCodec) -> RecordShape:
+    """Return what records of a codec are."""
+    return RecordShape(SHAPE.fingerprint, codec.stored_bytes, codec="exponent", decoded_bytes=SHAPE.payload_bytes)
+
+
 @pytest.mark.both_loops
 async def test_a_cancelled_verification_ends_before_its_memory_is_anothers() -> None:
     """It is decrypted in place: who waits, and is cancelled, hears of it when no thread writes there any more."""
@@ -64,8 +81,8 @@ async def test_a_cancelled_verification_ends_before_its_memory_is_anothers() -> 
     try:
         await records.open(loop_calls)
         blocks, into = blocks_of(1), [Block.empty(SHAPE.payload_bytes)]
-        await records.encode(KEYS[:1], blocks, into, SHAPE)
-        verifying = asyncio.create_task(records.verification(KEYS[:1], into, SHAPE).verify_all([Outcome.HIT]))
+        await encoded(records, BATCH[:1], blocks, into)
+        verifying = asyncio.create_task(records.verification(BATCH[:1], into, SHAPE).verify_all([Outcome.HIT]))
         while not encryption.seal.begun.is_set():
             await checkpoint()
         for _ in range(3):
@@ -90,12 +107,10 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
     try:
         await records.open(loop_calls)
         into = blocks_of(3)
-        space, hashes = KEYS[0].namespace, [key.hash for key in KEYS]
-        keys = records.keys(Batch(space, space.names_of(hashes), np.arange(3)))
-        made = await records.encode(keys, into, into, SHAPE)
+        made = await encoded(records, BATCH, into, into)
         assert all(block.payload.readonly for block in made.records)
         into[1].payload[-1] ^= 1
-        names: Names = space.names_of([hashes[0], hashes[1], hashes[0]])
+        names: Names = BATCH.names[[0, 1, 0]]
         hits = [Outcome.HIT] * 3
         verification = records.verification_by_name(names, into, SHAPE)
         verdicts = await verification.verify_all(hits)
@@ -103,7 +118,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         assert verification.num_filled == 3
         found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
         assert await records.verification_by_name(names, into, SHAPE).verify_all(found) == found
-        assert await records.verification(keys, into, SHAPE).verify_all(found) == found
+        assert await records.verification(BATCH, into, SHAPE).verify_all(found) == found
     finally:
         pool.close()
 
@@ -111,17 +126,17 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
 async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
     """Its checksum is right, so something else made it: no bytes are served that nobody stored."""
     loop_calls, codec = LoopCalls(asyncio.get_running_loop()), ExponentCodec(SHAPE.payload_bytes)
-    shape = RecordShape(SHAPE.fingerprint, codec.stored_bytes, codec="exponent", decoded_bytes=SHAPE.payload_bytes)
+    shape = encoded_shape(codec)
     pool = WorkerPool("records", 1, loop_calls)
     records = Records(pool, None)
     try:
         blocks, into = blocks_of(2), [Block.empty(codec.stored_bytes) for _ in range(2)]
-        made = await records.encode(KEYS[:2], blocks, into, shape, codec)
+        made = await encoded(records, BATCH[:2], blocks, into, codec)
         assert all(block.payload.readonly for block in made.records)
         into[1].payload[0] = 255  # more are listed than may be
         encode(KEYS[1], into[1], codec="exponent", decoded_bytes=SHAPE.payload_bytes)
         found = [Block.empty(SHAPE.payload_bytes) for _ in range(2)]
-        verdicts = await records.verification(KEYS[:2], into, shape, codec, found).verify_all([Outcome.HIT] * 2)
+        verdicts = await records.verification(BATCH[:2], into, shape, codec, found).verify_all([Outcome.HIT] * 2)
         assert verdicts == [Outcome.HIT, Outcome.CORRUPT]
         assert bytes(found[0].payload) == bytes(blocks[0].payload)
     finally:

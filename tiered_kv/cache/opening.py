@@ -97,7 +97,9 @@ async def _open_backends(
     stack.push_async_callback(calls.aclose, 0.0)
     media = []
     for part in parts.tiers.storage:
-        medium = StorageMedium(part.name, part.settings, part.backend, services, part.policy)
+        medium = StorageMedium(
+            part.name, part.settings, part.backend, services, part.policy, _budget(limits, kinds, part, loop.time)
+        )
         stack.push_async_callback(medium.aclose)
         await medium.open()
         media.append(medium)
@@ -159,13 +161,6 @@ def _build_chains(
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
-    # Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of
-    # the bounce slots to other loads, and a window beside these to stores: a window takes no more than a quarter.
-    window = min(cache_limits.window, cache_limits.bounce // 4)
-    in_flight = min(4 * window, cache_limits.bounce // 2 - window)
-    # A record has a header besides, which takes no host memory.
-    in_flight += in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES
-    budgets = [_budget(in_flight, part, clock) for part in tiers.storage]
     chains = []
     for number, kind in enumerate(kinds):
         group, stride_bytes = kind.group, kind.slot_stride_bytes
@@ -186,10 +181,7 @@ def _build_chains(
             device.page_lock(slab, emit=tell)
         waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(tiers.gpu, device, group.num_slots(gpu_blocks), stride_bytes, clock, write_back=waits_in_gpu)
-        storage = [
-            medium.tier(number, kind.shape, budget, kind.record_codec)
-            for medium, budget in zip(backends.media, budgets, strict=True)
-        ]
+        storage = [medium.tier(number, kind.shape, kind.record_codec) for medium in backends.media]
         chain = Chain(
             group=group,
             naming=kind.naming,
@@ -217,10 +209,17 @@ def _build_chains(
     return chains, device
 
 
-def _budget(in_flight: int, part: StoragePart, clock: Callable[[], float]) -> Budget:
-    settings = part.settings
-    reads = Pace(settings.read_bandwidth, clock)
-    writes = Pace(settings.write_bandwidth, clock)
+def _budget(limits: CacheLimits, kinds: Sequence[BlockKind], part: StoragePart, clock: Callable[[], float]) -> Budget:
+    """Return how many bytes a storage tier may move at once, and how fast.
+
+    Enough that every thread of a backend is busy while the next window waits, but a tier that hangs leaves half of the
+    bounce slots to other loads, and a window beside these to stores: a window takes no more than a quarter.
+    """
+    window = min(limits.window, limits.bounce // 4)
+    in_flight = min(4 * window, limits.bounce // 2 - window)
+    # A record has a header besides, which takes no host memory.
+    in_flight += in_flight // min(kind.slot_stride_bytes for kind in kinds) * PAGE_BYTES
+    reads, writes = Pace(part.settings.read_bandwidth, clock), Pace(part.settings.write_bandwidth, clock)
     return Budget(in_flight, reads, writes, Bandwidth(part.scrub_bandwidth, clock))
 
 

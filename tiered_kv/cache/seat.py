@@ -304,12 +304,12 @@ def _tier_statistics(chains: Sequence[Chain], number: int) -> TierStatistics:
     health, values["dropped_because"] = getattr(tier, "health", None), dict(values["dropped_because"])
     facts: Mapping[str, object] = {}
     if isinstance(tier, StorageTier):
-        calls, budget = tier.calls, tier.budget
+        calls = tier.calls
         facts = tier.describe() if tier.health.is_open else {"last_error": tier.health.why_not_open}
         values |= {
-            "in_flight_bytes": budget.in_flight,
+            "in_flight_bytes": calls.budget.in_flight,
             "num_calls": calls.num_underway,
-            "num_waiting": calls.num_waiting + budget.room.num_waiting,
+            "num_waiting": calls.num_waiting,
         }
     return TierStatistics(
         tier=tier.name,

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final, Generic, NoReturn, TypeVar, cast
 
 from tiered_kv.media.backend import Ended, Outcome, Then
-from tiered_kv.tiers.gate import Kind, Room, Waiter
+from tiered_kv.tiers.gate import Budget, Give, Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.errors import Reason, TierFault, in_words
@@ -25,8 +25,10 @@ T = TypeVar("T")
 _FIRST_CALLS: Final = 16
 _FEWEST_CALLS: Final = 2
 _MOST_CALLS: Final = 64
-_QUEUED: Final = frozenset({"lookup", "locate", "delete", "read", "write"})
-"""Calls that traffic makes, as many as it likes. All others are made one at a time by whoever makes them."""
+_ASKED: Final = ("lookup", "locate", "delete")
+_MOVES: Final = {"read": 0, "write": 1}
+"""With these, calls that traffic makes, as many as it likes; moves wait for bytes as well, each kind in a lane of its
+own. All others are made one at a time by whoever makes them."""
 CLOSED: Final = "the cache was closed"
 """The error of a call that the end of the cache has ended: nobody knows what the medium did."""
 _SILENT_S: Final = 60.0
@@ -67,18 +69,30 @@ NOT_MADE: Final[Answer[Any]] = Answer(error="the tier is bypassed", was_made=Fal
 
 
 class Calls:
-    """Makes the calls of one backend. For the event loop's thread; ``tasks`` are ended last when the cache closes."""
+    """Makes the calls of one backend. For the event loop's thread; ``tasks`` are ended last when the cache closes.
 
-    def __init__(self, health: StorageHealth, tasks: Tasks) -> None:
+    Attributes:
+        health: Hears how they end.
+        budget: Of the bytes that its reads and writes move.
+        late: Those past their time, which have not returned and are waited for.
+    """
+
+    def __init__(self, health: StorageHealth, tasks: Tasks, budget: Budget) -> None:
         self.health = health
+        self.budget = budget
         self._tasks = tasks
-        self._turns = {doing: _Turns(health, doing) for doing in _QUEUED}
+        self._turns = {doing: _Turns(health, doing, Room()) for doing in _ASKED}
+        self._turns |= {doing: _Turns(health, doing, budget.room) for doing in _MOVES}
         self._limits: dict[float, _TimeLimit] = {}
         self.late = set[_Underway]()
-        """Those past their time, which have not returned and are waited for."""
         self._told_at: dict[str, float] = {}
         self._untold = Counter[str]()
-        health.on_stall += [turns.room.changed for turns in self._turns.values()]
+        health.on_stall += [room.changed for room in self._rooms]
+
+    @property
+    def _rooms(self) -> list[Room]:
+        """Where calls of traffic wait."""
+        return [self.budget.room, *[self._turns[doing].room for doing in _ASKED]]
 
     def limit(self, seconds: float) -> "_TimeLimit":
         """Return what tells calls that they are late after so many seconds: there are few such numbers."""
@@ -94,7 +108,7 @@ class Calls:
     @property
     def num_waiting(self) -> int:
         """Calls of traffic that wait for their turn."""
-        return sum(turns.room.num_waiting for turns in self._turns.values())
+        return sum(room.num_waiting for room in self._rooms)
 
     def let_go_of_late(self) -> None:
         """Use the medium on although calls are late: the part of it that they hang on has been taken out of use."""
@@ -144,7 +158,6 @@ class Calls:
         waiter: Waiter | None = None,
         timeout_s: float | None = None,
         until_late: bool = False,
-        in_this_task: bool = False,
         is_raised: bool = False,
         on_late: Callable[[], None] | None = None,
         problem_of: Callable[[T], str] = lambda _: "",
@@ -159,8 +172,6 @@ class Calls:
             waiter: Its place among calls of its kind; a load's if left out.
             timeout_s: After so long it is late; the tier's time limit if left out.
             until_late: Wait no longer than that.
-            in_this_task: Make it in the calling task, for a turn of the loop less: one that only the end of the cache
-                cancels, and that ends with the call.
             is_raised: Whether whoever makes it tells of a failure, and no event does.
             on_late: Called at the moment when it is late.
             problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
@@ -182,11 +193,6 @@ class Calls:
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
         underway = _Underway(self, doing, turns, num_blocks, limit_s, is_late)
         underway.is_raised = is_raised
-        if in_this_task:
-            answer = await self._make(underway, call, problem_of, is_failure)
-            if answer.error == CLOSED:
-                raise asyncio.CancelledError  # which has ended the call
-            return answer
         making = asyncio.get_running_loop().create_task(
             self._make(underway, call, problem_of, is_failure), name=f"{doing} in {self.health.name}"
         )
@@ -197,56 +203,40 @@ class Calls:
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
         return Answer(error=CLOSED) if making.cancelled() else making.result()
 
-    def begin(
-        self,
-        doing: str,
-        start: Callable[[Then], bool],
-        then: Callable[[Outcomes], None],
-        *,
-        allowed: tuple[Outcome, ...],
-        num_blocks: int,
-        waiter: Waiter,
-        on_late: Callable[[], None],
-        tasks: Tasks,
-    ) -> bool:
-        """Make one call that threads of the medium carry out, at once; False, and no call is made, if it has to wait.
+    def when_due(
+        self, doing: str, num_bytes: int, waiter: Waiter, tasks: Tasks, then: Callable[["Turn | None"], None]
+    ) -> None:
+        """Tell ``then`` once a call may be made that moves so many bytes: now, or else in a later turn of the loop.
 
-        Otherwise as `make`, without a task: ``then`` is told on the event loop, once, how it ended. That may be before
-        this returns. The end of the cache ends it, unless the waiter lends memory.
+        None, if by then the tier is bypassed or the waiter has given up, as it does at the end of the cache.
 
         Args:
-            doing: Which call it is.
-            start: Has the medium begin, and tell how it ended; says False if it cannot yet.
-            then: Told how the call ended: its buffers are the caller's again, unless the cache has ended it.
-            allowed: What may become of a block.
-            num_blocks: How many there are to be answers for.
-            waiter: Its place among calls of its kind.
-            on_late: Called at the moment when it is late.
-            tasks: Those that it belongs to, and whose end ends it.
+            doing: Which call: "read" or "write".
+            num_bytes: Of its records.
+            waiter: Its place in line.
+            tasks: Those that it belongs to.
+            then: Makes the call, or gives the turn back.
         """
-        turns, problem_of = self._turns[doing], outcomes_problem(num_blocks, allowed)
-        if not turns.take_now(waiter):
-            return False
-        underway = _Underway(self, doing, turns, num_blocks, self.health.timeout_s, on_late)
-        is_told = False
+        turns, room = self._turns[doing], self.budget.room
 
-        def tell(ended: Ended) -> None:
-            nonlocal is_told
-            if not is_told:
-                is_told = True
-                over()
-                then(underway.ended(ended, problem_of, all_failed))
+        def attempt() -> tuple[Turn | None] | None:
+            if waiter.is_given_up or self.health.is_off(doing):
+                return (None,)
+            if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:
+                return None
+            turns.begin()
+            return (Turn(self, doing, turns, give, waiter, tasks),)
 
-        over = tasks.hold(_go_on if waiter.lends else partial(tell, _closed))
-        try:
-            is_begun = start(tell)
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            tell(partial(_raise, caught))
-            return True
-        if not is_begun:
+        if (due := room.take_now(attempt, waiter, _MOVES[doing])) is not None:
+            then(*due)
+            return
+
+        def is_due(due: tuple[Turn | None]) -> None:
             over()
-            underway.was_not_made()
-        return is_begun
+            then(*due)
+
+        over = tasks.hold(waiter.give_up)
+        room.line_up(attempt, waiter, is_due, num_bytes, _MOVES[doing])
 
     async def _make(
         self,
@@ -255,13 +245,90 @@ class Calls:
         problem_of: Callable[[T], str],
         is_failure: Callable[[T], bool],
     ) -> Answer[T]:
+        return underway.ended(await _made(call), problem_of, is_failure)
+
+
+async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:
+    """Make a call; return what returns or raises what it did."""
+    try:
+        made = await call()
+    except KeyboardInterrupt:
+        raise  # the program's own, which happened to come while a backend ran
+    except BaseException as caught:  # noqa: BLE001 - handed on
+        is_closing = isinstance(caught, asyncio.CancelledError) and _is_being_cancelled()
+        return partial(_raise, _ClosedMeanwhile() if is_closing else caught)
+    return lambda: made
+
+
+class Turn:
+    """The right to make one call that moves blocks: `make` it, or `give_back`."""
+
+    __slots__ = ("_calls", "_doing", "_give_bytes", "_tasks", "_turns", "_waiter")
+
+    def __init__(
+        self, calls: Calls, doing: str, turns: "_Turns", give_bytes: Give, waiter: Waiter, tasks: Tasks
+    ) -> None:
+        self._calls = calls
+        self._doing = doing
+        self._turns = turns
+        self._give_bytes = give_bytes
+        self._waiter = waiter
+        self._tasks = tasks
+
+    def give_back(self) -> None:
+        """Make no call."""
+        self._calls.health.not_made(self._doing)
+        self._turns.give_back()
+        self._give_bytes()
+
+    def make(
+        self,
+        begin: Callable[[Then], bool] | None,
+        call: Callable[[], Awaitable[list[Outcome]]],
+        then: Callable[[Outcomes], None],
+        *,
+        allowed: tuple[Outcome, ...],
+        num_blocks: int,
+        on_late: Callable[[], None],
+    ) -> None:
+        """Make the call. The end of the cache ends it, unless the waiter lends memory.
+
+        Args:
+            begin: Has threads of the medium make it, and tell how it ended; says False if it cannot yet.
+            call: Makes it then, or where there is no ``begin``: in a task.
+            then: Told on the event loop, once, how it ended, perhaps before this returns. Its buffers are the caller's
+                again, unless the cache has ended it.
+            allowed: What may become of a block.
+            num_blocks: How many there are to be answers for.
+            on_late: Called at the moment when it is late: nobody has to wait for its bytes from then on.
+        """
+        calls, lends = self._calls, self._waiter.lends
+        problem_of = outcomes_problem(num_blocks, allowed)
+        late = both(self._give_bytes, on_late)
+        underway = _Underway(calls, self._doing, self._turns, num_blocks, calls.health.timeout_s, late)
+        is_told = False
+
+        def tell(ended: Ended) -> None:
+            nonlocal is_told
+            if not is_told:
+                is_told = True
+                over()
+                answer = underway.ended(ended, problem_of, all_failed)
+                self._give_bytes()
+                then(answer)
+
+        over = self._tasks.hold(_go_on if lends else partial(tell, _closed))
         try:
-            made = await call()
-        except BaseException as caught:  # noqa: BLE001 - handed on
-            is_closing = isinstance(caught, asyncio.CancelledError) and _is_being_cancelled()
-            error = _ClosedMeanwhile() if is_closing else caught
-            return underway.ended(partial(_raise, error), problem_of, is_failure)
-        return underway.ended(lambda: made, problem_of, is_failure)
+            is_begun = begin is not None and begin(tell)
+        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+            tell(partial(_raise, caught))
+            return
+        if is_begun or is_told:
+            return
+        over()
+        making = asyncio.get_running_loop().create_task(_made(call), name=f"{self._doing} in {calls.health.name}")
+        over = self._tasks.hold(_go_on if lends else making.cancel)
+        making.add_done_callback(lambda made: tell(_closed if made.cancelled() or made.exception() else made.result()))
 
 
 class _ClosedMeanwhile(Exception):  # noqa: N818 - no error: how a call ends
@@ -333,12 +400,6 @@ class _Underway:
             health.emit(TierFailed(health.name, self.doing, error, self._num_blocks))
         return Answer(None if error else made, error, seconds=seconds)
 
-    def was_not_made(self) -> None:
-        """Count it off: the medium did not begin."""
-        self._limit.drop(self)
-        self._calls.health.not_made(self.doing)
-        self.end_turn()
-
     def end_turn(self) -> None:
         """Let another call be made, once."""
         turns, self._turns = self._turns, None
@@ -391,8 +452,9 @@ class _Turns:
     it would be bypassed for them.
     """
 
-    def __init__(self, health: StorageHealth, doing: str) -> None:
-        self.room = Room()
+    def __init__(self, health: StorageHealth, doing: str, room: Room) -> None:
+        """Have turns of one kind; whoever waits for one does so in ``room``."""
+        self.room = room
         self._health = health
         self._doing = doing
         self._limit = float(_FIRST_CALLS)
@@ -402,9 +464,15 @@ class _Turns:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
         return await self.room.acquire(self._attempt, waiter, lambda taken: self._undo(taken=taken))
 
-    def take_now(self, waiter: Waiter) -> bool:
-        """Take a turn, unless it has to be waited for or the tier is bypassed; say whether it is taken."""
-        return self.room.take_now(self._attempt, waiter) is True
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be under way."""
+        return self.num_taken < self._limit
+
+    def begin(self) -> None:
+        """Begin a turn."""
+        self.num_taken += 1
+        self._health.begin(self._doing)  # at once: of a tier that fails, one call is the probe
 
     def give_back(self) -> None:
         """End a turn."""
@@ -414,10 +482,9 @@ class _Turns:
     def _attempt(self) -> bool | None:
         if self._health.is_off(self._doing):
             return False
-        if self.num_taken >= self._limit:
+        if not self.has_room:
             return None
-        self.num_taken += 1
-        self._health.begin(self._doing)  # at once: of a tier that fails, one call is the probe
+        self.begin()
         return True
 
     def _undo(self, *, taken: bool) -> None:
@@ -450,6 +517,16 @@ def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[
         return ""
 
     return problem_of
+
+
+def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:
+    """Return what calls both."""
+
+    def call() -> None:
+        first()
+        then()
+
+    return call
 
 
 def _go_on() -> None:

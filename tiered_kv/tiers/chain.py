@@ -106,7 +106,7 @@ class Chain:
         self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
         self.waiting = self.unwritten.waiting
         sources = [*[None for _ in self.memory], *self.storage]
-        self.fills = Fills(self.host, sources, self.room, self.tasks)
+        self.fills = Fills(self.host, sources, self.room)
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
         most = transient // max(4, num_takers)
         self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
@@ -282,7 +282,7 @@ class Chain:
         index = self.host.index
         kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
         usable = index.num_transient_free - max(kept, self._set_aside(source))
-        if usable < min(len(batch), self._most_window):
+        if usable < min(len(batch.names), self._most_window):
             return None
         return self.reserve(self.host, batch, transient=True, source=source)
 

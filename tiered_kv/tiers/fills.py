@@ -13,7 +13,6 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import hash_names
 from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, ReadReport
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.keys import Names
@@ -123,25 +122,17 @@ class Fill:
 class Fills:
     """The fills of one chain. For the event loop's thread."""
 
-    def __init__(
-        self,
-        host: HostTier,
-        tiers: Sequence[StorageTier | None],
-        room: Room,
-        tasks: Tasks,
-    ) -> None:
+    def __init__(self, host: HostTier, tiers: Sequence[StorageTier | None], room: Room) -> None:
         """Make one without fills.
 
         Args:
             host: Whose slots are filled.
             tiers: By the number that the chain gives them, those to read from; None for those in memory.
             room: Who waits for host slots.
-            tasks: Of the cache.
         """
         self._host = host
         self._tiers = tiers
         self._room = room
-        self._tasks = tasks
         self._pending: dict[int, Fill] = {}  # by slot
         # By slot, the tier that it is read from, or -1. The last one answers for slot -1.
         self._sources = np.full(host.index.max_slots + host.index.num_transient + 1, -1, np.int8)
@@ -222,8 +213,8 @@ class Fills:
         self.announce(fill, reservation)
         parts = [self._part(number, fill, batch, reservation) for number in sorted({*sources.tolist()} - {-1})]
         fill.num_reading = fill.num_open = len(parts)
-        if later := [part for part in parts if not part.begin()]:
-            self._tasks.spawn(_read_each(later), f"fill {len(batch)} blocks")
+        for part in parts:
+            part.start()
         return fill
 
     def _part(self, number: int, fill: Fill, batch: Batch, reservation: Reservation) -> "_TierRead":
@@ -278,7 +269,7 @@ class _TierRead:
         at: NDArray[np.intp],
         reservation: Reservation,
     ) -> None:
-        """Lend the slots at some positions of the reservation; `begin` or `read` is called next."""
+        """Lend the slots at some positions of the reservation; `start` is called next."""
         self._fills = fills
         self._host = host
         self._tier = tier
@@ -288,17 +279,9 @@ class _TierRead:
         self._reservation = reservation
         self._blocks = host.slab.lend_blocks(reservation.slots[at])
 
-    def begin(self) -> bool:
-        """Have the tier read without a task; False if it has to wait for anything."""
-        return self._tier.begin_read(self._batch, self._blocks, self._fill.waiter, self._late, self._end)
-
-    async def read(self) -> None:
-        """Have the tier read, and wait until it has let go of the slots."""
-        report = None
-        try:
-            report = await self._tier.read(self._batch, list(self._blocks), self._fill.waiter, self._late)
-        finally:
-            self._end(report)
+    def start(self) -> None:
+        """Have the tier read, once it is its turn."""
+        self._tier.start_read(self._batch, self._blocks, self._fill.waiter, self._late, self._end)
 
     def _late(self) -> None:
         fill, names, index = self._fill, self._batch.names, self._host.index
@@ -312,31 +295,21 @@ class _TierRead:
         if not fill.num_open:
             fill.finish()
 
-    def _end(self, report: ReadReport | None) -> None:
-        """Take note of what came; None: nobody knows."""
+    def _end(self, report: ReadReport) -> None:
+        """Take note of what came, now that the tier has let go of the slots."""
         fill, host, is_late = self._fill, self._host, self._tier.name in self._fill.late_tiers
         self._blocks.give_back()
-        if report is not None:
-            arrived = np.zeros(len(fill.source), np.bool_)
-            arrived[self._at], fill.gone[self._at] = report.right, report.gone
-            if report.refused:
-                fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
-            if not is_late:
-                fill.arrived |= arrived
-            lease = self._reservation.commit(arrived)
-            if host.can_keep:
-                kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
-                host.counters.promoted += int(np.count_nonzero(kept))
-            fill.keep(lease)
+        arrived = np.zeros(len(fill.source), np.bool_)
+        arrived[self._at], fill.gone[self._at] = report.right, report.gone
+        if report.refused:
+            fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
+        lease = self._reservation.commit(arrived)
+        if host.can_keep:
+            kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
+            host.counters.promoted += int(np.count_nonzero(kept))
+        fill.keep(lease)
         if not is_late:
+            fill.arrived |= arrived
             fill.num_open -= 1
         fill.num_reading -= 1
         self._fills.part_ended(fill, self._reservation)
-
-
-async def _read_each(parts: Sequence[_TierRead]) -> None:
-    """Read several parts at once; all of them end, whatever one raises."""
-    ended = await asyncio.gather(*(part.read() for part in parts), return_exceptions=True)
-    for error in ended:
-        if error is not None:
-            raise error

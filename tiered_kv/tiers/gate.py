@@ -68,7 +68,7 @@ class Waiter:
         lends: Whether memory of the engine's own is lent to the call that they wait for, so that nothing ends it early.
     """
 
-    __slots__ = ("_leaving", "_places", "is_given_up", "kind", "lends", "priority")
+    __slots__ = ("_places", "is_given_up", "kind", "lends", "priority")
 
     def __init__(self, kind: Kind, priority: Priority | None = None, *, lends: bool = False) -> None:
         """Make one; the priority is that of the kind if left out."""
@@ -77,7 +77,11 @@ class Waiter:
         self.priority = _PRIORITIES[kind] if priority is None else priority
         self.is_given_up = False
         self._places: set[_Place] = set()
-        self._leaving: asyncio.Future[Any] | None = None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether it stands in a line."""
+        return bool(self._places)
 
     def hurry(self, kind: Kind, priority: Priority) -> None:
         """Be of this kind and priority from now on, wherever this waits. It gets no slower by it."""
@@ -97,12 +101,6 @@ class Waiter:
         """Want nothing any more for which the turn has not come."""
         self.is_given_up = True
         self._look_again(moves=False)
-
-    def leave(self, task: "asyncio.Future[Any]") -> None:
-        """Cancel the task that waits with this, now or as soon as it is in a line; a turn that it has stays its own."""
-        self._leaving = task
-        if self._places:
-            task.cancel()
 
     def _look_again(self, *, moves: bool) -> None:
         for place in list(self._places):
@@ -148,8 +146,6 @@ class _Place:
         line[self] = None
         self.room.num_waiting += 1
         self.waiter._places.add(self)  # noqa: SLF001 - the two of them keep this together
-        if (task := self.waiter._leaving) is not None:  # noqa: SLF001 - likewise
-            task.cancel()
 
     def leave(self) -> None:
         """Stand in no line any more."""
@@ -213,9 +209,7 @@ class Room:
         """
         if (got := self.take_now(attempt, waiter, lane)) is not None:
             return got
-        place = _Place(self, lane, waiter, attempt, size)
-        place.enter(self._line(place))
-        self.changed()
+        place = self._enter(lane, waiter, attempt, size)
         try:
             won: T = await place.turn
         except BaseException:
@@ -225,6 +219,19 @@ class Room:
             self.changed()
             raise
         return won
+
+    def line_up(
+        self, attempt: Callable[[], T | None], waiter: Waiter, then: Callable[[T], object], size: int = 1, lane: int = 0
+    ) -> None:
+        """Wait as `acquire` does, without a task: ``then`` is told in the turn of the loop after ``attempt`` gives."""
+        place = self._enter(lane, waiter, attempt, size)
+        place.turn.add_done_callback(lambda turn: then(turn.result()))
+
+    def _enter(self, lane: int, waiter: Waiter, attempt: Callable[[], Any], size: int) -> _Place:
+        place = _Place(self, lane, waiter, attempt, size)
+        place.enter(self._line(place))
+        self.changed()
+        return place
 
     def take_now(self, attempt: Callable[[], T | None], waiter: Waiter, lane: int = 0) -> T | None:
         """Return what ``attempt`` gives, or None where nothing is to be had or somebody has waited for it longer."""
@@ -318,12 +325,8 @@ class Budget:
 
     async def take(self, num_bytes: int, waiter: Waiter) -> Give:
         """Wait until ``num_bytes`` more may be in flight; return what gives them back, when it is first called."""
-        attempt = partial(self._attempt, num_bytes, waiter)
+        attempt = partial(self.attempt, num_bytes, waiter)
         return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
-
-    def take_now(self, num_bytes: int, waiter: Waiter) -> Give | None:
-        """Have so many bytes in flight, and return what gives them back; None if that has to be waited for."""
-        return self.room.take_now(partial(self._attempt, num_bytes, waiter), waiter)
 
     async def take_unless(self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter) -> Give | None:
         """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.
@@ -332,12 +335,13 @@ class Budget:
         """
 
         def attempt() -> Give | None:
-            return _nothing if waiter.is_given_up or is_off() else self._attempt(num_bytes, waiter)
+            return _nothing if waiter.is_given_up or is_off() else self.attempt(num_bytes, waiter)
 
         give = await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
         return None if give is _nothing else give
 
-    def _attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
+    def attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
+        """Have so many bytes in flight, and return what gives them back; None if that has to be waited for."""
         fits = sum(self._in_flight) + num_bytes <= self.limit * _SHARE[waiter.priority]
         if self._in_flight[waiter.kind] and not fits:
             return None

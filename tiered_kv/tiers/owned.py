@@ -7,8 +7,8 @@ is written over by it, and forgotten if that fails. What is cleared is owed unti
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,15 +20,14 @@ from typing_extensions import override
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.table import Slots, counted, hash_names
+from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import CLOSED, Answer, Outcomes
-from tiered_kv.tiers.gate import Waiter
+from tiered_kv.tiers.calls import CLOSED, Answer, Turn
 from tiered_kv.tiers.journal import Journal
-from tiered_kv.tiers.records import Refusals
+from tiered_kv.tiers.records import Encoded, Refusals
 from tiered_kv.tiers.shared import Tombstones
-from tiered_kv.tiers.storage import READ, WRITTEN, StorageTier, TierParts, both
+from tiered_kv.tiers.storage import WRITTEN, BlockIO, StorageTier, TierParts
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, Mask, ReadReport, WriteReport, which
 from tiered_kv.values.errors import (
     BackendUnavailableError,
@@ -111,75 +110,35 @@ class OwnedTier(StorageTier, BookedTier):
         return await self._locate(partial(self.backend.locate, self.group, slots), len(batch))
 
     @override
-    def begin_read(
-        self,
-        batch: Batch,
-        blocks: Sequence[Block],
-        waiter: Waiter,
-        on_late: Callable[[], None],
-        then: Callable[[ReadReport], None],
-        *,
-        is_use: bool = False,
-    ) -> bool:
-        if self._codec is not None or not self.backend.makes_records:
-            return False
-        n = len(batch)
-        if (give_back := self.budget.take_now(self._num_bytes(n), waiter)) is None:
-            return False
-        lease = self.index.lease(batch.names)
-        if (lease.slots < 0).any():
-            lease.release()
-            give_back()
-            return False
-        verification = self.records.verification_there(batch, blocks, self.shape)
-        read = self._begin_to_count(n, waiter)
-        no_more = partial(self.speed.end, read, is_well=False)  # of one that is late the breakers take care
-
-        def end(answer: Outcomes) -> None:
-            outcomes = self._seen(answer, verification, n, verdicts=answer.value)
-            report = self._report(batch, counted(n), lease.slots, outcomes, verification.refused, n)
-            is_right = bool(report.right.all())
-            lease.release(is_use=is_use and is_right)
-            give_back()
-            self._see_missing()
-            self.speed.end(read, is_well=is_right)
-            then(report)
-
-        if self.calls.begin(
-            "read",
-            partial(self.backend.begin_read, self.group, lease.slots, blocks, verification.verify),
-            end,
-            allowed=READ,
-            num_blocks=n,
-            waiter=waiter,
-            on_late=both(give_back, both(no_more, on_late)),
-            tasks=self._tasks,
-        ):
-            return True
-        no_more()
-        lease.release()
-        give_back()
-        return False
-
-    async def _read_blocks(
-        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> ReadReport:
+    def _read_blocks(self, turn: Turn, io: BlockIO[ReadReport], *, is_use: bool) -> None:
         """Read and verify. A block that is not what the index says is removed, see `take_out`.
 
         One that was removed while it was read may have been overwritten, and is a miss like any other.
         """
-        with self.index.lease(batch.names) as lease:
-            at = (lease.slots >= 0).nonzero()[0]
-            if not len(at):
-                return ReadReport.of(len(batch), at, [], {})
-            there, wanted, slots = Blocks.some(blocks, at.tolist()), batch[at], lease.slots[at]
-            outcomes, refused = await self._read(
-                partial(self._read_slots, slots), self.records.keys(wanted), there, waiter, on_late,
-                makes_records=self.backend.makes_records,
-            )  # fmt: skip
-            report = self._report(wanted, at, slots, outcomes, refused, len(batch))
-        self._see_missing()
-        return report
+        batch, blocks = io.batch, io.blocks
+        n, lease = len(batch.names), self.index.lease(batch.names)
+        at = (lease.slots >= 0).nonzero()[0]
+        if not len(at):
+            turn.give_back()
+            lease.release()
+            io.then(ReadReport.of(n, at, [], {}))
+            return
+        wanted, there, slots = batch, blocks, lease.slots
+        if len(at) < n:
+            wanted, there, slots = batch[at], Blocks.some(blocks, at.tolist()), slots[at]
+
+        def end(outcomes: list[Outcome], refused: Refusals) -> None:
+            report = self._report(wanted, at, slots, outcomes, refused, n)
+            lease.release(is_use=is_use and bool(report.right.all()))
+            self._see_missing()
+            io.then(report)
+
+        begin = partial(self.backend.begin_read, self.group, slots) if self.backend.makes_records else None
+        self._read(turn, wanted, there, begin, partial(self._read_slots, slots), io.on_late, end)
+
+    def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify) -> Awaitable[list[Outcome]]:
+        there = {"verify": verify} if self.backend.makes_records else {}
+        return self.backend.read(self.group, slots.copy(), into, **there)
 
     def _report(
         self, wanted: Batch, at: NDArray[np.intp], slots: Slots, outcomes: list[Outcome], refused: Refusals, n: int
@@ -192,123 +151,74 @@ class OwnedTier(StorageTier, BookedTier):
         return ReadReport.of(n, at, outcomes, refused)
 
     @override
-    def begin_write(
-        self,
-        batch: Batch,
-        blocks: Sequence[Block],
-        is_wanted: Callable[[], Mask],
-        on_late: Callable[[], None],
-        waiter: Waiter,
-        then: Callable[[WriteReport], None],
-    ) -> Callable[[], None] | None:
-        num_bytes = self._num_bytes(len(batch))
-        if self._is_off(waiter) or not self._wear.take(num_bytes):
-            return None
-        if (give_back := self.budget.take_now(num_bytes, waiter)) is None:
-            self._wear.give_back(num_bytes)
-            return None
+    def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:
+        """Write to slots of the index. What is removed while it is written never commits."""
+        writing, on_late = self._take_slots(io.batch, wanted), io.on_late
+        if not len(writing.todo):
+            turn.give_back()
+            io.then(self._end_write(writing))
+            return
+        there = Blocks.some(io.blocks, writing.todo.tolist())
 
-        def end(report: WriteReport) -> None:
-            give_back()
-            self._wear.give_back(num_bytes - self._num_bytes(report.num_worn))
-            then(report)
-
-        writing = self._take_slots(batch, is_wanted())
-        if len(writing.todo):
-            return self._begin_on(writing, blocks, both(give_back, on_late), waiter, end)
-        end(self._end_write(writing))
-        return _nothing
-
-    def _begin_on(
-        self,
-        writing: "_SlotWrite",
-        blocks: Sequence[Block],
-        on_late: Callable[[], None],
-        waiter: Waiter,
-        then: Callable[[WriteReport], None],
-    ) -> Callable[[], None]:
-        """Do what `_write_on` does, without a task where nothing has to be waited for; return what gives it up then."""
-
-        async def finish(work: Awaitable[object]) -> None:
-            try:
-                await work
-            finally:
-                then(self._end_write(writing))
-
-        def written(answer: Outcomes) -> None:
-            doomed = self._commit(writing, self._told(answer, len(writing.todo)))
-            if answer.error == CLOSED:
+        def end(outcomes: list[Outcome], error: str) -> None:
+            doomed = self._commit(writing, outcomes)
+            if error == CLOSED:
                 self._journal.owe()  # nobody knows what is there now
             elif len(doomed):
-                self._tasks.spawn(finish(self._journal.forget(doomed, on_late)), f"forget blocks of {self.name}")
+                self._tasks.spawn(forget(doomed), f"forget blocks of {self.name}")
                 return
-            then(self._end_write(writing))
+            io.then(self._end_write(writing))
 
-        if self._begin_to_write(writing, blocks, written, waiter, on_late):
-            return _nothing
-        work = finish(self._move_on(writing, blocks, on_late, waiter))
-        task = asyncio.get_running_loop().create_task(work, name=f"write {len(writing.todo)} blocks to {self.name}")
+        async def forget(doomed: Slots) -> None:
+            try:
+                await self._journal.forget(doomed, on_late)
+            finally:
+                io.then(self._end_write(writing))
 
-        give_up = partial(waiter.leave, task)  # once its turn has come the medium has the memory
-        self._tasks.watch(task, give_up if waiter.lends else task.cancel)
-        return give_up
+        def encoded(made: Encoded, give_back: Callable[[], None]) -> None:
+            def ended(outcomes: list[Outcome], error: str) -> None:
+                if error != CLOSED:
+                    give_back()
+                end(made.outcomes(outcomes), error)
 
-    def _begin_to_write(
+            self._write_records(turn, writing, made.records, None, on_late, ended, at=made.at)
+
+        if self.backend.makes_records and not self._stages:
+            make = self.records.making(writing.batch, there, self.shape)
+            self._write_records(turn, writing, Blocks.read_only(there), make, on_late, end)
+        else:
+            self._encode(writing.batch, there, encoded)
+
+    def _write_records(
         self,
+        turn: Turn,
         writing: "_SlotWrite",
-        blocks: Sequence[Block],
-        then: Callable[[Outcomes], None],
-        waiter: Waiter,
+        records: Sequence[Block],
+        make: Make | None,
         on_late: Callable[[], None],
-    ) -> bool:
-        """Have threads of the medium make and write the records; False if that has to be waited for."""
-        if not self.backend.makes_records or self._stages:
-            return False
-        slots = writing.slots
-        hidden = self.records.names(writing.batch.names)
-        there = Blocks.some(blocks, writing.todo.tolist())
-        records, make = Blocks.read_only(there), self.records.making(writing.batch, there, self.shape)
-        self._in_write[writing] = writing.batch.names, slots
-        is_begun = self.calls.begin(
-            "write",
-            partial(self.backend.begin_write, self.group, slots, hidden, records, make),
-            then,
-            allowed=WRITTEN,
-            num_blocks=len(slots),
-            waiter=waiter,
-            on_late=on_late,
-            tasks=self._tasks,
-        )
-        if not is_begun:
-            del self._in_write[writing]
-        return is_begun
-
-    async def _write_blocks(
-        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
-    ) -> WriteReport:
-        return await self._write_on(self._take_slots(batch, wanted), blocks, on_late, waiter)
-
-    async def _write_on(
-        self, writing: "_SlotWrite", blocks: Sequence[Block], on_late: Callable[[], None], waiter: Waiter
-    ) -> WriteReport:
-        """Write to slots of the index. What is removed while it is written never commits."""
-        try:
-            if len(writing.todo):
-                await self._move_on(writing, blocks, on_late, waiter)
-        finally:
-            report = self._end_write(writing)
-        return report
-
-    async def _move_on(
-        self, writing: "_SlotWrite", blocks: Sequence[Block], on_late: Callable[[], None], waiter: Waiter
+        then: Callable[[list[Outcome], str], None],
+        *,
+        at: NDArray[np.int64] | None = None,
     ) -> None:
-        there = Blocks.some(blocks, writing.todo.tolist())
-        try:
-            outcomes = await self._write_to(writing.batch, there, writing.slots, on_late, waiter)
-        except BaseException:
-            self._journal.owe()  # nobody knows what is there now
-            raise
-        await self._journal.forget(self._commit(writing, outcomes), on_late)
+        """Write records to slots: those that are made, or are by ``make`` where they are written.
+
+        ``then`` is told what has become of them, and the error of the call.
+        """
+        names, slots = writing.batch.names, writing.slots
+        if at is not None:
+            names, slots = names[at], slots[at]
+        if not len(slots):
+            turn.give_back()
+            then([], "")
+            return
+        self._in_write[writing] = names, slots
+        hidden, more = self.records.names(names), {"make": make} if make else {}
+        turn.make(
+            partial(self.backend.begin_write, self.group, slots, hidden, records, make) if make else None,
+            partial(self.backend.write, self.group, slots.copy(), hidden, records, **more),
+            lambda answer: then(self._told(answer, len(slots)), answer.error),
+            allowed=WRITTEN, num_blocks=len(slots), on_late=on_late,
+        )  # fmt: skip
 
     def _take_slots(self, batch: Batch, wanted: Mask) -> "_SlotWrite":
         """Reserve slots for those of the blocks that are wanted, and that the tier lacks."""
@@ -363,38 +273,6 @@ class OwnedTier(StorageTier, BookedTier):
         because = self._refusal if is_refused else Reason.NO_ROOM
         return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
 
-    async def _write_to(
-        self, batch: Batch, blocks: Sequence[Block], slots: Slots, on_late: Callable[[], None], waiter: Waiter
-    ) -> list[Outcome]:
-        if self.backend.makes_records and not self._stages:
-            records, make = Blocks.read_only(blocks), self.records.making(batch, blocks, self.shape)
-            return await self._write_records(batch.names, records, slots, on_late, waiter, make)
-        async with self._encoded(batch, blocks) as made:
-            names, slots = batch.names[made.at], slots[made.at]
-            written = await self._write_records(names, made.records, slots, on_late, waiter)
-        return made.outcomes(written)
-
-    async def _write_records(
-        self,
-        names: Names,
-        records: Sequence[Block],
-        slots: Slots,
-        on_late: Callable[[], None],
-        waiter: Waiter,
-        make: Make | None = None,
-    ) -> list[Outcome]:
-        """Write records to slots: those that are made, or are by ``make`` where they are written."""
-        write, hidden, more = object(), self.records.names(names), {"make": make} if make else {}
-        self._in_write[write] = names, slots
-        try:
-            write_now = partial(self.backend.write, self.group, slots.copy(), hidden, records, **more)
-            return await self._write(write_now, len(slots), waiter, on_late)
-        finally:
-            del self._in_write[write]
-
-    def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify | None) -> Awaitable[list[Outcome]]:
-        return self.backend.read(self.group, slots.copy(), into, **({"verify": verify} if verify else {}))
-
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
 
@@ -446,14 +324,13 @@ class OwnedTier(StorageTier, BookedTier):
             return False
         return all(bool((self.index.find(names)[0] == slots).all()) for names, slots in self._in_write.values())
 
-    @contextmanager
-    def expecting(self, names: Names) -> Iterator[Mask]:
+    def expect(self, names: Names) -> Mask:
         """Say of blocks that are to be written here once their turn comes which are wanted, see `Expected`."""
-        wanted = self._expected.add(names)
-        try:
-            yield wanted
-        finally:
-            self._expected.drop(wanted)
+        return self._expected.add(names)
+
+    def expect_no_more(self, wanted: Mask) -> None:
+        """End what `expect` began: they have slots, or will not come."""
+        self._expected.drop(wanted)
 
     def _left(self, names: Names, left: Lease) -> None:
         """Have the medium forget what has left the books; `forget` waits for it."""
@@ -623,7 +500,3 @@ class _SlotWrite:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
         self.slots: Slots = slots[slots >= 0]
-
-
-def _nothing() -> None:
-    pass

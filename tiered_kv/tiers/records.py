@@ -13,6 +13,7 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from numpy.typing import NDArray
 from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Recovered
 from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
-from tiered_kv.tiers.tasks import WorkerPool, in_a_thread
+from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, Names, Namespace
@@ -347,62 +348,67 @@ class Records:
 
         return make
 
-    async def encode(
+    def encode(
         self,
-        keys: Sequence[BlockKey],
+        batch: Batch,
         blocks: Sequence[Block],
         into: Sequence[Block],
         shape: RecordShape,
-        codec: ExponentCodec | None = None,
-    ) -> Encoded:
-        """Make records of what is in ``blocks``.
+        codec: ExponentCodec | None,
+        tasks: Tasks,
+        then: Callable[[Encoded], None],
+    ) -> None:
+        """Have a thread make records of what is in ``blocks``, and tell ``then``, on the event loop.
 
         Args:
-            keys: What `keys` names the blocks.
+            batch: Which blocks.
             blocks: Their payloads, which stay as they are.
             into: Gets the records: other memory if this encrypts or there is a codec, else ``blocks``.
             shape: What they are.
             codec: What makes payloads of what is in ``blocks``, if these differ.
+            tasks: Those that it belongs to.
+            then: Told what was made: nothing, if the threads have ended.
         """
-        made = await self.threads.run(_encode_all, keys, blocks, into, shape, codec, self._seal)
-        at = [number for number, record in enumerate(made) if record is not None]
-        records = [record for record in made if record is not None]
-        return Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], records)
+        keys = self.keys(batch)
+
+        def encoded(made: list[list[Block | None]] | None) -> None:
+            records = made[0] if made else [None] * len(keys)
+            at = [number for number, record in enumerate(records) if record is not None]
+            there = [record for record in records if record is not None]
+            then(Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], there))
+
+        work = partial(_encode_all, keys, blocks, into, shape, codec, self._seal)
+        _in_a_thread_of(self.threads, work, tasks, encoded)
 
     def verification(
         self,
-        keys: Sequence[BlockKey],
+        batch: Batch,
         records: Sequence[Block],
         shape: RecordShape,
         codec: ExponentCodec | None = None,
         into: Sequence[Block] = (),
     ) -> "Verification":
-        """Return what verifies records by their keys, decrypting them in place, and decodes what is right.
+        """Return what verifies records, decrypting them in place, and decodes what is right.
 
         Args:
-            keys: What `keys` names the blocks.
+            batch: Which blocks they should be of: their keys are made where they are verified.
             records: What will have been read.
             shape: What the records are.
             codec: What their payloads are decoded by, if at all.
             into: Get what they hold then; a record may be the beginning of its block.
         """
 
-        def verdict(n: int) -> tuple[Outcome, str]:
-            outcome, reason = examine(keys[n], records[n], codec=shape.codec, seal=self._seal)
-            if outcome is Outcome.HIT and codec is not None and not codec.decode(records[n].payload, into[n].payload):
-                outcome = Outcome.CORRUPT  # whole, and made by something else
-            return outcome, reason
-
-        return Verification(self.threads, lambda at: map(verdict, at))
-
-    def verification_there(self, batch: Batch, blocks: Sequence[Block], shape: RecordShape) -> "Verification":
-        """Do as `verification` does, for a medium that makes records: keys are made where it verifies them, too."""
-
         def verdicts(at: Sequence[int]) -> list[tuple[Outcome, str]]:
             keys = self.keys(batch[np.array(at, np.int64)])
-            return [
-                examine(key, blocks[n], codec=shape.codec, seal=self._seal) for n, key in zip(at, keys, strict=True)
+            found = [
+                examine(key, records[n], codec=shape.codec, seal=self._seal) for n, key in zip(at, keys, strict=True)
             ]
+            return found if codec is None else [decoded(n, *each) for n, each in zip(at, found, strict=True)]
+
+        def decoded(n: int, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+            if outcome is Outcome.HIT and codec and not codec.decode(records[n].payload, into[n].payload):
+                outcome = Outcome.CORRUPT  # whole, and made by something else
+            return outcome, reason
 
         return Verification(self.threads, verdicts)
 
@@ -445,6 +451,16 @@ class Verification:
         self._filled.append(len(hits))
         return verdicts
 
+    def verify_soon(
+        self, outcomes: Sequence[Outcome], tasks: Tasks, then: Callable[[list[Outcome] | None], None]
+    ) -> None:
+        """Have a thread verify all of them, of which a medium has said what it found; tell ``then``, on the event loop.
+
+        None: the threads have ended.
+        """
+        work = partial(self.verify, range(len(outcomes)), outcomes)
+        _in_a_thread_of(self._threads, work, tasks, lambda found: then(found[0] if found else None))
+
     async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify all of them in a thread, of which a medium has said what it found."""
         return await _to_the_end(self._threads.run(self.verify, range(len(outcomes)), outcomes))  # it writes to blocks
@@ -468,6 +484,30 @@ class SpareBlocks:
     def give(self, blocks: Sequence[Block]) -> None:
         """Take them back."""
         self._free += blocks
+
+
+def _in_a_thread_of(
+    threads: WorkerPool, work: Callable[[], T], tasks: Tasks, then: Callable[[list[T] | None], None]
+) -> None:
+    """Have ``work``, which touches memory that is lent, done in a thread; tell ``then`` of it, or None if it failed."""
+
+    def ended(results: Callable[[], list[T]]) -> None:
+        over()
+        made = None
+        try:
+            made = results()
+        finally:
+            then(made)
+
+    if threads.is_closed:
+        then(None)
+        return
+    over = tasks.hold(_nothing)  # it cannot be stopped
+    threads.begin_each([work], ended)
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _to_the_end(future: "asyncio.Future[T]") -> T:

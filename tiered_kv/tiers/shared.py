@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, Block, Blocks, CutPrefix, Outcome
+from tiered_kv.media.backend import Backend, Blocks, CutPrefix, Outcome
 from tiered_kv.system import system
-from tiered_kv.tiers.calls import Answer, all_failed, outcomes_problem
-from tiered_kv.tiers.gate import Waiter
-from tiered_kv.tiers.storage import StorageTier, TierParts
+from tiered_kv.tiers.calls import CLOSED, Answer, Outcomes, Turn, all_failed, outcomes_problem
+from tiered_kv.tiers.records import Encoded, Refusals
+from tiered_kv.tiers.storage import WRITTEN, BlockIO, StorageTier, TierParts
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
@@ -531,49 +531,72 @@ class SharedTier(StorageTier):
         """Ask the medium where blocks are."""
         return await self._locate(lambda: self.backend.locate(self.records.keys(batch)), len(batch))
 
-    async def _read_blocks(
-        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> ReadReport:
+    @override
+    def _read_blocks(self, turn: Turn, io: BlockIO[ReadReport], *, is_use: bool) -> None:
         """Read and verify. A block that is broken twice is deleted; until then a store may repair it."""
-        at = (~self._tombstones.holds(batch)).nonzero()[0]  # since the medium was asked
+        batch = io.batch
+        n, at = len(batch), (~self._tombstones.holds(batch)).nonzero()[0]  # since the medium was asked
         if not len(at):
-            return ReadReport.of(len(batch), at, [], {})
-        wanted, there = batch[at], Blocks.some(blocks, at.tolist())
+            turn.give_back()
+            io.then(ReadReport.of(n, at, [], {}))
+            return
+        wanted = batch[at]
         keys = self.records.keys(wanted)
-        outcomes, refused = await self._read(
-            lambda into, _: self.backend.read([*keys], into), keys, there, waiter, on_late
-        )
-        report = ReadReport.of(len(batch), at, outcomes, refused)
-        self.answers.doubt(batch.names[~report.right])
-        if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
-            self.tell_corrupted(broken)
-        twice = self.suspects.saw(wanted.names, outcomes, refused)
-        if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
-            self._forget_later(wanted[twice])
-        return report
 
-    async def _write_blocks(
-        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
-    ) -> WriteReport:
+        def end(outcomes: list[Outcome], refused: Refusals) -> None:
+            report = ReadReport.of(n, at, outcomes, refused)
+            self.answers.doubt(batch.names[~report.right])
+            if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
+                self.tell_corrupted(broken)
+            twice = self.suspects.saw(wanted.names, outcomes, refused)
+            if twice.any() and not self.settings.read_only:  # then others repair it, and it is looked for again
+                self._forget_later(wanted[twice])
+            io.then(report)
+
+        there = Blocks.some(io.blocks, at.tolist())
+        self._read(turn, wanted, there, None, lambda into, _: self.backend.read([*keys], into), io.on_late, end)
+
+    @override
+    def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:
         """Write. What is being deleted is dropped: which of the two came last, nobody could tell."""
+        batch = io.batch
         n, wanted = len(batch), wanted & ~self._is_being_deleted(batch)
         at = wanted.nonzero()[0]
         written, dropped = np.zeros(n, np.bool_), ~wanted
-        if len(at):
-            there, chosen, serial = Blocks.some(blocks, at.tolist()), batch[at], self._tombstones.serial
-            with self._is_writing(chosen.names):
-                async with self._encoded(chosen, there) as made:
-                    write = partial(self.backend.write, [*made.keys], made.records)
-                    outcomes = made.outcomes(await self._write(write, len(made.at), waiter, on_late))
-                written[at] = [outcome is Outcome.STORED for outcome in outcomes]
-                dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
-                self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
-                self.suspects.wrote(batch.names[written])
-                self._tombstones.lift(batch[written], serial)
-                self._asking.clear()  # what is asked from now on is not to be answered as of before
-                # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
-                self.answers.forget(batch.names[written & ~self._tombstones.holds(batch)])
-        return WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted)
+        if not len(at):
+            turn.give_back()
+            io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
+            return
+        serial, end_writing = self._tombstones.serial, self._begin_writing(batch.names[at])
+
+        def end(outcomes: list[Outcome]) -> None:
+            written[at] = [outcome is Outcome.STORED for outcome in outcomes]
+            dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
+            self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
+            self.suspects.wrote(batch.names[written])
+            self._tombstones.lift(batch[written], serial)
+            self._asking.clear()  # what is asked from now on is not to be answered as of before
+            # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
+            self.answers.forget(batch.names[written & ~self._tombstones.holds(batch)])
+            end_writing()
+            io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
+
+        def encoded(made: Encoded, give_back: Callable[[], None]) -> None:
+            def ended(answer: Outcomes) -> None:
+                if answer.error != CLOSED:
+                    give_back()
+                end(made.outcomes(self._told(answer, len(made.at))))
+
+            if not len(made.at):
+                turn.give_back()
+                end(made.outcomes([]))
+                return
+            turn.make(
+                None, partial(self.backend.write, [*made.keys], made.records), ended,
+                allowed=WRITTEN, num_blocks=len(made.at), on_late=io.on_late,
+            )  # fmt: skip
+
+        self._encode(batch[at], Blocks.some(io.blocks, at.tolist()), encoded)
 
     def lacks(self, batch: Batch) -> Mask:
         """Say that every block may be news: nothing is known."""

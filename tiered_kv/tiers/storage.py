@@ -7,11 +7,10 @@ tier is bypassed.
 import asyncio
 from abc import abstractmethod
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +18,10 @@ from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.media.backend import Block, Blocks, Outcome, RecordShape, Verify
+from tiered_kv.media.backend import Block, Blocks, Outcome, RecordShape, Then, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
-from tiered_kv.tiers.calls import Answer, Calls, all_failed, outcomes_problem
-from tiered_kv.tiers.gate import Budget, Give, Kind, Priority, Read, ReadSpeed, Waiter, Wear
+from tiered_kv.tiers.calls import Calls, Outcomes, Turn
+from tiered_kv.tiers.gate import Priority, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, SpareBlocks, Verification
 from tiered_kv.tiers.tasks import Tasks
@@ -30,13 +29,12 @@ from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
 from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import BlockKey, Names
+from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import LoadStoreSpec
 
 READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)
 _KEYS_TOLD: Final = 8
 """Of broken blocks, in an event."""
-_READERS: Final = frozenset({Kind.LOAD, Kind.PREFETCH})
 WRITTEN: Final = (Outcome.STORED, Outcome.REFUSED, Outcome.FAILED)
 
 
@@ -47,7 +45,6 @@ class TierParts:
     Attributes:
         health: Of its backend; shared by the tiers that KV groups and ranks make of it, like all that follows.
         calls: Of its backend.
-        budget: Bytes in flight.
         records: Makes and verifies records.
         tasks: Of the cache.
         settings: The tier's.
@@ -59,7 +56,6 @@ class TierParts:
 
     health: StorageHealth
     calls: Calls
-    budget: Budget
     records: Records
     tasks: Tasks
     settings: StorageTierSettings
@@ -67,6 +63,26 @@ class TierParts:
     shape: RecordShape
     wear: Wear
     codec: ExponentCodec | None
+
+
+R = TypeVar("R")
+
+
+@dataclass
+class BlockIO(Generic[R]):
+    """Blocks that a medium is to read or write, now that it is their turn.
+
+    Attributes:
+        batch: Which blocks.
+        blocks: Their memory. Lent until ``then``.
+        on_late: Called when the medium is late with it.
+        then: Told on the event loop, once, what has become of them, when the medium has let go of their memory.
+    """
+
+    batch: Batch
+    blocks: Sequence[Block]
+    on_late: Callable[[], None]
+    then: Callable[[R], None]
 
 
 class StorageTier(Tier):
@@ -82,7 +98,6 @@ class StorageTier(Tier):
         self.settings = parts.settings
         self.group = parts.group
         self.shape = parts.shape
-        self.budget = parts.budget
         self.speed = ReadSpeed(parts.health.clock)
         self._codec = parts.codec
         self.records = parts.records
@@ -90,7 +105,6 @@ class StorageTier(Tier):
         self._spare_blocks = SpareBlocks(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
-        parts.health.on_stall.append(parts.budget.room.changed)
 
     @property
     @override
@@ -137,31 +151,7 @@ class StorageTier(Tier):
         """Say which blocks a store need not write; otherwise as `find`."""
         return await self.find(batch)
 
-    async def read(
-        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> ReadReport:
-        """Fill the blocks and verify them; say which are right. Returns when the medium has let go of the buffers."""
-        read, report = self._begin_to_count(len(batch), waiter), ReadReport.nothing_of(len(batch))
-        no_more = partial(self.speed.end, read, is_well=False)  # of one that is late the breakers take care
-        try:
-            if (give_back := await self.take(len(batch), waiter)) is None:
-                on_late()
-            else:
-                try:
-                    report = await self._read_blocks(batch, blocks, waiter, both(give_back, both(no_more, on_late)))
-                finally:
-                    give_back()
-        except asyncio.CancelledError:
-            self.speed.give_up(read)
-            raise
-        finally:
-            self.speed.end(read, is_well=bool(report.right.all()))
-        return report
-
-    def _begin_to_count(self, n: int, waiter: Waiter) -> Read:
-        return self.speed.begin(self._num_bytes(n), goes_first=waiter.priority is Priority.LOAD)
-
-    def begin_read(
+    def start_read(
         self,
         batch: Batch,
         blocks: Sequence[Block],
@@ -170,50 +160,46 @@ class StorageTier(Tier):
         then: Callable[[ReadReport], None],
         *,
         is_use: bool = False,
-    ) -> bool:
-        """Do what `read` does, at once and without a task; False, and nothing is done, if it has to wait for anything.
+    ) -> None:
+        """Fill the blocks and verify them, once their turn has come: what need not wait is begun before this returns.
 
-        ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
-        returns. With ``is_use`` it counts as a use of the blocks, if all of them are right.
+        Args:
+            batch: Which blocks.
+            blocks: Get them. Lent until ``then``.
+            waiter: Its place in line. To give it up ends a read whose turn has not come.
+            on_late: Called when the medium is late with it, or is bypassed before its turn has come.
+            then: Told on the event loop, once, when the medium has let go of the buffers: perhaps before this returns.
+            is_use: Whether it counts as a use of the blocks, if all of them are right.
         """
-        return False
+        n, started = len(batch.names), self.health.clock()
+        read = self.speed.begin(self._num_bytes(n), goes_first=waiter.priority is Priority.LOAD)
+
+        def late() -> None:
+            self.speed.end(read, is_well=False)  # of one that is late the breakers take care
+            on_late()
+
+        def end(report: ReadReport) -> None:
+            self.speed.end(read, is_well=bool(report.right.all()))
+            then(report)
+
+        def go(turn: Turn | None) -> None:
+            self.counters.read_queue_s += self.health.clock() - started
+            if turn is not None:
+                self._read_blocks(turn, BlockIO(batch, blocks, late, end), is_use=is_use)
+                return
+            if waiter.is_given_up:
+                self.speed.give_up(read)
+            else:
+                late()
+            end(ReadReport.nothing_of(n))
+
+        self.calls.when_due("read", self._num_bytes(n), waiter, self._tasks, go)
 
     @abstractmethod
-    async def _read_blocks(
-        self, batch: Batch, blocks: Sequence[Block], waiter: Waiter, on_late: Callable[[], None]
-    ) -> ReadReport:
-        """Read and verify, once it is our turn; call ``on_late`` when the medium is late with it."""
+    def _read_blocks(self, turn: Turn, io: BlockIO[ReadReport], *, is_use: bool) -> None:
+        """Do what `start_read` does, now that it is our turn."""
 
-    async def write(
-        self,
-        batch: Batch,
-        blocks: Sequence[Block],
-        is_wanted: Callable[[], Mask],
-        on_late: Callable[[], None],
-        waiter: Waiter,
-    ) -> WriteReport:
-        """Encode and write the blocks that are still wanted when their turn has come.
-
-        Returns when the medium has let go of the buffers.
-        """
-        num_bytes, num_worn = self._num_bytes(len(batch)), 0
-        if not self._wear.take(num_bytes):
-            self.counters.held_back += len(batch)
-            return WriteReport.nothing_of(len(batch), Reason.HELD_BACK)
-        try:
-            if (give_back := await self.take(len(batch), waiter)) is None:
-                return WriteReport.nothing_of(len(batch), Reason.TIER_AWAY)
-            num_worn = num_bytes  # unless it is known better in the end
-            try:
-                report = await self._write_blocks(batch, blocks, is_wanted(), both(give_back, on_late), waiter)
-            finally:
-                give_back()
-            num_worn = self._num_bytes(report.num_worn)
-        finally:
-            self._wear.give_back(num_bytes - num_worn)
-        return report
-
-    def begin_write(
+    def start_write(
         self,
         batch: Batch,
         blocks: Sequence[Block],
@@ -221,24 +207,47 @@ class StorageTier(Tier):
         on_late: Callable[[], None],
         waiter: Waiter,
         then: Callable[[WriteReport], None],
-    ) -> Callable[[], None] | None:
-        """Do what `write` does, at once and without a task; None, and nothing is done, if it has to wait for its turn.
+    ) -> None:
+        """Encode and write the blocks that are still wanted once their turn has come.
 
-        ``then`` is told on the event loop, once, when the medium has let go of the buffers: perhaps before this
-        returns. What is returned gives the write up as long as it waits, if the medium makes it wait after all.
+        What need not wait is begun before this returns.
+
+        Args:
+            batch: Which blocks.
+            blocks: Have them. Lent until ``then``.
+            is_wanted: Says which are wanted, when the turn has come.
+            on_late: Called when the medium is late with it.
+            waiter: Its place in line. To give it up ends a write whose turn has not come: its blocks are revoked.
+            then: Told on the event loop, once, when the medium has let go of the buffers: perhaps before this returns.
         """
-        return None
+        n, started = len(batch.names), self.health.clock()
+        num_bytes = self._num_bytes(n)
+        if not self._wear.take(num_bytes):
+            self.counters.held_back += n
+            then(WriteReport.nothing_of(n, Reason.HELD_BACK))
+            return
+
+        def end(report: WriteReport) -> None:
+            self._wear.give_back(num_bytes - self._num_bytes(report.num_worn))
+            then(report)
+
+        def go(turn: Turn | None) -> None:
+            self.counters.write_queue_s += self.health.clock() - started
+            if turn is not None:
+                self._write_blocks(turn, BlockIO(batch, blocks, on_late, end), is_wanted())
+            else:
+                end(WriteReport.nothing_of(n, Reason.REVOKED if waiter.is_given_up else Reason.TIER_AWAY))
+
+        self.calls.when_due("write", num_bytes, waiter, self._tasks, go)
+
+    @abstractmethod
+    def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:
+        """Write those of the blocks that are wanted, now that it is our turn."""
 
     @property
     def _refusal(self) -> Reason:
         """Why blocks are dropped that have just been refused: by the medium, or as it was not asked."""
         return Reason.TIER_AWAY if self.health.is_shedding else Reason.REFUSED
-
-    @abstractmethod
-    async def _write_blocks(
-        self, batch: Batch, blocks: Sequence[Block], wanted: Mask, on_late: Callable[[], None], waiter: Waiter
-    ) -> WriteReport:
-        """Write those of the blocks that are wanted, once it is our turn."""
 
     def describe(self) -> Mapping[str, object]:
         """Return what the medium says of itself, for statistics."""
@@ -284,20 +293,6 @@ class StorageTier(Tier):
     def _num_bytes(self, n: int) -> int:
         return n * self.shape.stride_bytes
 
-    async def take(self, n: int, waiter: Waiter) -> Give | None:
-        """Wait for our turn to move ``n`` blocks; None once the tier stalls: behind a hung call it might never come."""
-        started = self.health.clock()
-        give = await self.budget.take_unless(lambda: self._is_off(waiter), self._num_bytes(n), waiter)
-        waited_s = self.health.clock() - started
-        if waiter.kind in _READERS:
-            self.counters.read_queue_s += waited_s
-        else:
-            self.counters.write_queue_s += waited_s
-        return give
-
-    def _is_off(self, waiter: Waiter) -> bool:
-        return self.health.is_bypassed if waiter.kind in _READERS else self.health.is_shedding
-
     async def _locate(self, call: Callable[[], Awaitable[LoadStoreSpec | None]], n: int) -> LoadStoreSpec | None:
         """Ask the medium. Where it fails there is no spec, and lookups and reads go on as before."""
 
@@ -308,39 +303,44 @@ class StorageTier(Tier):
         answer = await self.calls.make("locate", call, num_blocks=n, until_late=True, problem_of=problem_of)
         return answer.value if answer.is_well else None
 
-    async def _read(
+    def _read(
         self,
-        call: Callable[[Sequence[Block], Verify | None], Awaitable[list[Outcome]]],
-        keys: list[BlockKey],
+        turn: Turn,
+        batch: Batch,
         blocks: Sequence[Block],
-        waiter: Waiter,
+        begin: Callable[[Sequence[Block], Verify, Then], bool] | None,
+        call: Callable[[Sequence[Block], Verify], Awaitable[list[Outcome]]],
         on_late: Callable[[], None],
-        *,
-        makes_records: bool = False,
-    ) -> tuple[list[Outcome], Refusals]:
+        then: Callable[[list[Outcome], Refusals], None],
+    ) -> None:
         """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold.
 
-        Says also which are refused for their seal. A medium that ``makes_records`` verifies them where it reads them.
+        A medium that has a ``begin`` makes records: it verifies them where it reads them, in ``call``, too. ``then`` is
+        told also which are refused for their seal.
         """
-        n, started = len(keys), self.health.clock()
-        records = blocks if self._codec is None else [self._codec.record_in(each) for each in blocks]
-        verification = self.records.verification(keys, records, self.shape, self._codec, blocks)
-        verify, into = (verification.verify, records) if makes_records else (None, Blocks.lent(records))
-        answer = await self.calls.make(
-            "read", lambda: call(into, verify), num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
-            problem_of=outcomes_problem(n, READ), is_failure=all_failed,
+        n = len(batch.names)
+        records = blocks if (codec := self._codec) is None else Blocks(n, lambda at: codec.record_in(blocks[at]))
+        verification = self.records.verification(batch, records, self.shape, self._codec, blocks)
+        # Of others' code all are made now: a thread of its may come to one of them when the cache has been closed.
+        into = records if begin is not None else list(Blocks.lent(records))
+
+        def verified(answer: Outcomes, verdicts: list[Outcome] | None) -> None:
+            then(self._seen(answer, verification, n, verdicts), verification.refused)
+
+        def ended(answer: Outcomes) -> None:
+            if begin is None and answer.value:
+                verification.verify_soon(answer.value, self._tasks, partial(verified, answer))
+            else:
+                verified(answer, answer.value)
+
+        turn.make(
+            begin and partial(begin, into, verification.verify), partial(call, into, verification.verify), ended,
+            allowed=READ, num_blocks=n, on_late=on_late,
         )  # fmt: skip
-        self.counters.read_queue_s += self.health.clock() - started - answer.seconds
-        if not answer.was_made:
-            on_late()  # as bypassed as a tier can be
-        verdicts = answer.value
-        if verdicts and not makes_records and not self.records.threads.is_closed:
-            verdicts = await verification.verify_all(verdicts)
-        return self._seen(answer, verification, n, verdicts), verification.refused
 
     def _seen(
         self,
-        answer: Answer[list[Outcome]],
+        answer: Outcomes,
         verification: Verification,
         n: int,
         verdicts: list[Outcome] | None,
@@ -366,24 +366,9 @@ class StorageTier(Tier):
         for reason, num_blocks in Counter(refused.values()).items():
             self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
-    async def _write(
-        self, call: Callable[[], Awaitable[list[Outcome]]], n: int, waiter: Waiter, on_late: Callable[[], None]
-    ) -> list[Outcome]:
-        if not n:
-            return []
-        started = self.health.clock()
-        answer = await self.calls.make(
-            "write", call, num_blocks=n, waiter=waiter, on_late=on_late, in_this_task=True,
-            problem_of=outcomes_problem(n, WRITTEN), is_failure=all_failed,
-        )  # fmt: skip
-        self.counters.write_queue_s += self.health.clock() - started - answer.seconds
-        return self._told(answer, n)
-
-    def _told(self, answer: Answer[list[Outcome]], n: int) -> list[Outcome]:
+    def _told(self, answer: Outcomes, n: int) -> list[Outcome]:
         """Count what a write of ``n`` blocks has done, and return what became of each."""
         self.counters.write_s += answer.seconds
-        if not answer.was_made:
-            return [Outcome.REFUSED] * n
         outcomes = list(answer.value or [Outcome.FAILED] * n)
         num_stored = outcomes.count(Outcome.STORED)
         self.counters.bytes_written += self._num_bytes(num_stored)
@@ -395,28 +380,32 @@ class StorageTier(Tier):
         """Whether records are made in memory of their own, as their payloads are not what is in slots."""
         return self._codec is not None or self.records.encrypts
 
-    @asynccontextmanager
-    async def _encoded(self, batch: Batch, blocks: Sequence[Block]) -> AsyncIterator[Encoded]:
-        """Make the records; lend them until the backend has let go of them."""
-        keys = self.records.keys(batch)
-        staged = self._spare_blocks.take(len(keys)) if self._stages else blocks
-        made = await self.records.encode(keys, blocks, staged, self.shape, self._codec)
-        if len(made.at) < len(keys):
-            self.health.emit(BlocksNotEncoded(self.name, len(keys) - len(made.at), self.shape.codec))
-        yield made
-        if staged is not blocks:  # and not after an error: who was cancelled cannot tell whether they are still read
-            self._spare_blocks.give(staged)
+    def _encode(
+        self, batch: Batch, blocks: Sequence[Block], then: Callable[[Encoded, Callable[[], None]], None]
+    ) -> None:
+        """Have threads make the records; tell ``then`` of them, and what to call once the medium has let go of them.
 
-    @contextmanager
-    def _is_writing(self, names: Names) -> Iterator[None]:
-        """Let `forget` wait for what is done with these blocks on the medium."""
+        That is not called for a write of which nobody can tell whether they are still read.
+        """
+        staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
+
+        def made(encoded: Encoded) -> None:
+            if len(encoded.at) < len(batch):
+                self.health.emit(BlocksNotEncoded(self.name, len(batch) - len(encoded.at), self.shape.codec))
+            then(encoded, partial(self._spare_blocks.give, () if staged is blocks else staged))
+
+        self.records.encode(batch, blocks, staged, self.shape, self._codec, self._tasks, made)
+
+    def _begin_writing(self, names: Names) -> Callable[[], None]:
+        """Let `forget` wait for what is done with these blocks on the medium, until what this returns is called."""
         write, done = object(), asyncio.get_running_loop().create_future()
         self._writing[write] = hash_names(names), done
-        try:
-            yield
-        finally:
+
+        def end() -> None:
             del self._writing[write]
             done.set_result(None)
+
+        return end
 
     def _is_being_written(self, names: Names) -> Mask:
         """Say of which of these blocks something may be under way on the medium."""
@@ -430,13 +419,3 @@ class StorageTier(Tier):
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)
-
-
-def both(give_back: Give, on_late: Callable[[], None]) -> Callable[[], None]:
-    """Return what to call when a call is late: nobody has to wait for its bytes, if the tier is used on without it."""
-
-    def late() -> None:
-        give_back()
-        on_late()
-
-    return late

@@ -69,6 +69,7 @@ class StorageMedium:
         backend: Backend | SlotBackend,
         services: Services,
         policy: str | type[Policy],
+        budget: Budget,
     ) -> None:
         """Take a backend that is not open yet; ``policy`` says what goes first from an owned one."""
         clock = asyncio.get_running_loop().time
@@ -84,7 +85,7 @@ class StorageMedium:
         self._backend = backend
         self._services = services
         self._policy = policy
-        self._calls = Calls(self.health, services.calls)
+        self._calls = Calls(self.health, services.calls, budget)
         self._wear = Wear(settings.max_write_bytes_per_day, clock)
         self._pools: list[WorkerPool] = []
         self._records = Records(services.records, settings.encryption)
@@ -146,14 +147,11 @@ class StorageMedium:
         self._end_pools()  # the threads of an attempt end with it
         return self._raised or BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
 
-    def tier(
-        self, group: int, shape: RecordShape, budget: Budget, codec: ExponentCodec | None
-    ) -> OwnedTier | SharedTier:
+    def tier(self, group: int, shape: RecordShape, codec: ExponentCodec | None) -> OwnedTier | SharedTier:
         """Make the tier of one kind of block."""
         services = self._services
         parts = TierParts(
-            self.health, self._calls, budget, self._records, services.tasks, self._settings, group, shape, self._wear,
-            codec,
+            self.health, self._calls, self._records, services.tasks, self._settings, group, shape, self._wear, codec,
         )  # fmt: skip
         if isinstance(self._backend, Backend):
             return SharedTier(parts, self._backend)

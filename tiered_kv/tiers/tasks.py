@@ -28,14 +28,18 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 
 
 class WorkerPool:
-    """A fixed number of daemon threads. All start at once: to start one waits for it, up to 10 ms on a busy machine."""
+    """A fixed number of daemon threads. All start at once: to start one waits for it, up to 10 ms on a busy machine.
+
+    Attributes:
+        is_closed: Whether no call is taken any more.
+    """
 
     def __init__(self, name: str, num_threads: int, loop_calls: LoopCalls) -> None:
         self.name = name
         self._loop_calls = loop_calls
         self._calls: Queue[_Call | None] = system().queue()
         self._num_unfinished = 0
-        self._closed = False
+        self.is_closed = False
         self._num_threads = 0
         try:
             for number in range(num_threads):
@@ -52,7 +56,7 @@ class WorkerPool:
         (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if self._closed:
+        if self.is_closed:
             future.set_exception(self._ended_error())
         else:
             self._num_unfinished += 1
@@ -64,7 +68,7 @@ class WorkerPool:
 
         Otherwise as `run`. What ``then`` is given raises what the first of them raised, of those that raised.
         """
-        if self._closed:
+        if self.is_closed:
             then(partial(_raise, self._ended_error()))
             return
         self._num_unfinished += 1
@@ -90,14 +94,9 @@ class WorkerPool:
         """Calls queued or running."""
         return self._num_unfinished
 
-    @property
-    def is_closed(self) -> bool:
-        """Whether no call is taken any more."""
-        return self._closed
-
     def close(self) -> None:
         """Let the threads end after the calls that are queued. Never waits: a stuck thread is left, and is a daemon."""
-        self._closed = True
+        self.is_closed = True
         for _ in range(self._num_threads):
             self._calls.put(None)
 

@@ -15,12 +15,12 @@ from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import all_failed, outcomes_problem
+from tiered_kv.tiers.calls import all_failed, both, outcomes_problem
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, StorageTier, both
+from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier, Mask
 from tiered_kv.values.events import TierScrubbed
@@ -48,7 +48,7 @@ async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
 
 async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
     """Verify what is there, slot by slot; return how many blocks that were, and how many were removed."""
-    pace, shape = tier.budget.scrubs, tier.shape
+    pace, shape = tier.calls.budget.scrubs, tier.shape
     assert pace is not None  # noqa: S101 - whoever scrubs has one
     num_at_once = max(1, _BYTES_AT_ONCE // shape.stride_bytes)
     blocks = _empty(num_at_once, shape.payload_bytes)
@@ -98,8 +98,9 @@ async def _verify(
         blocks: To read into.
         on_late: Called when the medium is late with them; the bytes in flight are others' from then on.
     """
-    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
-    if (give_back := await tier.take(len(names), waiter)) is None:
+    waiter, num_bytes = Waiter(Kind.PREFETCH, Priority.DEMOTE), len(names) * tier.shape.stride_bytes
+    give_back = await tier.calls.budget.take_unless(lambda: tier.health.is_bypassed, num_bytes, waiter)
+    if give_back is None:
         return None
     late = both(give_back, on_late)
     try:

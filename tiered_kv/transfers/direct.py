@@ -102,14 +102,12 @@ class DirectLoad(Load):
             late = partial(self._say_late, tier.name, len(at))
             there, lent = part[at], slots.lend(pages[at])
             ended: asyncio.Future[ReadReport] = asyncio.get_running_loop().create_future()
-            if not tier.begin_read(there, lent, waiter, late, ended.set_result):
-                ended = asyncio.create_task(tier.read(there, list(lent), waiter, late), name=f"read {len(at)} blocks")
             ended.add_done_callback(partial(_give_back, lent))
+            tier.start_read(there, lent, waiter, late, ended.set_result)
             parts[ended], waiters[ended] = at, waiter
         await _to_the_end(self, self._chain, waiters, self._request.deadline)
         for ended, at in parts.items():
-            if not ended.cancelled():
-                right[at] = ended.result().right
+            right[at] = ended.result().right
         return right
 
     def _say_late(self, tier: str, n: int) -> None:
@@ -131,7 +129,7 @@ class DirectStore(Store):
         self._tier = tier
         self._slots = slots
         self._size = self._chain.window_blocks * self._chain.limits.reads_in_flight
-        self._stop = _nothing
+        self._waiter = Waiter(Kind.STORE, lends=True)
 
     @override
     async def run(self) -> StoreResult:
@@ -163,40 +161,39 @@ class DirectStore(Store):
 
     @override
     def start_at_once(self) -> StoreHandle | None:
-        """Have the tier begin to write all of it now; None, with nothing changed, if that has to wait."""
+        """Have the tier write all of it once it is its turn; None, with nothing changed, if it takes more than that."""
         batch, request, chain, tier = self._batch, self._request, self._chain, self._tier
         if not 0 < len(batch) <= min(MOST_AT_ONCE, self._size) or request.lane.has_events or self._refusal():
             return None
-        loop, waiter = asyncio.get_running_loop(), Waiter(Kind.STORE, lends=True)
+        loop, waiter = asyncio.get_running_loop(), self._waiter
         started, ended = loop.time(), loop.create_future()
-        lacks = tier.lacks(batch)
+        if not (lacks := tier.lacks(batch)).any():
+            return None
         part, pages = (batch, request.pages[:, 0]) if lacks.all() else (batch[lacks], request.pages[lacks, 0])
         lent = self._slots.lend(pages)
 
+        wanted = tier.expect(part.names)
+
         def end(report: WriteReport) -> None:
             lent.give_back()
+            tier.expect_no_more(wanted)
             if timer is not None:
                 timer.cancel()
-            self._count(part, report, lacks[lacks])
+            self._count(part, report, wanted)
             self._count_known(len(batch) - len(part))
             self._close_one()
             chain.touch_there(batch[~lacks])
             request.lane.release()
             ended.set_result(self._result(loop.time() - started))
 
-        timer: asyncio.TimerHandle | None = None
-        give_up = tier.begin_write(part, lent, lambda: lacks[lacks], _nothing, waiter, end)
-        if give_up is None:
-            lent.give_back()
-            return None
-        chain.count_use(batch, self._came)
-
         def late() -> None:
             self._is_late()  # first: to give up may end it
-            give_up()
+            waiter.give_up()
 
+        timer: asyncio.TimerHandle | None = None
+        tier.start_write(part, lent, wanted.copy, _nothing, waiter, end)
+        chain.count_use(batch, self._came)
         if not ended.done():
-            self._stop = give_up
             timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), late)
             chain.tasks.watch(ended, self.revoke)
         return StoreHandle(ended, self)
@@ -204,7 +201,7 @@ class DirectStore(Store):
     @override
     def revoke(self) -> None:
         super().revoke()
-        self._stop()
+        self._waiter.give_up()
 
     async def _until_free(self, deadline: float) -> Reason | None:
         """Wait until the engine has written the pages; say why not, if so."""
@@ -224,24 +221,20 @@ class DirectStore(Store):
             part, pages, still = part[~known], pages[~known], still[~known]
         if not len(part):
             return
-        waiter = Waiter(Kind.STORE)
-        lent = self._slots.lend(pages)
-        with self._tier.expecting(part.names) as wanted:
-            still &= self._chain.unwritten.is_wanted(self._tier.name, part.names, self._came)
-            wanted[~still] = False  # what was evicted while this waited for its turn
-            # In a task of its own: what waits for a turn can be cancelled, and nothing reads the engine's memory then.
-            writing = asyncio.create_task(
-                self._tier.write(part, list(lent), wanted.copy, _nothing, waiter), name=f"write {len(part)} blocks"
-            )
-            writing.add_done_callback(partial(_give_back, lent))
-            await _to_the_end(self, self._chain, {writing: waiter}, deadline)
-        if writing.cancelled():
-            self._drop(part, Reason.REVOKED if self.revoked else Reason.DEADLINE)
-        else:
-            self._count(part, writing.result(), wanted)
+        lent, wanted = self._slots.lend(pages), self._tier.expect(part.names)
+        still &= self._chain.unwritten.is_wanted(self._tier.name, part.names, self._came)
+        wanted[~still] = False  # what was evicted while this waited for its turn
+        ended: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
+        ended.add_done_callback(partial(_give_back, lent))
+        self._tier.start_write(part, lent, wanted.copy, _nothing, self._waiter, ended.set_result)
+        await _to_the_end(self, self._chain, {ended: self._waiter}, deadline)
+        self._tier.expect_no_more(wanted)
+        self._count(part, ended.result(), wanted)
 
     def _count(self, part: Batch, report: WriteReport, wanted: Mask) -> None:
         """Count what became of blocks."""
+        if report.because is Reason.REVOKED and not self.revoked:
+            report.because = Reason.DEADLINE  # which is when the waiter gives up
         tier, counts, drops = self._tier, report.counts(), report.drops()
         self._tally.add(tier, **counts, dropped=drops)
         self._num_stored += counts["written"]
@@ -281,25 +274,23 @@ async def _to_the_end(
 ) -> None:
     """Wait for calls that have memory of the engine's, however often this is cancelled.
 
-    Those whose turn has not come are cancelled at the deadline, then, and at close.
+    Those whose turn has not come are given up at the deadline, then, and at close.
     """
-    stop = partial(_stop_waiting, waiters)
-    for task in waiters:
-        chain.tasks.watch(task, stop)
+
+    def stop() -> None:
+        for waiter in waiters.values():
+            waiter.give_up()
+
+    for ended in waiters:
+        chain.tasks.watch(ended, stop)
     timer = asyncio.get_running_loop().call_at(deadline, stop)
-    while left := [task for task in waiters if not task.done()]:
+    while left := [ended for ended in waiters if not ended.done()]:
         try:
             await until_done(left)
         except asyncio.CancelledError:
             transfer.revoked = True
             stop()
     timer.cancel()
-
-
-def _stop_waiting(waiters: "Mapping[asyncio.Future[Any], Waiter]") -> None:
-    """Cancel calls whose turn has not come: their media have not been given the memory yet."""
-    for task, waiter in waiters.items():
-        waiter.leave(task)
 
 
 def _nothing() -> None:

@@ -122,15 +122,15 @@ def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.ui
 
 
 def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle | None:
-    """Begin to read all of it to where it belongs; None, with nothing changed, if the first tier in use can't."""
+    """Have the first tier in use read all of it to where it belongs; None, with nothing changed, if it lacks some."""
     chain, n, direct = request.chain, len(request.batch), request.binding.direct
     tier = next((each for each in chain.storage if not each.health.is_bypassed), None)
     most = chain.window_blocks * chain.limits.reads_in_flight
     if direct is None or tier is None or n > most or (slots >= 0).any():
         return None
-    if request.lane.has_events or not chain.tasks.goes_on():
+    if request.lane.has_events or tier.books is None or not tier.books.ready(request.batch.names).all():
         return None
-    return InPlaceLoad(request, direct, tier).begin()
+    return InPlaceLoad(request, direct, tier).start() if chain.tasks.goes_on() else None
 
 
 def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
@@ -254,20 +254,23 @@ class InPlaceLoad(BegunLoad):
         super().__init__(request)
         self._tier = tier
         self._blocks = slots.lend(request.pages[:, 0])
+        self._waiter = Waiter(Kind.LOAD, request.priority, lends=True)
+        self._timer: asyncio.TimerHandle | None = None
         self._is_revoked = False
 
-    def begin(self) -> LoadHandle | None:
-        """Have the tier read now; None, and nothing is begun, if it has to wait for anything, or lacks a block."""
-        waiter = Waiter(Kind.LOAD, self._request.priority, lends=True)
-        if self._tier.begin_read(self._request.batch, self._blocks, waiter, self._late, self._read, is_use=True):
-            return self.handle()
-        self._blocks.give_back()
-        return None
+    def start(self) -> LoadHandle:
+        """Have the tier read, once it is its turn: until the deadline, at most, it is waited for."""
+        request, waiter = self._request, self._waiter
+        self._tier.start_read(request.batch, self._blocks, waiter, self._late, self._read, is_use=True)
+        if waiter.is_waiting:
+            self._timer = asyncio.get_running_loop().call_at(request.deadline, waiter.give_up)
+        return self.handle()
 
     @override
     def revoke(self) -> None:
         """Have what is begun end: a medium that has been given memory cannot be asked to stop."""
         self._is_revoked = True
+        self._waiter.give_up()
         if self._again is not None:
             self._again.cancel()
 
@@ -278,6 +281,8 @@ class InPlaceLoad(BegunLoad):
         """Say what is in place, now that the medium has let go of the engine's memory."""
         request, n = self._request, len(self._request.batch)
         self._blocks.give_back()
+        if self._timer is not None:
+            self._timer.cancel()
         num_right = prefix_of(report.right)
         is_in_time = asyncio.get_running_loop().time() < request.deadline
         if num_right < n and is_in_time and not self._is_revoked:

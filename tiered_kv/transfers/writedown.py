@@ -23,7 +23,6 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
-from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
@@ -381,28 +380,17 @@ class WriteDown:
         def is_wanted() -> NDArray[np.bool_]:
             return self._is_wanted(storage, batch, slots)
 
-        def end(report: WriteReport | None, blocks: LentBlocks) -> None:
-            blocks.give_back()
+        def end(report: WriteReport) -> None:
+            lent.give_back()
             settle(report)
             let_go()
-
-        async def write(blocks: LentBlocks) -> None:
-            report = None
-            try:
-                report = await storage.write(batch, blocks, is_wanted, lambda: settle(None), waiter)
-            finally:
-                end(report, blocks)
 
         if storage.health.is_shedding or not len(batch):
             settle(WriteReport.nothing_of(len(batch), Reason.TIER_AWAY))
             let_go()
             return
-        lent, waiter = chain.host.slab.lend_blocks(slots), Waiter(self._kind)
-        begun = storage.begin_write(
-            batch, lent, is_wanted, lambda: settle(None), waiter, lambda report: end(report, lent)
-        )
-        if begun is None:
-            chain.tasks.spawn(write(lent), f"write {len(batch)} blocks to {storage.name}")
+        lent = chain.host.slab.lend_blocks(slots)
+        storage.start_write(batch, lent, is_wanted, lambda: settle(None), Waiter(self._kind), end)
 
     def _is_wanted(self, storage: StorageTier, batch: Batch, slots: NDArray[np.int64]) -> Mask:
         """Say which blocks were not evicted by name since: they must not come back from below."""
