@@ -114,12 +114,12 @@ def main() -> None:
 
 
 def _known_equivalent(config: dict[str, Any]) -> set[tuple[str, str, str]]:
-    """Return the changes that were looked at by hand and change nothing; refuse those whose line is gone."""
+    """Return the changes that were looked at by hand and change nothing; refuse those whose line is gone, or is new."""
     known = set()
     for each in config.get("equivalent", ()):
-        lines = {line.strip() for line in (ROOT / each["module"]).read_text().splitlines()}
-        if each["before"] not in lines:
-            sys.exit(f"{CONFIG}: {each['module']} has no line {each['before']!r} any more: look at its mutants again")
+        lines = [line.strip() for line in (ROOT / each["module"]).read_text().splitlines()]
+        if (n := lines.count(each["before"])) != each.get("places", 1):
+            sys.exit(f"{CONFIG}: {each['module']} has {n} times {each['before']!r}: look at its mutants again")
         known.add((each["module"], each["before"], each["after"]))
     return known
 

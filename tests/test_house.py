@@ -3,6 +3,7 @@
 import ast
 import io
 import tokenize
+import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -90,3 +91,18 @@ def test_a_name_of_a_class_leads_to_one_class() -> None:
     core = classes_in(CORE)
     found = {name: paths for name, paths in classes_in(set(ALL) - MESSAGES).items() if name in core}
     assert not list(shown(found))
+
+
+def test_what_mutation_passes_over_is_in_the_library() -> None:
+    """Each change that nobody could see is of a line as it is today, in so many places; all files named are there."""
+    table = tomllib.loads((REPOSITORY / "tests/mutation.toml").read_text())
+    wrong = []
+    for each in table["equivalent"]:
+        path = REPOSITORY / each["module"]
+        lines = [line.strip() for line in path.read_text().splitlines()] if path.is_file() else []
+        if (n := lines.count(each["before"])) != each.get("places", 1):
+            wrong.append(f"{each['module']} has {n} times {each['before']}")
+    for name, package in table["packages"].items():
+        patterns = (*package["modules"], *package["tests"])
+        wrong += [f"{name}: no {pattern}" for pattern in patterns if not list(REPOSITORY.glob(pattern))]
+    assert not wrong
