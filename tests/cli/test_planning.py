@@ -86,6 +86,12 @@ def test_what_was_not_measured_is_not_taken(tmp_path: Path) -> None:
         assert why in result.stderr
 
 
+def test_what_is_beyond_all_numbers_is_null() -> None:
+    """JSON has no infinity: what reads it elsewhere would stop there."""
+    best = answer(TRACE, "--no-check", "--engine-price", "1e308")["choices"][0]
+    assert best["saved_a_month"] is best["gain_a_month"] is None
+
+
 def test_a_picture_and_a_page_are_written(tmp_path: Path) -> None:
     """Each where it is asked for."""
     png, html = tmp_path / "plan.png", tmp_path / "plan.html"

@@ -6,8 +6,9 @@ Answers go to stdout, as tables or with ``--json`` as one line of JSON; all else
 """
 
 import json
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
@@ -172,8 +173,16 @@ def fail(what: str) -> NoReturn:
 
 
 def print_json(value: object) -> None:
-    """Answer with one line of JSON."""
-    sys.stdout.write(json.dumps(value) + "\n")
+    """Answer with one line of JSON; what it has no number for, infinity and NaN, is null."""
+    sys.stdout.write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
