@@ -164,6 +164,7 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
         ),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1KiB"], "no tier holds a block"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB:best"], "policy must be one of"),
+        (["replay", "/no/such/file", "--policy", "lru"], "--policy is for tiers of --tier"),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--store-when", "never"],
             "--store-when must be one of computed, evicted, auto",

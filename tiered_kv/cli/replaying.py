@@ -77,7 +77,9 @@ def replay_command(
     tier: Tiers = None,
     config: ConfigFile = None,
     *,
-    policy: Annotated[str, typer.Option(help="Of tiers of --tier that name none.")] = DEFAULT_POLICY,
+    policy: Annotated[
+        str | None, typer.Option(help=f"Of tiers of --tier that name none; {DEFAULT_POLICY} if left out.")
+    ] = None,
     block_size: BlockSize = None,
     kv_bytes: TokenBytes = None,
     prefill_rate: PrefillRate = 10_000.0,
@@ -97,8 +99,11 @@ def replay_command(
     """
     with one_line_errors():
         cost = BlockCost(size_of("--token-bytes", kv_bytes or KV_BYTES), prefill_rate)
+        if policy is not None and not tier:
+            raise ConfigurationError("--policy is for tiers of --tier: name these, or set it for tiers of the settings")
         settings = None if tier else settings_of(config)
-        plans = tier_plans(tier or [], policy) if settings is None else plans_from(settings)
+        of_tiers = DEFAULT_POLICY if policy is None else policy
+        plans = tier_plans(tier or [], of_tiers) if settings is None else plans_from(settings)
         limits = CacheLimits() if settings is None else settings.limits
         found, done = read(trace, block_size), None
         if real:
