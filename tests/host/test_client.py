@@ -362,7 +362,7 @@ async def test_ranks_have_parts_and_a_scheduler_sees_all(tmp_path: Path) -> None
             assert [scheduler.namespace(rank=rank) for rank in range(2)] == [one.namespace(), two.namespace()]
             assert (await scheduler.lookup_groups([full(KEYS)])).num_tokens == 48
             with pytest.raises(ConfigurationError, match="an int, 0 or more"):
-                scheduler.namespace(group="0")  # type: ignore[arg-type]
+                scheduler.namespace(group="0")  # type: ignore[arg-type]  # wrong on purpose
             with pytest.raises(ConfigurationError, match="2 ranks"):
                 scheduler.register_kv_caches(engines[0].caches[0])
             with pytest.raises(ConfigurationError, match="2 ranks"):
