@@ -71,6 +71,19 @@ def attached_stranger(server: TieredKVServer) -> Iterator[tuple[socket.socket, A
         handshake.give_back(connection, descriptors)
 
 
+def answering() -> tuple[Link[Any], list[int], list[bool]]:
+    """Return a link that answers each call, and ends writing where one cannot be; the calls that it took; its loss."""
+    taken: list[int] = []
+    lost: list[bool] = []
+
+    def take(asked: protocol.Call) -> None:
+        taken.append(asked.id)
+        made.send(protocol.Answered(asked.id, b"\xc0"))
+
+    made: Link[Any] = Link(protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing())
+    return made, taken, lost
+
+
 def an_array(depth: int) -> bytes:
     """Return arrays in arrays."""
     return b"\x91" * depth + b"\xc0"
@@ -328,14 +341,7 @@ async def test_nothing_is_taken_of_one_that_reads_no_answers() -> None:
 
 async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None:
     """What was due before that arrives; what is said later is no error, and nothing is taken twice."""
-    taken: list[int] = []
-    lost: list[bool] = []
-
-    def take(asked: protocol.Call) -> None:
-        taken.append(asked.id)
-        made.send(protocol.Answered(asked.id, b"\xc0"))
-
-    made: Link[Any] = Link(protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing())
+    made, taken, lost = answering()
     ours, theirs = socket.socketpair()
     with theirs:
         ours.settimeout(0.0)
@@ -354,14 +360,7 @@ async def test_who_is_told_that_nothing_comes_any_more_is_sent_nothing() -> None
 @pytest.mark.both_loops
 async def test_who_says_what_cannot_be_and_leaves_is_lost() -> None:
     """An answer to what it said before fails then: it is forgotten all the same, and nothing is taken twice."""
-    taken: list[int] = []
-    lost: list[bool] = []
-
-    def take(asked: protocol.Call) -> None:
-        taken.append(asked.id)
-        made.send(protocol.Answered(asked.id, b"\xc0"))
-
-    made: Link[Any] = Link(protocol.request_from, take, lambda: lost.append(True), broken=lambda _: made.end_writing())
+    made, taken, lost = answering()
     ours, theirs = socket.socketpair()
     theirs.sendall(wire.frame(protocol.Ping(1)) + b"\3\0\0\0abc")
     theirs.close()
