@@ -10,7 +10,7 @@ from tests.host.test_deaths import attached_at, served
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import Snapshot
+from tiered_kv import Outcomes, Snapshot
 
 KEYS = prompt(8)
 
@@ -44,6 +44,29 @@ async def test_loads_that_a_server_refuses_are_counted(tmp_path: Path) -> None:
             await first
             stats = kv.stats()
             assert (stats.requested, stats.missed_because) == (16, {"too many loads": 8})
+
+
+async def test_loads_that_new_weights_overtake_are_counted_as_missed(tmp_path: Path) -> None:
+    """For that reason, as by a cache of one's own: with a plan or without; what had come before is a hit."""
+    engine, used = AnyEngine(), threading.Event()
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(8)))
+            load = kv.start_load(KEYS, engine.spec(range(8)), after=used)
+            planner = kv.planner()
+            planner.register_worker()
+            job = planner.plan_load(KEYS[:4], engine.spec(range(8, 12)))
+            plan = await job.planned()
+            kv.advance_epoch("w1")
+            used.set()
+            assert (await load).missed_because == "epoch advanced"
+            planner.complete(Outcomes(plan.job, 0, 4))
+            assert (await job.ended()).errors == ("epoch advanced",)
+            await kv.store(KEYS[:2], engine.spec(range(2)))
+            assert (await kv.load(KEYS[:2], engine.spec(range(2)))).num_blocks == 2
+            kv.advance_epoch("w2")
+            stats = kv.stats()
+            assert (stats.requested, stats.missed_because, stats.tiers[0].hits) == (14, {"epoch advanced": 12}, 2)
 
 
 async def test_pins_of_all_clients_are_counted(tmp_path: Path) -> None:

@@ -37,7 +37,7 @@ from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
-from tiered_kv.host.protocol import Attach, Keys, Preempted
+from tiered_kv.host.protocol import Advanced, Attach, Keys, Preempted
 from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
@@ -191,6 +191,7 @@ class FarCalls(AskedCalls):
         """See `BlockCache.advance_epoch`; of this engine alone: others go on with the weights that they serve."""
         self._connection.here()
         self._starts.advance_epoch(epoch_digest(weights))
+        self._connection.send(Advanced(self._starts.epoch))
         if self._subscribers is not None:
             self._subscribers.start_over()
         self._emit(EpochAdvanced(weights))

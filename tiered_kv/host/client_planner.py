@@ -151,7 +151,8 @@ class FarJob:
     def result(self, said: JobEnded) -> JobResult:
         """Return how it ended: with nothing, if that is of weights that are not served any more."""
         if self.request.direction == "load" and not self.request.is_current():
-            return replace(self.nothing(*said.errors, "epoch advanced"), moved_s=said.moved_s, faults=said.faults)
+            errors = dict.fromkeys([*said.errors, Reason.EPOCH_ADVANCED])  # the server may have said it, too
+            return replace(self.nothing(*errors), moved_s=said.moved_s, faults=said.faults)
         return replace(
             self.nothing(*said.errors), num_blocks=said.num_blocks, num_bytes=said.num_bytes, moved_s=said.moved_s,
             by_tier=said.by_tier, mask=np.frombuffer(said.mask, np.bool_), faults=said.faults,

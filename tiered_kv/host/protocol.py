@@ -554,10 +554,16 @@ class Preempted(Message, frozen=True, tag="preempted"):
     """The client has swapped out a sequence: it is counted."""
 
 
+class Advanced(Message, frozen=True, tag="advanced"):
+    """The client serves these weights from now on: a load of others that has not ended brings it nothing."""
+
+    epoch: Digest
+
+
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Ping | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted
+Request = Moving | Ping | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

@@ -20,6 +20,7 @@ from tiered_kv.host.asked_calls import CALLS, Remote
 from tiered_kv.host.protocol import (
     AboutChanges,
     AboutJob,
+    Advanced,
     BindJob,
     Follow,
     JobMoved,
@@ -100,8 +101,9 @@ class Session:
         self._leases: dict[int, tuple[Chain, Lease]] = {}
         self._num_leasing = 0  # asked for, and being brought
         self._tasks = Tasks()
-        self._transfers = SessionTransfers(limits, account, self._tasks, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks)
+        self._epoch = b""  # until the client has said that it serves others than those that it attached with
+        self._transfers = SessionTransfers(limits, account, self._tasks, self._serves, is_read_only=is_read_only)
+        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks, self._serves)
         self._changes = SessionChanges(self._tasks)
         self._has_ended = False
 
@@ -132,7 +134,7 @@ class Session:
         if self._has_ended:
             return
         match request:
-            case protocol.Copied() | protocol.Cancel() | protocol.LeaveJobs() | protocol.Preempted():
+            case protocol.Copied() | protocol.Cancel() | protocol.LeaveJobs() | protocol.Preempted() | Advanced():
                 self._hear(request)
             case protocol.Load() | protocol.Store():
                 self._checked(request.id, send, partial(self._move, request, send))
@@ -176,7 +178,9 @@ class Session:
         else:
             self._transfers.store(request, seat, send)
 
-    def _hear(self, said: protocol.Copied | protocol.Cancel | protocol.LeaveJobs | protocol.Preempted) -> None:
+    def _hear(
+        self, said: protocol.Copied | protocol.Cancel | protocol.LeaveJobs | protocol.Preempted | Advanced
+    ) -> None:
         """Take what is said of what is under way, or has happened: there is nothing to answer."""
         match said:
             case protocol.Copied():
@@ -188,6 +192,13 @@ class Session:
             case protocol.Preempted():
                 with suppress(ClosedError):  # the cache has ended, and its counts
                     self._seat(b"").seat.fates.preemptions += 1
+            case Advanced():
+                self._epoch = said.epoch
+                self._transfers.overtake()
+
+    def _serves(self, epoch: bytes) -> bool:
+        """Say whether the client serves these weights, as far as it has said."""
+        return self._epoch in {b"", epoch}
 
     def _give_up(self, id_: int) -> None:
         """End a transfer, a question before it is answered, or a lease: its client does not wait for it any more."""

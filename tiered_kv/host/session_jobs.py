@@ -8,6 +8,7 @@ Streams of changes for a client, in the server: of the ranks that it stands for,
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -140,11 +141,15 @@ _MOST_PROMPTS: Final = 1 << 14
 class SessionJobs:
     """Those of one client. For the event loop's thread."""
 
-    def __init__(self, jobs: Jobs, account: Account, tasks: Tasks) -> None:
-        """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``."""
+    def __init__(self, jobs: Jobs, account: Account, tasks: Tasks, serves: Callable[[bytes], bool]) -> None:
+        """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``.
+
+        ``serves`` says of an epoch whether the client serves it.
+        """
         self._jobs = jobs
         self._account = account
         self._tasks = tasks
+        self._serves = serves
         self._by_id: dict[int, tuple[Job, StoredKeys, int]] = {}  # with the engine's blocks a key
 
     def __len__(self) -> int:
@@ -198,8 +203,8 @@ class SessionJobs:
         seat.cache.note(request.direction, keys)
         job = self._jobs.begin(
             JobRequest(
-                request.direction, keys, parts, engine, lambda: True, seat.deadline(None), request.gaps, request.hint,
-                is_far=True,
+                request.direction, keys, parts, engine, partial(self._serves, request.keys.epoch),
+                seat.deadline(None), request.gaps, request.hint, is_far=True,
             )
         )  # fmt: skip
         self._by_id[request.id] = job, keys, per_block

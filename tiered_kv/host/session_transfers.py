@@ -192,15 +192,28 @@ class Account:
 class SessionTransfers:
     """Those of one client. For the event loop's thread."""
 
-    def __init__(self, limits: HostSettings, account: Account, tasks: Tasks, *, is_read_only: bool) -> None:
-        """Have so many under way at most; tell of them in ``tasks``. Who only reads stores nothing."""
+    def __init__(
+        self,
+        limits: HostSettings,
+        account: Account,
+        tasks: Tasks,
+        serves: Callable[[bytes], bool],
+        *,
+        is_read_only: bool,
+    ) -> None:
+        """Have so many under way at most; tell of them in ``tasks``. Who only reads stores nothing.
+
+        ``serves`` says of an epoch whether the client serves it.
+        """
         self._limits = limits
         self._account = account
         self._tasks = tasks
+        self._serves = serves
         self._is_read_only = is_read_only
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
         self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
+        self._came_before: set[int] = set()  # those of them that had, when it began to serve other weights
 
     def __contains__(self, id_: int) -> bool:
         return id_ in self._loads or id_ in self._stores
@@ -233,7 +246,7 @@ class SessionTransfers:
             LoadRequest(
                 chain=chain, batch=batch, binding=far, pages=np.arange(len(keys))[:, np.newaxis],
                 lane=Lane(far, None), deadline=seat.deadline(request.deadline_s),
-                priority=Priority(request.priority), is_current=lambda: True,  # which weights are, the client knows
+                priority=Priority(request.priority), is_current=partial(self._is_current, request),
                 layerwise=request.layerwise, gaps=request.gaps, order=order,
             )
         )  # fmt: skip
@@ -309,6 +322,10 @@ class SessionTransfers:
         if transfer is not None:
             transfer[0].cancel()
 
+    def overtake(self) -> None:
+        """The client serves other weights from now on."""
+        self._came_before |= self._known_to_have_ended()
+
     def end(self) -> None:
         """The client is gone: let go of everything. Nothing of its touches a slot any more."""
         for handle, far in self._all():
@@ -318,7 +335,14 @@ class SessionTransfers:
     @property
     def is_behind(self) -> bool:
         """Whether the client knows of a load's end that is not counted here yet: that takes a few turns more."""
-        return any(not _num_copying(self._loads[id_]) for id_ in self._promised)
+        return bool(self._known_to_have_ended())
+
+    def _known_to_have_ended(self) -> set[int]:
+        return {id_ for id_ in self._promised if not _num_copying(self._loads[id_])}
+
+    def _is_current(self, request: protocol.Load) -> bool:
+        """Say whether what a load brings is of use to the client, as it says there."""
+        return request.id in self._came_before or self._serves(request.keys.epoch)
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
         send(protocol.Admitted(id_, await handle.admitted()))
@@ -328,6 +352,7 @@ class SessionTransfers:
         self._account.move(-far.num_bytes)
         is_known = request.id in self._promised and not request.is_from_back  # of that the client may have claimed some
         self._promised.discard(request.id)
+        self._came_before.discard(request.id)
         if ended.cancelled() or ended.exception() is not None:
             why = "" if ended.cancelled() else repr(ended.exception())
             send(_not_loaded(request, TierFault("host", Reason.FAILED, 0, why)))
