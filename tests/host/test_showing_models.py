@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 from anyio import fail_after
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,6 +19,7 @@ from tests.support.hints import hints
 from tests.support.serving import attached, serving
 from tiered_kv import BlockState, ConfigurationError, ModelIdentity
 from tiered_kv.cli import hosting
+from tiered_kv.host.asked_calls import MOST_KEYS
 from tiered_kv.values.events import Event
 
 KEYS = prompt(12)
@@ -127,6 +129,13 @@ async def test_what_clients_count_as_lookups_is_in_the_metrics(tmp_path: Path, s
             assert await counted(r'kv_lookup_missed_blocks_total{.*model="one",reason="removed"} 4\.0')
             with pytest.raises(ConfigurationError, match="12 keys"):
                 kv.count_lookup(KEYS, found[:3])
+            long = prompt(MOST_KEYS + 100)  # of which other calls would be asked in parts
+            kv.count_lookup(long, np.arange(len(long)) < 8)
+            async with asyncio.timeout(60):
+                while not await counted(rf'kv_lookup_blocks_total{{.*model="one"}} {14 + len(long)}\.0'):
+                    pass
+            missed = 4 + len(long) - 8
+            assert await counted(rf'kv_lookup_missed_blocks_total{{.*model="one",reason="removed"}} {missed}\.0')
 
 
 async def test_a_server_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, shown: dict[str, Any]) -> None:

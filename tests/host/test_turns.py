@@ -15,14 +15,11 @@ from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import BlockKeys, ConfigurationError
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.asked_calls import CALLS, MOST_KEYS
+from tiered_kv.host.asked_calls import CALLS
 from tiered_kv.host.protocol import Keys
 
 KEYS = prompt(8)
 EPOCH = b"e" * 32
-MANY = BlockKeys(bytes(32) * (MOST_KEYS + 1), block_size=KEYS.block_size)
-OTHERS: dict[str, dict[str, Any]] = {"pin": {"ttl_s": 1.0}, "count_lookup": {"found": np.ones(len(MANY), np.bool_)}}
-"""What else a call needs, by its name."""
 
 
 async def test_a_flood_of_one_client_lets_the_others_in_after_a_few_messages() -> None:
@@ -48,13 +45,16 @@ async def test_a_flood_of_one_client_lets_the_others_in_after_a_few_messages() -
 def test_what_one_message_may_be_about_is_bounded(name: str) -> None:
     """Of every call: the server refuses more, and a client asks in parts, of which each is taken."""
     remote = CALLS[name]
-    given = remote.bind(MANY, **OTHERS.get(name, {}))
-    with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {len(MANY)} keys, {remote.most_keys} at most"):
-        remote.heard(remote.said(given, Keys.of(MANY, EPOCH)))
+    n = 2 * remote.most_keys + 1
+    many = BlockKeys(bytes(32) * n, block_size=KEYS.block_size)
+    others: dict[str, dict[str, Any]] = {"pin": {"ttl_s": 1.0}, "count_lookup": {"found": np.ones(n, np.bool_)}}
+    given = remote.bind(many, **others.get(name, {}))
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {n} keys, {remote.most_keys} at most"):
+        remote.heard(remote.said(given, Keys.of(many, EPOCH)))
     parts = remote.parts(given)
-    assert [each.keys.start for each in parts] == list(range(0, len(MANY), remote.most_keys))
+    assert [each.keys.start for each in parts] == list(range(0, n, remote.most_keys))
     heard = [remote.heard(remote.said(each, Keys.of(each.keys, EPOCH)))[1] for each in parts]
-    assert sum(len(each["keys"]) for each in heard) == len(MANY)
+    assert sum(len(each["keys"]) for each in heard) == n
     if name == "count_lookup":
         assert [len(each["found"]) for each in heard] == [len(each["keys"]) for each in heard]
 

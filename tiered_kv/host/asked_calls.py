@@ -52,6 +52,8 @@ LONG_S: Final = 60.0
 """What calls for operators may take: `flush`, `clear`, `evict`."""
 MOST_KEYS: Final = 1 << 14
 """That one message is about: a client asks about more in parts, so that between them others have their turns."""
+_MOST_COUNTED: Final = 1 << 17
+"""The same of `count_lookup`, parts of which would count as so many lookups: more than a prompt has."""
 _NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -435,9 +437,11 @@ def _started(
     return _named(started, remote, call)
 
 
-def _noted(call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False) -> "Method[P, None]":
+def _noted(
+    call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False, most_keys: int = MOST_KEYS
+) -> "Method[P, None]":
     """Make a method that tells the server, which answers nothing; while it is away nothing is told."""
-    remote: Remote[P, None] = Remote(call, is_noted=True)
+    remote: Remote[P, None] = Remote(call, is_noted=True, most_keys=most_keys)
 
     def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
         asking = kv._asking  # noqa: SLF001 - ours
@@ -495,7 +499,7 @@ class AskedCalls(BlockCache):
     lookup_nowait = _asked_now(BlockCache.lookup_nowait, away=_nothing_found, anywhere=True)
     presence = _asked(BlockCache.presence, away=_nothing_there)
     membership = _asked_now(BlockCache.membership, away=_nothing_known, anywhere=True)
-    count_lookup = _noted(BlockCache.count_lookup, anywhere=True)
+    count_lookup = _noted(BlockCache.count_lookup, anywhere=True, most_keys=_MOST_COUNTED)
     prefetch = _started(BlockCache.prefetch, away=_nothing_brought, cancelled=PrefetchResult(0, 0))
     touch = _noted(BlockCache.touch)
     resident = _noted(BlockCache.resident)
