@@ -79,6 +79,8 @@ def test_what_was_not_measured_is_not_taken(tmp_path: Path) -> None:
         ("{}", "not what `tiered-kv bench --json` prints"),
         ('[{"tier": "s3", "direction": "load", "bytes_per_s": 1e9}]', "has s3, none of which is a --medium"),
         ('[{"tier": "cpu", "direction": "load", "problem": "no room"}]', "tier 'cpu' was not measured: no room"),
+        ('[{"tier": "cpu", "direction": "load", "bytes_per_s": 1e999}]', "'cpu' was not measured: inf bytes a second"),
+        ('[{"tier": "cpu", "direction": "load", "bytes_per_s": NaN}]', "'cpu' was not measured: nan bytes a second"),
     ):
         file.write_text(said)
         result = run(TRACE, "--bench", file)
@@ -117,6 +119,8 @@ def test_without_matplotlib_a_picture_names_its_extra(monkeypatch: pytest.Monkey
         (["--medium", "cpu=1@fast"], "write NAME=PRICE@RATE"),
         (["--prices", "/no/such/file"], "No such file"),
         (["--policy", "best"], "policy must be one of"),
+        (["--token-bytes", "9" * 60], "--token-bytes must be a size"),
+        (["--token-bytes", ""], "--token-bytes must be a size"),
         (["--engine-price", "inf"], "engine_price_per_hour: Input should be a finite number"),
         (["--medium", "a=1@1GB"] + ["--medium", "b=1@1GB"] * 4, "media: Tuple should have at most 4 items"),
         (["--png", "/no/such/folder/plan.png"], "No such file"),

@@ -162,6 +162,10 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "0"],
             "--token-bytes must be a size",
         ),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--real", "--real-token-bytes", ""],
+            "--real-token-bytes must be a size",
+        ),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1KiB"], "no tier holds a block"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB:best"], "policy must be one of"),
         (["replay", "/no/such/file", "--policy", "lru"], "--policy is for tiers of --tier"),

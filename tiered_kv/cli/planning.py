@@ -1,5 +1,6 @@
 """``tiered-kv plan``: which tiers a trace makes worth their price."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -71,7 +72,7 @@ def plan_command(
     what the engine's own cache finds, if blocks are stored when it is about to drop them.
     """
     with one_line_errors():
-        cost = BlockCost(size_of("--token-bytes", kv_bytes or KV_BYTES), prefill_rate)
+        cost = BlockCost(size_of("--token-bytes", KV_BYTES if kv_bytes is None else kv_bytes), prefill_rate)
         costs = _prices(prices, medium or [], engine_price, _measured(bench))
         found = read(trace, block_size)
         policies = dict.fromkeys(["lru", *(each.policy for each in costs.media), *(policy or [])])
@@ -167,10 +168,9 @@ def _measured(path: Path | None) -> dict[str, ByteSize]:
         raise ConfigurationError(f"--bench {path}: this is not what `tiered-kv bench --json` prints") from None
     loads = [each for each in found if each.direction == "load"]
     for each in loads:
-        if each.problem or each.bytes_per_s < 1:
-            raise ConfigurationError(
-                f"--bench {path}: tier {each.tier!r} was not measured: {each.problem or 'no bytes'}"
-            )
+        if each.problem or not 1 <= each.bytes_per_s < math.inf:
+            why = each.problem or f"{each.bytes_per_s:g} bytes a second"
+            raise ConfigurationError(f"--bench {path}: tier {each.tier!r} was not measured: {why}")
     return {each.tier: ByteSize(round(each.bytes_per_s)) for each in loads}
 
 

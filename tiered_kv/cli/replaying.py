@@ -25,6 +25,8 @@ from tiered_kv.values.hints import StoreWhen
 _MOST_TOLD: Final = 5
 _TELL_EVERY_S: Final = 10.0
 _SIZE: Final = TypeAdapter(ByteSize)
+_MOST_BYTES: Final = 1 << 62
+"""Of a size: far more than there is, and a float can hold what is computed of it."""
 _WHEN: Final = {"computed": "computed", "evicted": "about to be dropped"}
 
 TraceFile = Annotated[
@@ -98,7 +100,7 @@ def replay_command(
     With --real they do: a cache of such tiers serves the same requests, and what it loads is compared.
     """
     with one_line_errors():
-        cost = BlockCost(size_of("--token-bytes", kv_bytes or KV_BYTES), prefill_rate)
+        cost = BlockCost(size_of("--token-bytes", KV_BYTES if kv_bytes is None else kv_bytes), prefill_rate)
         if policy is not None and not tier:
             raise ConfigurationError("--policy is for tiers of --tier: name these, or set it for tiers of the settings")
         settings = None if tier else settings_of(config)
@@ -109,7 +111,7 @@ def replay_command(
         if real:
             if engine_cache:
                 raise ConfigurationError("--engine-cache is imagined: leave out --real")
-            real_bytes = size_of("--real-token-bytes", real_kv_bytes) if real_kv_bytes else cost.token_bytes
+            real_bytes = cost.token_bytes if real_kv_bytes is None else size_of("--real-token-bytes", real_kv_bytes)
             real_cost = BlockCost(real_bytes, prefill_rate)
             tiers = media_of(plans) if settings is None else settings.tiers
             with progress("serving", len(found.requests), is_shown=not as_json) as advance:
@@ -231,8 +233,8 @@ def size_of(option: str, text: str) -> int:
         size = int(_SIZE.validate_python(text))
     except ValidationError:
         size = 0
-    if size < 1:
-        raise ConfigurationError(f"{option} must be a size such as 128KiB, got {text!r}")
+    if not 1 <= size <= _MOST_BYTES:
+        raise ConfigurationError(f"{option} must be a size such as 128KiB, got {text!r:.80}")
     return size
 
 
