@@ -42,6 +42,7 @@ def test_plan_counts_what_tiers_add_to_the_engine_s_own_cache() -> None:
     alone, below = answer(TRACE), answer(TRACE, "--engine-cache", 60)
     assert below["checked_hit_rate"] == pytest.approx(below["choices"][0]["hit_rate"], abs=0.01)
     assert below["choices"][0]["hit_rate"] < alone["choices"][0]["hit_rate"]
+    assert answer(TRACE, "--engine-cache", 10**30)["choices"][0]["tiers"] == []
 
 
 def test_media_and_prices_are_given(tmp_path: Path) -> None:

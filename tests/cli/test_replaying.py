@@ -126,6 +126,8 @@ def test_an_engine_s_own_cache_is_imagined_above_the_tiers(trace: Path) -> None:
     ahead = answer(*arguments, "--engine-ahead", 25)
     assert ahead["engine"]["hit_rate"] == found["engine"]["hit_rate"]
     assert ahead["engine"]["copied_blocks"] > found["engine"]["copied_blocks"]
+    most = [answer(*arguments[:-1], size)["engine"] for size in (10**5, 10**30)]  # more than all that there are
+    assert most[1] == most[0] | {"num_blocks": 10**30}
     text = run(*arguments, "--store-when", "computed").stdout
     assert "the engine's own cache of 100 blocks: hit rate" in text
     assert "stored when computed" in text

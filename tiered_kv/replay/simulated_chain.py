@@ -248,10 +248,11 @@ class SimulatedEngine:
         self.evicts = num_blocks > 0 and evicts(store_when, engine_blocks=num_blocks, memory_blocks=memory_blocks)
         self.hits = self.copied = 0
         self._chain = chain
-        self._index = TierIndex(num_blocks)
-        self._ahead = min(ahead, num_blocks // 4)
-        self._used_last = TierIndex(num_blocks - self._ahead)
-        self._budget = CopyBudget(engine_blocks=num_blocks, memory_blocks=min(memory_blocks, chain.most_blocks))
+        room = min(num_blocks, 2 * chain.most_blocks)  # of more nothing leaves either, and books would take memory
+        self._index = TierIndex(room)
+        self._ahead = min(ahead, room // 4)
+        self._used_last = TierIndex(room - self._ahead)
+        self._budget = CopyBudget(engine_blocks=room, memory_blocks=min(memory_blocks, chain.most_blocks))
 
     def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
         """Serve a prompt from here and from the chain; return the blocks that came from each tier there."""

@@ -148,7 +148,7 @@ class _Sample:
         """Return by how much a policy's hit rate is above LRU's in a tier of so many blocks of the whole trace."""
         num_slots = self._slots(size)
         plan = TierPlan("cpu", num_slots * _PAGE, policy, is_memory=True)
-        chain = SimulatedChain([plan], payload_bytes=_PAGE, num_blocks=num_slots)
+        chain = SimulatedChain([plan], payload_bytes=_PAGE, num_blocks=self.trace.num_blocks)
         engine = SimulatedEngine(chain, self._engine_blocks, "evicted")
         for request in self.trace.requests:
             engine.serve(request.at_s, names_of(request.ids))
