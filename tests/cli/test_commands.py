@@ -220,6 +220,7 @@ def test_config_lists_every_key_and_the_schema() -> None:
     schema = json.loads(run("config", "--schema").stdout)
     assert set(schema["settings"]["properties"]) == set(TieredKVSettings.model_fields)
     assert "capacity" in schema["tiers"]["nvme"]["properties"]
+    assert "leave one out" in run("config", "--keys", "--schema").stderr
 
 
 def test_wrong_settings_are_said_as_the_library_says_them(tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1KiB"], "no tier holds a block"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB:best"], "policy must be one of"),
         (["replay", "/no/such/file", "--policy", "lru"], "--policy is for tiers of --tier"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--config", "kv.toml"], "both say which tiers"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--engine-ahead", "9"], "is for --engine-cache"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--store-when", "evicted"], "is for --engine-cache"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--real-token-bytes", "64"], "is for --real"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--speed", "9"], "--speed is for --real"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--real", "--hints", "right"], "leave out --real"),
+        (["replay", "/no/such/file", "--tier", "cpu=1GiB", "--real", "--hints", "all"], "--hints must be one of"),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--store-when", "never"],
             "--store-when must be one of computed, evicted, auto",

@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, refuse_if, settings_of
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier
 from tiered_kv.settings.registry import OWN_MEDIA, known_media, resolve
 from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
@@ -48,6 +48,7 @@ def config_command(
 ) -> None:
     """Show the settings that are in force, and where each comes from; no secrets."""
     with one_line_errors():
+        refuse_if((keys and schema, "--keys and --schema are two questions: leave one out"))
         if schema:
             print_json(settings_schema())
             return

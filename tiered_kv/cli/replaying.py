@@ -12,7 +12,17 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 
-from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
+from tiered_kv.cli.running import (
+    AsJSON,
+    ConfigFile,
+    err,
+    one_line_errors,
+    out,
+    print_json,
+    print_table,
+    refuse_if,
+    settings_of,
+)
 from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
 from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
@@ -101,16 +111,23 @@ def replay_command(
     """
     with one_line_errors():
         cost = BlockCost(size_of("--token-bytes", KV_BYTES if kv_bytes is None else kv_bytes), prefill_rate)
-        if policy is not None and not tier:
-            raise ConfigurationError("--policy is for tiers of --tier: name these, or set it for tiers of the settings")
+        when, hinted = when_of(store_when), hints_of(hints)
+        refuse_if(
+            (policy is not None and not tier, "--policy is for tiers of --tier: name these, or set it in the settings"),
+            (config is not None and bool(tier), "--tier and --config both say which tiers: leave one out"),
+            (engine_ahead > 0 and not engine_cache, "--engine-ahead is for --engine-cache: say what that holds"),
+            (when == "evicted" and not engine_cache, "--store-when is for --engine-cache: say what that holds"),
+            (real_kv_bytes is not None and not real, "--real-token-bytes is for --real"),
+            (speed is not None and not real, "--speed is for --real"),
+            (real and engine_cache > 0, "--engine-cache is imagined: leave out --real"),
+            (real and hinted != "none", "--hints are imagined: leave out --real"),
+        )
         settings = None if tier else settings_of(config)
         of_tiers = DEFAULT_POLICY if policy is None else policy
         plans = tier_plans(tier or [], of_tiers) if settings is None else plans_from(settings)
         limits = CacheLimits() if settings is None else settings.limits
         found, done = read(trace, block_size), None
         if real:
-            if engine_cache:
-                raise ConfigurationError("--engine-cache is imagined: leave out --real")
             real_bytes = cost.token_bytes if real_kv_bytes is None else size_of("--real-token-bytes", real_kv_bytes)
             real_cost = BlockCost(real_bytes, prefill_rate)
             tiers = media_of(plans) if settings is None else settings.tiers
@@ -122,8 +139,8 @@ def replay_command(
         with progress("replaying", len(found.requests), is_shown=not as_json) as advance:
             report = replay(
                 found, plans, cost, promote=limits.promote,
-                engine_blocks=engine_cache, engine_ahead=engine_ahead, store_when=when_of(store_when),
-                hints=hints_of(hints), on_request=advance,
+                engine_blocks=engine_cache, engine_ahead=engine_ahead, store_when=when,
+                hints=hinted, on_request=advance,
             )  # fmt: skip
     tell_if_guessed(kv_bytes)
     if as_json:

@@ -161,6 +161,17 @@ def one_line_errors() -> Iterator[None]:
         fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
 
 
+def refuse_if(*contradictions: tuple[bool, str]) -> None:
+    """Refuse options of which one would be ignored.
+
+    Raises:
+        ConfigurationError: One of them is so; with what is said of it.
+    """
+    for is_so, why in contradictions:
+        if is_so:
+            raise ConfigurationError(why)
+
+
 def read_whole(path: str) -> bytes:
     """Return what a file holds, or stdin for ``-``."""
     return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
