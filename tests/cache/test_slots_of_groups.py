@@ -9,10 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
-from tests.support.caches import Recorder, inside, until_idle
-from tiered_kv import CacheLimits, KVGroup, KVLayout, TieredKV
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import Recorder, inside, until, until_idle
+from tiered_kv import BackendContext, CacheLimits, KVGroup, KVLayout, TieredKV
 from tiered_kv.host.shares import Share
-from tiered_kv.media.backend import RecordShape
+from tiered_kv.media.backend import RecordShape, Recovered
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend
@@ -169,6 +170,37 @@ async def test_several_directories_have_the_slots_of_one_tier(tmp_path: Path) ->
             await until_idle(kv)
         assert all(disk_bytes(path) <= 3 << 20 for path in paths)
     assert not seen.of(TierFailed)
+
+
+class _EvenSlots(ScriptedSlotBackend):
+    """A medium that has as many slots of every group, whatever shares these have."""
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Say how large it may become."""
+        return [replace(each, max_slots=256) for each in await super().open(context)]
+
+    def fit(self, capacity_bytes: int) -> int:
+        """Take blocks of a byte."""
+        return capacity_bytes
+
+
+async def test_a_medium_with_more_slots_of_a_group_than_its_share_keeps_them_as_it_grows() -> None:
+    """What is there stays, and so does what is being written to one of them; made smaller, it goes by shares."""
+    engine, medium, none = AnyEngine(FEW, num_blocks=100), _EvenSlots(100), {"medium": "cpu", "capacity": 0}
+    states, more = prompt(90, group=1), prompt(10, 1, group=1)
+    async with open_any(engine, none, medium, limits=LIMITS) as kv:
+        await (await kv.store(states, engine.fill(states, range(90)))).settled()
+        medium.on_write.hold()
+        stored = await kv.store(more, engine.fill(more, range(10)))
+        await until(lambda: medium.on_write.num_held > 0)
+        for capacity in (100, 200):
+            assert await kv.resize("slots", capacity) == capacity
+        medium.on_write.release()
+        await stored.settled()
+        assert [(await kv.lookup(keys)).num_blocks for keys in (states, more)] == [90, 10]
+        await kv.resize("slots", 90)
+        assert slots(kv, "slots") == [90, 64]
+        await until_idle(kv)
 
 
 @given(st.integers(0, 1 << 30), st.floats(1e-6, 1), st.integers(1, 8))

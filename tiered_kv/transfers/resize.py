@@ -93,7 +93,10 @@ async def resize(
         await tiers[0].grow(num_blocks, more_bytes if _gives_back(chains[0]) else 0)
     num_evicted, is_given_back = 0, True
     for chain, tier in zip(chains, tiers, strict=True):
-        evicted, is_all = await _resize_index(chain, tier, chain.group.num_slots(num_blocks))
+        num_slots = chain.group.num_slots(num_blocks)
+        if num_blocks >= before:  # a medium may have more of a group than it was asked for, and blocks there
+            num_slots = max(num_slots, tier.index.num_slots)
+        evicted, is_all = await _resize_index(chain, tier, num_slots)
         num_evicted += evicted
         is_given_back &= is_all
     if num_blocks >= before:
