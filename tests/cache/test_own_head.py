@@ -116,6 +116,20 @@ async def test_a_store_longer_than_memory_leaves_its_head_there() -> None:
         assert kv.membership(keys, tier="cpu").astype(bool).nonzero()[0].tolist() == list(range(SLOTS))
 
 
+@pytest.mark.parametrize("policy", ["lru", NEWEST_FIRST["policy"]])
+@pytest.mark.parametrize("num_slots", [SLOTS, 44])
+async def test_a_store_to_a_gpu_pool_leaves_its_head_on_the_host(policy: str, num_slots: int) -> None:
+    """All that there is room for: windows come there one by one, and none makes room for the next. All goes below."""
+    engine, others, keys = AnyEngine(), prompt(num_slots, salt="others"), prompt(40)
+    async with open_any(engine, gpu(44), cpu(num_slots) | {"policy": policy}, ScriptedSlotBackend(128)) as kv:
+        for each in (others, keys):
+            await (await kv.store(each, engine.fill(each, range(len(each))))).settled()
+            await until_idle(kv)
+        on_host = kv.membership(keys, tier="cpu").astype(bool)
+        assert on_host.nonzero()[0].tolist() == list(range(min(40, num_slots)))
+        assert kv.membership(keys, tier="slots").astype(bool).all()
+
+
 async def test_a_store_that_is_cancelled_holds_nothing() -> None:
     """Between two of its windows, as it waits for slots."""
     async with full() as (kv, below):

@@ -109,6 +109,7 @@ class Store(Revocable):
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
         self._head = Head(chain)
+        self._head_below = Head(chain) if gpu is not None else None  # on the host, to which the pool's blocks go
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
         self._dropped: dict[Reason, int] = {}
@@ -367,6 +368,8 @@ class Store(Revocable):
         if can_join and tier is self._chain.host:
             fill = Fill(names, Waiter(Kind.STORE))
             self._chain.fills.announce(fill, reservation)
+        if self._head_below is not None and tier is not self._chain.host:
+            self._head_below.hold_rest(self._chain.host, self._batch.names)
         self._num_open += 1
         self._num_windows += 1
         return Placed(tier, reservation, part, pages.ravel(), fresh, fill)
@@ -418,7 +421,7 @@ class Store(Revocable):
         if num_removed:  # they go no further
             self._tally.add_below(tier, dropped={Reason.REMOVED: num_removed})
             batch, slots = batch[slots >= 0], slots[slots >= 0]
-        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one)
+        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one, self._head_below)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""
@@ -441,6 +444,8 @@ class Store(Revocable):
     def _close_one(self) -> None:
         self._num_open -= 1
         if not self._num_open and not self._settled.done():
+            if self._head_below is not None:
+                self._head_below.let_go()
             if self._num_windows > 1:
                 asyncio.get_running_loop().call_soon(self._line_up)  # once the last of them is let go of
             tiers = self._tally.results()

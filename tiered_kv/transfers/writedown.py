@@ -24,7 +24,7 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
-from tiered_kv.tiers.chain import FROM_ENGINE, Chain
+from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
@@ -108,6 +108,7 @@ class WriteDown:
         *,
         to: Sequence[StorageTier] | None = None,
         kind: Kind = Kind.STORE,
+        head: Head | None = None,
     ) -> None:
         """Take over ``lease``, which holds ``batch`` in ``slots`` of ``tier``.
 
@@ -121,6 +122,7 @@ class WriteDown:
             came: When they came, see `Unwritten`.
             to: The storage tiers to write to; those whose turn it is by their policies if left out.
             kind: `Kind.CLEAN` for blocks that waited: what fails then waits again.
+            head: Holds what comes to the host of a prompt, while the rest of it is to come there. Who gives it lets go.
         """
         self._chain = chain
         self._tally = tally
@@ -131,6 +133,7 @@ class WriteDown:
         self._came = came
         self._to = to
         self._kind = kind
+        self._head = head
 
     def let_wait(self) -> None:
         """Let the blocks wait here for the tiers that get them later, if it is here that they wait for those."""
@@ -273,6 +276,8 @@ class WriteDown:
         )
         self._count_below(dropped=removed, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
+        if self._head is not None:
+            self._head.hold(host, self._batch.names)
 
     def _count_below(self, *, dropped: Mapping[Reason, int], failed: int = 0) -> None:
         """Count what goes no further in the tiers that were to get it now: for others it was counted as deferred."""
@@ -429,6 +434,7 @@ def write_down(
     lease: Lease,
     came: int,
     ended: Callable[[], None],
+    head: Head | None = None,
 ) -> None:
     """Send new blocks of a tier on to those below: now, later, or not at all if the store queue is full.
 
@@ -441,8 +447,9 @@ def write_down(
         lease: Over them; taken over.
         came: When they came, see `Unwritten`.
         ended: Called once nothing of this is under way any more.
+        head: Of the prompt, see `WriteDown`.
     """
-    down = WriteDown(chain, tally, tier, batch, slots, lease, came)
+    down = WriteDown(chain, tally, tier, batch, slots, lease, came, head=head)
     down.let_wait()
     _start(chain, down, len(batch), ended)
 
