@@ -33,10 +33,13 @@ def slots(rows: Tensor, ids: Iterable[int], layers: slice | None = None) -> list
 @contextmanager
 def watched(device: ScriptedDevice) -> Iterator[None]:
     """Have every copy of the library, whichever module makes it, tell the device what it touches."""
+    kept: list[Tensor] = []  # rows of one copy alone: else the next one's may lie there, and count as the same
 
     def gather_blocks(
         caches: PagedCaches, page_ids: Ids, rows: Tensor, at: Ids, *, layers: slice | None = None
     ) -> None:
+        if rows.untyped_storage().resizable():  # not of a slab
+            kept.append(rows)
         device.accessed(pages(page_ids, layers), writes=False)
         device.accessed(slots(rows, at, layers), writes=True)
         originals["gather_blocks"](caches, page_ids, rows, at, layers=layers)
