@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv.testing import ScriptedDevice
 
@@ -97,4 +97,39 @@ async def test_what_the_host_has_stays_until_the_others_are_copied() -> None:
         assert counts == [(4, 0, 0, 0), (2, 2, 0, 0), (4, 0, 0, 0)]
         assert kv.membership(KEYS, tier="below").all()
         assert await kv.drain()
+        await until_idle(kv)
+
+
+async def test_what_leaves_the_host_with_its_slot_meanwhile_is_copied_there() -> None:
+    """It was there, and held, when the others began to be copied; then the host had that slot no more."""
+    below, engine, device = ScriptedSlotBackend(name="below"), Engine(), ScriptedDevice()
+    small = {"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}
+    async with open_cache(GPU, small, below, engine=engine, device=device, limits=ROOMY) as kv:
+        for keys in (prompt(4, seed=1), KEYS[:2]):
+            keeping = asyncio.create_task(keep(kv, engine, keys))
+            await until(keeping.done, on_wait=device.run_all)
+        for tier in ("gpu", "below"):
+            await kv.evict(KEYS, tier=tier)
+        kv.pin(KEYS, ttl_s=1000.0)
+        below.on_write.hold()
+        before = kv.start_store(prompt(2, seed=2), engine.compute(prompt(2, seed=2)))
+        await until(lambda: below.on_write.num_held > 0, on_wait=device.run_all)
+        unwritten = inside(kv).chains[0].unwritten
+        mark = unwritten.now
+        resizing = asyncio.create_task(kv.resize("cpu", 4 * PAYLOAD_BYTES))
+        await until(lambda: unwritten.now > mark)  # what comes from now on is not waited for
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.step)
+        await until(lambda: device.pending > 0)
+        assert kv.membership(KEYS[:2], tier="cpu").astype(bool).all()
+        below.on_write.release()
+        await until(lambda: not kv.membership(KEYS[:2], tier="cpu").astype(bool).any())
+        settling = asyncio.create_task((await storing).settled())
+        await until(settling.done, on_wait=device.run_all)
+        assert [(each.written, each.failed) for each in settling.result()] == [(4, 0)] * 3
+        await (await before).settled()
+        kv.unpin(KEYS)
+        await resizing
+        assert kv.membership(KEYS, tier="below").astype(bool).all()
+        assert await kv.drain(), "none was lost"
         await until_idle(kv)

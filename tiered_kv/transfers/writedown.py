@@ -238,33 +238,27 @@ class WriteDown:
                     self._tally.add(host, dropped={Reason.NO_ROOM: n})
                 self._batch, self._slots = self._batch[:0], self._slots[:0]
                 return
-            # What is there stays until the others are copied: it goes down with them, and must not make room meanwhile.
-            joined.callback(chain.release, host.index.lease(self._batch.names))
-            fresh, passes = reservation.slots >= 0, host.index.is_transient(reservation.slots)
-            fill = Fill(self._batch.names, Waiter(self._kind))
-            chain.fills.announce(fill, reservation)
-            filled: Lease | None = None
-            try:
-                if fresh.any():
-                    source, target = self._slots[fresh], reservation.slots[fresh]
-                    copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
-                    if await _ended(copy) is None:
-                        filled = reservation.commit(fresh & self._goes_down(gpu, passes))
-            finally:
-                chain.fills.conclude(fill, reservation)
+            passes, is_filled = None, np.zeros(n, np.bool_)
+            while reservation is not None:
+                # What is there stays until the others are copied, and must not make room meanwhile: all go down then.
+                joined.callback(chain.release, host.index.lease(self._batch.names))
+                passes = host.index.is_transient(reservation.slots)
+                if (filled := await self._fill(gpu, reservation, passes)) is None:
+                    break
+                joined.callback(filled.release)
+                passes, is_filled = None, is_filled | (filled.slots >= 0)
+                # A smaller capacity, or age, takes what is leased as well.
+                is_gone = self._goes_down(gpu) & (host.index.find(self._batch.names)[0] < 0)
+                reservation = await self._reserve_host(joined) if is_gone.any() else None
             held = host.index.lease(self._batch.names)
-        num_filled = 0
-        if filled is not None:
-            num_filled = int(np.count_nonzero(filled.slots >= 0))
-            filled.release()
         there = held.slots >= 0
-        failed = ~there & self._goes_down(gpu, passes if filled is None else None)
+        failed = ~there & self._goes_down(gpu, passes)
         num_removed = int(np.count_nonzero(~there & ~failed))
         num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
         num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
-        num_written = max(0, num_filled - num_passing)
+        num_written = max(0, int(np.count_nonzero(is_filled & there)) - num_passing)
         removed = {Reason.REMOVED: num_removed} if num_removed else {}
         self._tally.add(
             host,
@@ -278,6 +272,21 @@ class WriteDown:
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
         if self._head is not None:
             self._head.hold(host, self._batch.names)
+
+    async def _fill(self, gpu: MemoryTier, reservation: Reservation, passes: Mask) -> Lease | None:
+        """Copy blocks of the GPU pool to reserved host slots, and lease those that go down; None if the copy failed."""
+        chain, host, fresh = self._chain, self._chain.host, reservation.slots >= 0
+        fill = Fill(self._batch.names, Waiter(self._kind))
+        chain.fills.announce(fill, reservation)
+        try:
+            if fresh.any():
+                source, target = self._slots[fresh], reservation.slots[fresh]
+                copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
+                if await _ended(copy) is not None:
+                    return None
+            return reservation.commit(fresh & self._goes_down(gpu, passes))
+        finally:
+            chain.fills.conclude(fill, reservation)
 
     def _count_below(self, *, dropped: Mapping[Reason, int], failed: int = 0) -> None:
         """Count what goes no further in the tiers that were to get it now: for others it was counted as deferred."""
