@@ -7,6 +7,7 @@ import pytest
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
+from tiered_kv import Outcomes
 from tiered_kv.testing import ScriptedDevice
 
 GPU = {"medium": "gpu", "capacity": 32 * PAYLOAD_BYTES}
@@ -131,5 +132,22 @@ async def test_what_leaves_the_host_with_its_slot_meanwhile_is_copied_there() ->
         kv.unpin(KEYS)
         await resizing
         assert kv.membership(KEYS, tier="below").astype(bool).all()
+        assert await kv.drain(), "none was lost"
+        await until_idle(kv)
+
+
+async def test_what_a_worker_is_to_copy_to_the_host_comes_from_the_pool() -> None:
+    """The worker may hang for days, or never come to it: what is in the pool is written below all the same."""
+    below, engine = ScriptedSlotBackend(name="below"), Engine()
+    async with open_cache(GPU, CPU, below, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS[:2], engine.compute(KEYS[:2]))
+        plan = await job.planned()
+        settled = await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        assert [(each.written, each.failed) for each in settled] == [(4, 0)] * 3
+        assert kv.membership(KEYS, tier="below").astype(bool).all()
+        planner.complete(Outcomes(plan.job, 0, 0))
+        await job.ended()
         assert await kv.drain(), "none was lost"
         await until_idle(kv)

@@ -157,7 +157,7 @@ class Fills:
         return np.array([slot in self._pending for slot in slots.tolist()], np.bool_)
 
     def make_way(self, names: Names) -> None:
-        """Have blocks that are to be read come, though a worker has slots to copy them out to: it may hang for days.
+        """Have blocks come that are at hand, though a worker has slots to copy them out to: it may hang for days.
 
         What that brings to these is dropped.
         """

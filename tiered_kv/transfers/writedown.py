@@ -346,6 +346,7 @@ class WriteDown:
         try:
             async with asyncio.timeout(chain.limits.store_timeout_s):
                 while True:
+                    chain.fills.make_way(self._batch.names)
                     if not (chain.through if self._to is None else self._to):
                         reservation = chain.reserve(host, self._batch)
                     else:
