@@ -420,6 +420,19 @@ async def test_a_resize_that_fails_leaves_the_books_right(error: BaseException) 
         assert_nothing_left(kv)
 
 
+@pytest.mark.parametrize("num_blocks", [0, -3, 65, 2.5, None])
+async def test_a_medium_that_says_it_fits_what_cannot_be_is_not_resized(num_blocks: int) -> None:
+    """It is told nothing, and what it holds stays: it was opened with 64 slots at most."""
+    slots, engine = ResizableSlots(8), Engine()
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, prompt(8))
+        slots.fit = lambda _: num_blocks  # type: ignore[method-assign, assignment]
+        with pytest.raises(ConfigurationError, match="tier 'slots' says it can hold"):
+            await kv.resize("slots", 16 * PAYLOAD_BYTES)
+        assert (slots.num_slots, kv.stats()["slots"].num_slots) == (8, 8)
+        assert (await kv.lookup(prompt(8))).num_blocks == 8
+
+
 @pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
 async def test_too_few_outcomes_are_a_failed_call(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
     """Which block each stands for, nobody knows: none is taken for read, and none is served."""

@@ -10,6 +10,7 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import BookedTier
 from tiered_kv.transfers.writedown import Cleaner, write_all
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import Names
 
 _STEP_SLOTS: Final = 4096
@@ -66,11 +67,16 @@ def blocks_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> 
         BackendUnavailableError: Its medium is not open yet.
     """
     name = chains[0].names[number]
-    whole = next(chain for chain in chains if chain.group.slots_per_block == 1)
-    tier = next((each for each in whole.booked if each.name == name), None)
-    if tier is None:
+    tiers = {chain: each for chain in chains for each in chain.booked if each.name == name}
+    if not tiers:
         raise ConfigurationError(f"the capacity of tier {name!r} cannot be changed: its medium evicts for itself")
-    return tier.blocks_within(capacity_bytes, partial(_needed, chains))
+    whole = next(tier for chain, tier in tiers.items() if chain.group.slots_per_block == 1)
+    num_blocks = whole.blocks_within(capacity_bytes, partial(_needed, chains))
+    num_blocks = as_int(f"the number of blocks that tier {name!r} says it can hold", num_blocks, least=1)
+    for chain, each in tiers.items():  # before any of them is changed
+        if chain.group.num_slots(num_blocks) > (most := each.index.max_slots):
+            raise ConfigurationError(f"tier {name!r} says it can hold {num_blocks} blocks, and was opened for {most}")
+    return num_blocks
 
 
 async def resize(
