@@ -6,7 +6,7 @@ away must not come back with it. What hangs there may go on for ever, in threads
 So that none brings back after a restart what was evicted while it was away, each directory has a file ``member``
 (`Member`): an identity of its own, and those of all that were in use when one came or went last, under a number that
 counts these times. The highest number says who belongs together. Whoever is not named there was away while blocks may
-have been evicted, and begins empty.
+have been evicted, or was another tier's, and begins empty.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
@@ -57,7 +57,7 @@ class Member:
 
     Attributes:
         id: Its identity: 16 hexadecimal digits.
-        turn: How often directories had come or gone; 0 in one that was never used with others.
+        turn: How often directories had come or gone; 0 in one that was never in use.
         ids: Of those in use since.
     """
 
@@ -335,12 +335,12 @@ class Disks:
     def _to_name(self) -> list[Disk]:
         """Those that are to be named: all in use that can be. The next start empties the others.
 
-        So it is none as long as none was ever named and nothing is missing, in a tier of one directory, or where one
-        cannot be named yet.
+        So it is none as long as none was ever named, nothing is missing, and one cannot be named yet. One that is used
+        alone names itself: it is another one's tier, should they be used together, and only one of both goes on.
         """
         named = [disk for disk in self._disks if disk.store is not None and disk.is_named]
         is_as_ever = not self._last_turn and len(self.stores()) == len(self)
-        return [] if is_as_ever and (len(self) == 1 or len(named) < len(self)) else named
+        return [] if is_as_ever and len(named) < len(self) else named
 
     async def each(self, calls: Iterable[tuple[Disk, Coroutine[Any, Any, None]]], *, are_lent: bool = False) -> None:
         """Make calls at once and wait for all of them, whatever one raises; not for those of disks that are let go of.
@@ -455,8 +455,8 @@ class Disks:
 
     async def _join(self) -> None:
         """Have those that are in use say so, if they are others than before; see what is missing."""
-        await self._note()
         away = [disk for disk in self._disks if disk.store is None]
+        await self._note(is_news=bool(away))  # also where a copy, which has its identity, is in its place
         is_away = np.isin(np.arange(len(self)), [disk.number for disk in away])
         why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
         most = [kind.num_slots(self.max_blocks * len(self)) for kind in self._kinds] if away else []
@@ -467,13 +467,13 @@ class Disks:
             if not self._is_closed:
                 await self._note()
 
-    async def _note(self) -> None:
-        """Have those that are in use say who they are, and then who all are."""
+    async def _note(self, *, is_news: bool = False) -> None:
+        """Have those that are in use say who they are, and then who all are, if that is news or not said by all."""
         unnamed = [disk for disk in self._disks if disk.store is not None and not disk.is_named]
         await self._say_each([(disk, disk.member) for disk in unnamed])
         disks = self._to_name()
         members = [disk.member for disk in disks]
-        if disks and not are_settled(members):
+        if disks and (is_news or not are_settled(members)):
             said = next_turn(members, self._last_turn)
             self._last_turn = said[0].turn
             await self._say_each(zip(disks, said, strict=True))

@@ -561,6 +561,20 @@ async def test_one_that_was_alone_stays_where_another_is_added(
             assert tier.recovered(N) == there
 
 
+@pytest.mark.parametrize("first", [0, 1])
+async def test_of_directories_that_were_used_apart_one_goes_on(paths: list[Path], first: int) -> None:
+    """What was evicted in it does not come back from the other, which begins empty, and no block is in both."""
+    for path in paths[:2]:
+        async with opened([path]) as tier:
+            await tier.write(count_up(3))
+    async with opened([paths[first]]) as tier:
+        await tier.backend.forget(0, slots_of({0: 0}))
+    together = [paths[first], paths[1 - first]]
+    for _ in range(2):
+        async with opened(together) as tier:
+            assert tier.recovered(3) == {2: 1, 4: 2}
+
+
 async def test_a_copy_brings_nothing_back_while_the_other_is_away(paths: list[Path]) -> None:
     """A directory and its copy have one identity: of the two, the one that was in use is believed."""
     async with opened(paths[:1]) as tier:
