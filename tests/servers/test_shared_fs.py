@@ -278,6 +278,47 @@ async def test_a_store_that_is_refused_makes_room_for_those_after_it(tmp_path: P
         assert await load(backend, keys_of(10)) == [Outcome.HIT]
 
 
+def take_few_files(path: Path, monkeypatch: pytest.MonkeyPatch, most: int, number: int) -> None:
+    """Have the filesystem make no more than so many files below a directory: with an error of this number."""
+    open_any_file = os.open
+
+    def open_few(path_: str, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if flags & os.O_EXCL and len(files_in(path)) >= most:
+            raise OSError(number, os.strerror(number))
+        return open_any_file(path_, flags, mode, dir_fd=dir_fd)
+
+    monkeypatch.setattr(os, "open", open_few)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_filesystem_that_takes_no_more_files_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Though there is room for bytes: a twentieth of what lies there goes, used longest ago, and stores go on."""
+    keys, clock = keys_of(*range(40)), Clock()
+    async with opened(tmp_path, clock) as backend:
+        for key in keys:
+            clock.now_ns += DAY_NS // 1440  # in less than an hour, after which a sweep is due
+            assert await store(backend, [key]) == [Outcome.STORED]
+        take_few_files(tmp_path, monkeypatch, len(keys), number)
+        with fail_after(60):
+            while await store(backend, keys_of(40)) == [Outcome.REFUSED]:  # noqa: ASYNC110 - a sweep tells nobody
+                await asyncio.sleep(0)
+        assert await load(backend, keys_of(40)) == [Outcome.HIT]
+        assert await backend.lookup(keys) == [Outcome.MISS] * 2 + [Outcome.HIT] * 38
+
+
+async def test_what_no_sweep_would_help_costs_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that may not write files as long as a record deletes none of others for it."""
+    async with opened(tmp_path) as backend:
+        assert await store(backend, keys_of(1, 2)) == [Outcome.STORED] * 2
+        take_few_files(tmp_path, monkeypatch, 0, errno.EFBIG)
+        assert await store(backend, keys_of(3)) == [Outcome.REFUSED]
+        while await backend.sweep() is None:  # noqa: ASYNC110 - the one that the refused store has begun tells nobody
+            await asyncio.sleep(0)
+        assert await backend.lookup(keys_of(1, 2)) == [Outcome.HIT] * 2
+
+
 async def test_a_sweep_that_fails_is_said_and_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Something that is no lock lies where the sweepers' lock should: the tier serves on what it has."""
     async with opened(tmp_path, capacity=3 * RECORD) as backend:

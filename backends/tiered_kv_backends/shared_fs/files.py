@@ -39,7 +39,8 @@ _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 """What says that a file is not there; ESTALE: another host removed or replaced it while it was open here."""
 _NO_FILE = {errno.ELOOP, errno.ENXIO}
 """What opening a link and a socket gives."""
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+FULL = {errno.ENOSPC, errno.EDQUOT}
+"""What says that the filesystem takes no more: bytes, files, or what a quota leaves of them."""
 _USED_AGAIN_NS = 600 * 10**9
 """How old a file's last use may get before a read renews it: one call in ten minutes, however hot the block is."""
 _TRIES = 3
@@ -65,7 +66,7 @@ def read_records(root: str, share: Sequence[Work]) -> list[Moved]:
 
 
 def write_records(root: str, share: Sequence[Work]) -> list[Moved]:
-    """Write the blocks: STORED or REFUSED (no room) each, or what failed."""
+    """Write the blocks: STORED or REFUSED (longer than files may be) each, or what failed."""
     return _each(root, share, _write)
 
 
@@ -174,7 +175,7 @@ def _owner_of_ours(root: str) -> int:
     try:
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600)
     except OSError as error:
-        if error.errno in _FULL and os.stat(root).st_uid == os.geteuid():
+        if error.errno in FULL and os.stat(root).st_uid == os.geteuid():
             return os.geteuid()  # with no room for a file more, loads and sweeps go on
         raise
     try:
@@ -356,7 +357,7 @@ def _write(folders: _Folders, work: Work) -> Outcome:
             if not left:
                 raise
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno == errno.EFBIG:
                 return Outcome.REFUSED
             raise
     raise AssertionError  # the last try has returned or raised

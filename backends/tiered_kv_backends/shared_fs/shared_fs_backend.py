@@ -114,7 +114,7 @@ class SharedFSBackend(Backend):
         self._room = DirectoryRoom(
             self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
         )
-        self._written = Counter[str]()
+        self._written, self._is_full = Counter[str](), False  # since this process has swept last
         try:
             if settings.read_only:
                 probe = self._readers.run(files.probe_reading, self._root)
@@ -289,7 +289,7 @@ class SharedFSBackend(Backend):
 
     def _outcomes(self, results: Sequence[list[Moved] | Exception]) -> list[Outcome]:
         """Say what became of each block; if none of them could be moved, the medium has failed."""
-        moved = list(chain.from_iterable(self._unless_failed(results)))
+        moved = [Outcome.REFUSED if _is_full(each) else each for each in chain(*self._unless_failed(results))]
         errors = [each for each in moved if not isinstance(each, Outcome)]
         if errors and len(errors) == len(moved):
             raise BackendUnavailableError(f"{self._root}: {text_of(errors[-1])}") from errors[-1]
@@ -306,6 +306,7 @@ class SharedFSBackend(Backend):
             salts = set[str]()
             for work, moved in zip(share, writing.result(), strict=True):
                 self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
+                self._is_full |= _is_full(moved)
                 if moved is Outcome.STORED and self.settings.salt_quota is not None:
                     salts.add(salt := salt_folder(work.key.namespace.salt))
                     self._written[salt] += work.block.num_bytes
@@ -355,8 +356,9 @@ class SharedFSBackend(Backend):
     async def _sweep(self, unless_after: int | None = None) -> Swept | None:
         sweeper, swept = self._check_open(), None
         written, self._written = self._written, Counter()
+        is_full, self._is_full = self._is_full, False
         try:
-            swept = await self._clerk.run(sweeper.sweep, unless_after)
+            swept = await self._clerk.run(sweeper.sweep, unless_after, is_full=is_full)
         except OSError as error:
             raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
         finally:
@@ -364,6 +366,10 @@ class SharedFSBackend(Backend):
                 self._written += written
         self._room.forget_free()
         return swept
+
+
+def _is_full(moved: Moved) -> bool:
+    return isinstance(moved, OSError) and moved.errno in files.FULL
 
 
 async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:

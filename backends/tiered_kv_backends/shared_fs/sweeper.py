@@ -7,6 +7,7 @@ fits, and a sweep makes room. What does not look like ours is never touched, and
 import contextlib
 import errno
 import fcntl
+import math
 import os
 import re
 import stat
@@ -41,7 +42,7 @@ KEPT_FRACTION = 0.9
 _DUE_FRACTION = 15 / 16
 """Of the capacity: with more there is a sweep."""
 _FREED_FRACTION = 0.05
-"""Of the filesystem, beyond what is to be left free: likewise."""
+"""Of the filesystem, beyond what is to be left free: likewise. Of all there is, where the filesystem takes no more."""
 _LONGEST_PAUSE_NS = 3600 * 10**9
 """Sweeps are due after this time in any case: for what dead writers left, and what others deleted."""
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
@@ -125,11 +126,12 @@ class Sweeper:
             or free_bytes(self._root, self._min_free_fraction) < 0
         )
 
-    def sweep(self, unless_after: int | None = None) -> Swept | None:
+    def sweep(self, unless_after: int | None = None, *, is_full: bool = False) -> Swept | None:
         """Delete what is over the limits and what dead writers have left.
 
         Args:
             unless_after: Do nothing if the directory has been swept more often than this by now.
+            is_full: The filesystem takes no more, whatever it says is free: a share of all goes, below the limits too.
 
         Returns:
             What was done; None if another process is sweeping, or has.
@@ -148,17 +150,18 @@ class Sweeper:
             begun = self._ledger.begin_sweep(self._unwritten)
             if unless_after is not None and begun.num_sweeps > unless_after:
                 return None
-            swept = self._sweep(failed)
+            swept = self._sweep(failed, is_full=is_full)
             if not self._stopped.is_set():  # else not all was counted
                 self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
         if failed:
             raise failed[-1]
         return swept
 
-    def _sweep(self, failed: deque[OSError]) -> Swept:
+    def _sweep(self, failed: deque[OSError], *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
         _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
-        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes())
+        share = math.ceil(count.num_bytes * _FREED_FRACTION) if is_full else 0
+        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(), share)
         deletion = _Deletion(over, count, self._salt_quota)
         if deletion.is_needed:
             _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
