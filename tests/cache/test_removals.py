@@ -196,6 +196,22 @@ async def test_an_eviction_names_the_tiers_that_have_not_removed_the_blocks() ->
         await until_idle(kv)
 
 
+async def test_an_eviction_names_no_tier_for_others_that_it_has() -> None:
+    """A write under way of blocks that were evicted too is no matter of these, which are gone."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        disk.on_write.hold()
+        await kv.store(OTHERS, engine.compute(OTHERS))
+        await until(lambda: disk.on_write.num_held > 0)
+        evicting = asyncio.ensure_future(kv.evict(OTHERS))
+        assert not await _ended(evicting)
+        assert await kv.evict(KEYS) == RemovalResult(len(KEYS))
+        disk.on_write.release()
+        assert (await evicting).kept_by == ()
+        await until_idle(kv)
+
+
 async def test_a_flush_says_whether_all_is_written_and_noted() -> None:
     """Of a tier that is bypassed blocks go on waiting; a checkpoint that fails leaves nothing to rely on."""
     engine, disk = Engine(), ScriptedSlotBackend(16, write="back", timeout_s=0.2)

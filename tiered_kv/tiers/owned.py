@@ -313,7 +313,7 @@ class OwnedTier(StorageTier, BookedTier):
             await self._until_written(batch.names)  # and until what has left is forgotten
             if not is_all_known:
                 await self._pay()
-            return self._has_paid
+            return not (self._tombstones or self._journal.is_owing)  # whatever others' writes may bring
 
         return forget()
 
