@@ -50,6 +50,28 @@ async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: s
         assert (await kv.lookup(KEYS)).num_blocks == 0
 
 
+@pytest.mark.parametrize("how", ["evict", "clear"])
+async def test_what_is_evicted_as_a_tier_opens_is_evicted_for_good(how: str) -> None:
+    """While it is told what was evicted before: it is told of this too, and says so when it is done."""
+    slots, engine, others = ScriptedSlotBackend(8, required=False), Engine(), prompt(2, seed=1)
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, others)
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        await kv.evict(KEYS)
+        slots.on_checkpoint.hold()
+        await until(lambda: slots.on_checkpoint.num_held > 0)
+        evicting = asyncio.ensure_future(kv.evict(others) if how == "evict" else kv.clear())
+        await asyncio.sleep(0)
+        slots.on_checkpoint.release()
+        await evicting
+        assert await kv.flush(sync=True)
+        assert (await kv.evict(others)).kept_by == ()
+        assert slots.num_records == 0
+        await until_idle(kv)
+
+
 async def test_a_tier_that_opens_late_with_books_that_cannot_be_is_tried_again() -> None:
     """What it found is checked before it is used, and a wrong answer is a failed opening like any other."""
     slots, engine, emit = ScriptedSlotBackend(8, required=False), Engine(), Recorder()

@@ -78,7 +78,8 @@ class OwnedTier(StorageTier, BookedTier):
         """Whether what lies there is verified in the background."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None
 
-    async def opened(self, books: Sequence[TierIndex]) -> None:
+    @override
+    def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use what was found on the medium. What was evicted meanwhile is not there any more."""
         index = books[self.group]
         evicted, self._tombstones = self._tombstones, Tombstones()
@@ -93,7 +94,7 @@ class OwnedTier(StorageTier, BookedTier):
             index.on_change(Change.ADDED, index.names_in_order()[0])
         if evicted:
             self._journal.owe()
-            await self.checkpoint(sync=False)
+            self._begin_to_pay()
 
     async def find(self, batch: Batch, faults: list[TierFault] | None = None) -> Mask:
         """Say which blocks can be read; exact, and does not wait."""

@@ -253,7 +253,7 @@ class StorageTier(Tier):
         """Return what the medium says of itself, for statistics."""
         return {}
 
-    async def opened(self, books: Sequence[TierIndex]) -> None:
+    def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
 
         Args:

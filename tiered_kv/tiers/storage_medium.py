@@ -171,8 +171,8 @@ class StorageMedium:
             last_s = _LAST_RETRY_AS_SET_UP_S if isinstance(error, ConfigurationError) else _LAST_RETRY_S
             pause_s = min(2 * pause_s, last_s)
             await asyncio.sleep(pause_s)  # nobody waits for this task
-        for tier in tiers:
-            await tier.opened(self._books)
+        for tier in tiers:  # all at once: what is evicted from now on is evicted from these books
+            tier.opened(self._books)
         self.health.why_not_open = ""
         self.health.emit(TierResumed(self.health.name, clock() - started))
 
