@@ -149,7 +149,7 @@ class ByteLedger:
             unwritten: Says what this process has taken, or may be taking, and has perhaps not written.
 
         Raises:
-            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+            OSError: The filesystem fails, and not for want of room; `BlockingIOError`: others have it locked.
         """
         with self._locked(os.O_CREAT) as file:
             books = _read(file)
@@ -158,7 +158,11 @@ class ByteLedger:
             now_ns = self._wall_clock_ns()
             entries = books.writers | {self._writer: (unwritten(), now_ns)}
             books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
-            _write(file, books)
+            try:
+                _write(file, books)
+            except OSError as error:
+                if error.errno not in files.FULL:  # for want of room, which the sweep is to make
+                    raise
             return books
 
     def end_sweep(self, begun: LedgerCounts, num_bytes: int) -> None:

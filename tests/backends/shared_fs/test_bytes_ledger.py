@@ -1,6 +1,7 @@
 """What a shared directory may still take: all processes' ledger, one's room in it, and when a sweep is due."""
 
 import asyncio
+import errno
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -292,15 +293,39 @@ def test_a_sweep_that_is_stopped_sets_nothing_right(root: str, clock: Clock) -> 
     assert (books_of(ledger).total, books_of(ledger).num_sweeps) == (5000, 0)
 
 
+def make_records(root: str, salt: int, num_records: int) -> None:
+    """Have a directory hold so many, each used later than the one before."""
+    for n in range(num_records):
+        key = BlockKey(Namespace(bytes(32), bytes(32), bytes([salt] * 32)), bytes([n] * 32))
+        file = Path(root, key.namespace.path, key.hash.hex()[:3], key.hash.hex())
+        file.parent.mkdir(parents=True)
+        file.write_bytes(bytes(BLOCK))
+        os.utime(file, ns=(0, n))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_a_sweep_makes_room_where_there_is_none_for_the_ledger(
+    root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Some filesystems write nothing in place: one that is full takes no ledger until something was deleted."""
+    make_records(root, 1, 20)
+    ledger, pwrite = ledger_in(root, clock), os.pwrite
+    ledger.take(20 * BLOCK, 0)
+
+    def write_unless_full(file: int, data: bytes, offset: int) -> int:
+        if len(list(Path(root).rglob("???/" + "?" * 64))) == 20:
+            raise OSError(number, os.strerror(number))
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", write_unless_full)
+    assert sweeper_in(root, clock, ledger).sweep(is_full=True) == Swept(20 * BLOCK, 1, BLOCK, 0)
+    assert books_of(ledger).total == 19 * BLOCK
+
+
 def test_a_sweep_knows_what_it_leaves_of_each_tenant(root: str, clock: Clock) -> None:
     """By that the process which swept tells whether what it writes next is over a quota."""
     for salt, num_there in ((1, 10), (2, 3)):
-        for n in range(num_there):
-            key = BlockKey(Namespace(bytes(32), bytes(32), bytes([salt] * 32)), bytes([n] * 32))
-            file = Path(root, key.namespace.path, key.hash.hex()[:3], key.hash.hex())
-            file.parent.mkdir(parents=True)
-            file.write_bytes(bytes(BLOCK))
-            os.utime(file, ns=(0, n))
+        make_records(root, salt, num_there)
     ledger = ledger_in(root, clock)
     sweeper = Sweeper(root, ledger, lambda: 0, CAPACITY, BLOCK, 0.0, clock.ns, 5 * BLOCK)
     assert sweeper.sweep() == Swept(13 * BLOCK, 6, 6 * BLOCK, 0, 6)
