@@ -11,13 +11,23 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.host.processes import flooding, started
 from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import ConfigurationError, Shard, TieredKVError, TieredKVServer
+from tiered_kv import (
+    CacheLimits,
+    ConfigurationError,
+    GPULoadStoreSpec,
+    KVGroup,
+    KVLayout,
+    Shard,
+    TieredKVError,
+    TieredKVServer,
+)
 from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Keys, Taken
 from tiered_kv.host.wire import Link
@@ -485,6 +495,24 @@ async def test_a_job_of_more_prompts_than_an_engine_has_is_not_looked_at(tmp_pat
         reply = await asyncio.to_thread(reply_on, connection)
         assert isinstance(reply, protocol.Failed)
         assert "a job of 16385 prompts, 16384 at most" in reply.why
+
+
+async def test_a_plan_is_made_of_keys_however_many_pages_a_block_has(tmp_path: Path) -> None:
+    """Which pages they are the client knows: a server that counted them out would need a list of millions."""
+    num_pages = 1 << 16
+    layout = KVLayout((KVGroup(1, 1, 1, "uint8", num_pages, page_size=1),))
+    keys = prompt(32, block_size=num_pages)
+    blocks = GPULoadStoreSpec(np.arange(32 * num_pages))
+    with serving(tmp_path, cpu(64, layout.groups[0].stride_bytes), limits=CacheLimits()) as server:
+        async with attached(server, layout=layout) as kv:
+            kv.planner().register_worker()
+            tracemalloc.start()
+            try:
+                await kv.planner().plan_load(keys, blocks).ended()
+                _, peak = tracemalloc.get_traced_memory()
+            finally:
+                tracemalloc.stop()
+            assert peak < 8 << 20
 
 
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:

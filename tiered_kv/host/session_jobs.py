@@ -150,7 +150,7 @@ class SessionJobs:
         self._account = account
         self._tasks = tasks
         self._serves = serves
-        self._by_id: dict[int, tuple[Job, StoredKeys, int]] = {}  # with the engine's blocks a key
+        self._by_id: dict[int, tuple[Job, StoredKeys]] = {}
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -198,8 +198,7 @@ class SessionJobs:
             raise CapacityError(
                 f"{num_bytes} bytes to hold for a job, of {self._account.room_bytes} that may be held yet"
             )
-        per_block = parts[0][0].group.pages_per_block
-        engine = _some_blocks(len(keys) * per_block, keys.group) if request.is_bound else None
+        engine = _some_blocks(len(keys), keys.group) if request.is_bound else None
         seat.cache.note(request.direction, keys)
         job = self._jobs.begin(
             JobRequest(
@@ -207,7 +206,7 @@ class SessionJobs:
                 seat.deadline(None), request.gaps, request.hint, is_far=True,
             )
         )  # fmt: skip
-        self._by_id[request.id] = job, keys, per_block
+        self._by_id[request.id] = job, keys
         self._account.hold(num_bytes)
         self._tasks.spawn(self._tell(request.id, job, num_bytes, send), f"tell of a job to {request.direction}")
 
@@ -219,12 +218,12 @@ class SessionJobs:
         """
         if (found := self._by_id.get(request.id)) is None:
             return
-        job, keys, per_block = found
+        job, keys = found
         match request:
             case BindJob(start=start, num_blocks=num_blocks):
                 if not 0 <= num_blocks <= len(keys):
                     raise ConfigurationError(f"{num_blocks} blocks for a job of {len(keys)} keys")
-                job.bind(_some_blocks(num_blocks * per_block, keys.group), start=start)
+                job.bind(_some_blocks(num_blocks, keys.group), start=start)
             case JobMoved():
                 self._jobs.complete(
                     Outcomes(job.number, request.rank, request.num_moved, request.error, request.seconds)
@@ -261,9 +260,9 @@ class SessionJobs:
             self._account.hold(-num_bytes)
 
 
-def _some_blocks(num_pages: int, group: int) -> GPULoadStoreSpec:
+def _some_blocks(num_keys: int, group: int) -> GPULoadStoreSpec:
     """Stand in for blocks of the engine: which they are the client knows; that there are some is what counts here."""
-    return GPULoadStoreSpec(range(num_pages), group)
+    return GPULoadStoreSpec(np.arange(num_keys), group)
 
 
 def _said(plan: Plan) -> JobPlan:

@@ -169,6 +169,7 @@ class JobRequest:
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
         is_far: Whether it is planned, and so bound, in another process: a worker may have the plan before that is said.
+            Then ``engine`` stands for blocks that only that process knows, with one id for each key.
     """
 
     direction: Literal["load", "store"]
@@ -184,7 +185,7 @@ class JobRequest:
     @property
     def pages_per_block(self) -> int:
         """Block ids of the engine per key."""
-        return self.parts[0][0].group.pages_per_block
+        return 1 if self.is_far else self.parts[0][0].group.pages_per_block
 
 
 def may_copy_at_once(request: LoadRequest | StoreRequest, num_blocks: int) -> bool:
