@@ -16,7 +16,6 @@ from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
-from tiered_kv.host import wire
 from tiered_kv.host.client_planner import introduce
 from tiered_kv.values.events import WorkerEnded
 
@@ -127,7 +126,7 @@ async def test_a_plan_bound_when_a_worker_has_just_ended(tmp_path: Path) -> None
             await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
-async def test_a_plan_that_no_message_can_say_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_plan_of_more_blocks_than_may_be_is_not_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its job ends and says why, and no slot is held for it."""
     with serving(tmp_path, cpu(64)) as server:
         async with attached(server, shard=tuple(Shard(rank, 2) for rank in range(2))) as kv:
@@ -137,9 +136,9 @@ async def test_a_plan_that_no_message_can_say_is_not_made(tmp_path: Path, monkey
             before = await planning.plan_store(KEYS).planned()  # the server knows the workers
             assert before.num_blocks == 8
             with monkeypatch.context() as patched, anyio.fail_after(FOREVER_S):
-                patched.setattr(wire, "MOST_FRAME_BYTES", 500)
+                patched.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", 15)
                 result = await planning.plan_store(prompt(8, seed=7)).ended()
-            assert "fewer keys" in result.errors[0]
+            assert "8 keys for 2 ranks, 15 blocks at most: give fewer keys" in result.errors[0]
             assert kv.stats()["cpu"].pending == 16  # those of the job before
 
 

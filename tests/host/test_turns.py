@@ -10,13 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.host.test_hostile import attached_stranger, reply_on
 from tests.support.any_layout import AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import BlockKeys, ConfigurationError
+from tiered_kv import BlockKeys, ConfigurationError, Reason
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.asked_calls import CALLS
-from tiered_kv.host.protocol import Keys
+from tiered_kv.host.asked_calls import CALLS, MOST_KEYS
+from tiered_kv.host.protocol import MOST_BLOCKS, Keys
 
 KEYS = prompt(8)
 EPOCH = b"e" * 32
@@ -57,6 +58,36 @@ def test_what_one_message_may_be_about_is_bounded(name: str) -> None:
     assert sum(len(each["keys"]) for each in heard) == n
     if name == "count_lookup":
         assert [len(each["found"]) for each in heard] == [len(each["keys"]) for each in heard]
+
+
+async def test_what_one_transfer_may_be_about_is_bounded(tmp_path: Path) -> None:
+    """Of a load, a store, a lease and a plan: more is refused, and counted, before any of it is looked at."""
+    keys = Keys(bytes(32) * (MOST_BLOCKS + 1), 0, KEYS.block_size, 0, bytes(32), EPOCH)
+    asked: list[wire.Message] = [
+        protocol.Load(1, keys, 60.0, 0, layerwise=False, gaps=False),
+        protocol.Store(2, keys, layerwise=False, hint=None),
+        protocol.Lease(3, keys),
+        protocol.PlanJob(4, "store", keys, (), gaps=False, is_bound=True, hint=None),
+    ]
+    with serving(tmp_path, cpu(24)) as server, attached_stranger(server) as (connection, _):
+        said = []
+        for each in asked:
+            await asyncio.to_thread(connection.sendall, wire.frame(each))
+            said.append(await asyncio.to_thread(reply_on, connection))
+            if isinstance(each, protocol.Store):
+                await asyncio.to_thread(reply_on, connection)  # that it is settled
+        assert said[0].missed_because == Reason.TOO_MANY_KEYS
+        assert said[1].dropped == {Reason.TOO_MANY_KEYS: MOST_BLOCKS + 1}
+        assert "a lease of 262145 keys, 262144 at most" in said[2].why
+        assert "a plan of 262145 keys for 1 ranks, 262144 blocks at most" in said[3].why
+        async with attached(server) as kv:
+            stats = kv.stats()
+            assert (stats.missed, stats.dropped) == (MOST_BLOCKS + 1, MOST_BLOCKS + 1)
+
+
+def test_what_may_be_planned_can_be_said() -> None:
+    """Of each block its slot and its position, and of each key whether it was moved: in one message, twice over."""
+    assert 2 * (8 + 8 + 1) * MOST_BLOCKS < wire.MOST_FRAME_BYTES
 
 
 async def test_others_are_answered_between_the_parts_of_a_large_call(

@@ -20,7 +20,7 @@ from tiered_kv.host import wire
 from tiered_kv.host.wire import Digest, Field, Message, as_bytes, as_ids, decoder
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.keys import DIGEST_BYTES, BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.plan import TierShare
 from tiered_kv.values.results import LoadCost, LookupResult, TierRun, TierStore
@@ -85,6 +85,9 @@ class Keys(Field, frozen=True):
         """Say keys of an engine's."""
         return cls(keys.digests, keys.start, keys.block_size, keys.group, keys.salt_id, epoch)
 
+    def __len__(self) -> int:
+        return len(self.digests) // DIGEST_BYTES
+
     def block_keys(self) -> BlockKeys:
         """Return them.
 
@@ -94,6 +97,11 @@ class Keys(Field, frozen=True):
         return BlockKeys(
             self.digests, block_size=self.block_size, start=self.start, group=self.group, salt_id=self.salt_id
         )
+
+
+MOST_BLOCKS: Final = 1 << 18
+"""Of one load, store, lease or plan, with those of each rank: to begin it takes up to a third of a second, in one turn
+of the server's loop."""
 
 
 class Part(Field, frozen=True):

@@ -18,6 +18,7 @@ from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, Remote
 from tiered_kv.host.protocol import (
+    MOST_BLOCKS,
     AboutChanges,
     AboutJob,
     Advanced,
@@ -168,12 +169,14 @@ class Session:
         await self._tasks.aclose(_LAST_S)
 
     def _move(self, request: protocol.Load | protocol.Store, send: Send) -> None:
+        seat = self._seat(request.keys.epoch).seat
         if self.is_ending:
-            self._transfers.refuse(request, self._seat(request.keys.epoch).seat, Reason.SERVER_ENDING, send)
+            self._transfers.refuse(request, seat, Reason.SERVER_ENDING, send)
             return
         self._new(request.id)
-        seat = self._seat(request.keys.epoch).seat
-        if isinstance(request, protocol.Load):
+        if len(request.keys) > MOST_BLOCKS:
+            self._transfers.refuse(request, seat, Reason.TOO_MANY_KEYS, send)
+        elif isinstance(request, protocol.Load):
             self._transfers.load(request, seat, send)
         else:
             self._transfers.store(request, seat, send)
@@ -312,6 +315,8 @@ class Session:
         return (self._cache if remote.is_of_all else kv), arguments
 
     async def _lease(self, request: protocol.Lease) -> protocol.Leased:
+        if len(request.keys) > MOST_BLOCKS:
+            raise ConfigurationError(f"a lease of {len(request.keys)} keys, {MOST_BLOCKS} at most")
         chain, batch = self._seat(request.keys.epoch).seat.batch(request.keys.block_keys())
         num_leases = len(self._leases) + self._num_leasing
         if num_leases >= self._limits.leases_per_client:

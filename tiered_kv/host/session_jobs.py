@@ -17,6 +17,7 @@ from tiered_kv.cache.seat import Seat
 from tiered_kv.host import wire
 from tiered_kv.host.protocol import (
     AHEAD,
+    MOST_BLOCKS,
     NAMES_A_MESSAGE,
     AboutJob,
     BindJob,
@@ -132,8 +133,6 @@ def _parts(names: Names) -> Iterator[bytes]:
         yield names[start : start + NAMES_A_MESSAGE].tobytes()
 
 
-_SAID_BYTES: Final = 16
-"""Of a plan, for each block and rank: its position and its slot."""
 _MOST_PROMPTS: Final = 1 << 14
 """Of a job: some 40 ms to look at. A message has room for 400,000 without a key."""
 
@@ -188,11 +187,13 @@ class SessionJobs:
             request.direction == "load" or {each.epoch for each in request.more} != {request.keys.epoch}
         ):
             raise ConfigurationError("keys of several prompts, or of several weights, for one load or store")
-        keys = stored_keys([each.block_keys() for each in (request.keys, *request.more)])
+        said, num_ranks = (request.keys, *request.more), len(seat.shards)
+        if (num_keys := sum(map(len, said))) * num_ranks > MOST_BLOCKS:
+            raise ConfigurationError(
+                f"a plan of {num_keys} keys for {num_ranks} ranks, {MOST_BLOCKS} blocks at most: give fewer keys to it"
+            )
+        keys = stored_keys([each.block_keys() for each in said])
         parts = seat.batches(keys)
-        # Else slots would be held that nobody hears of.
-        if _SAID_BYTES * len(keys) * len(parts) > wire.MOST_FRAME_BYTES // 2:
-            raise ConfigurationError(f"the plan of {len(keys)} keys for {len(parts)} ranks: give fewer keys to a job")
         num_bytes = len(keys) * sum(chain.stride_bytes for chain, _ in parts)
         if num_bytes > self._account.room_bytes:
             raise CapacityError(
@@ -230,8 +231,9 @@ class SessionJobs:
                 )
             case JobMovedKeys():
                 positions = wire.as_ids(request.positions)
-                if len(positions) and not 0 <= positions.min() <= positions.max() < len(keys):
-                    raise ConfigurationError(f"positions of a job of {len(keys)} keys")
+                is_outside = len(positions) and not 0 <= positions.min() <= positions.max() < len(keys)
+                if is_outside or len(positions) > len(keys):
+                    raise ConfigurationError(f"{len(positions)} positions of a job of {len(keys)} keys")
                 job.complete([keys[at] for at in positions.tolist()], rank=request.rank, moved=request.moved)
 
     def cancel(self, id_: int) -> None:

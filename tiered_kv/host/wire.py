@@ -35,7 +35,7 @@ except ModuleNotFoundError as missing:
 VERSION: Final = 13
 """Of all that follows the greeting. Both sides must have the same."""
 MOST_FRAME_BYTES: Final = 32 << 20
-"""A batch of half a million keys; what is longer ends the connection."""
+"""A batch of a million keys; what is longer ends the connection."""
 _GREETING: Final = struct.Struct("<6sH")
 _MAGIC: Final = b"KVHOST"
 GREETING_BYTES: Final = _GREETING.size
