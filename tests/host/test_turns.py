@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from tests.host.test_hostile import attached_stranger, reply_on
-from tests.support.any_layout import AnyEngine, cpu, prompt
-from tests.support.caches import until
+from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
-from tiered_kv import BlockKeys, ConfigurationError, Reason
+from tiered_kv import BlockKeys, ConfigurationError, Reason, Shard, TieredKVSettings
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, MOST_KEYS
 from tiered_kv.host.protocol import MOST_BLOCKS, Keys
+from tiered_kv.host.shares import Shares
 
 KEYS = prompt(8)
 EPOCH = b"e" * 32
@@ -88,6 +89,19 @@ async def test_what_one_transfer_may_be_about_is_bounded(tmp_path: Path) -> None
 def test_what_may_be_planned_can_be_said() -> None:
     """Of each block its slot and its position, and of each key whether it was moved: in one message, twice over."""
     assert 2 * (8 + 8 + 1) * MOST_BLOCKS < wire.MOST_FRAME_BYTES
+
+
+async def test_others_are_answered_while_a_client_of_many_ranks_attaches(tmp_path: Path) -> None:
+    """The memory and the books of one rank are made in each turn of the loop."""
+    settings = TieredKVSettings(tiers=[cpu(40 * 24)], limits=LIMITS, host={"socket": tmp_path / "kv.sock"})
+    shares = Shares(settings, Recorder())
+    joining, num_turns = asyncio.ensure_future(shares.join(MODEL, SMALL, Shard.every(40))), 0
+    while not joining.done():
+        await asyncio.sleep(0)
+        num_turns += 1
+    assert len(joining.result()[1]) == 40
+    assert num_turns >= 40
+    await shares.aclose()
 
 
 async def test_others_are_answered_between_the_parts_of_a_large_call(

@@ -56,7 +56,7 @@ async def open_cache(parts: CacheParts) -> Seat:
     kinds, tasks, fates = parts.kinds(), Tasks(), Fates()
     async with AsyncExitStack() as stack:
         backends = await _open_backends(stack, parts, kinds, tasks)
-        chains, device = _build_chains(stack, parts, backends, kinds, tasks, fates)
+        chains, device = await _build_chains(stack, parts, backends, kinds, tasks, fates)
         cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
     cache.lifetime.callback(seat.bindings.forget)
@@ -107,7 +107,7 @@ async def _open_backends(
     return _OpenBackends(services, tuple(media))
 
 
-def _build_chains(
+async def _build_chains(
     stack: AsyncExitStack,
     parts: CacheParts,
     backends: _OpenBackends,
@@ -204,6 +204,7 @@ def _build_chains(
         for tier in chain.booked:
             fates.watch(IndexPlace(tier.name, kind.number, rank), tier)
         chains.append(chain)
+        await asyncio.sleep(0)  # each takes milliseconds: of many ranks others would wait for all
     for number, medium in enumerate(backends.media):
         medium.open_later([chain.storage[number] for chain in chains])
     return chains, device
