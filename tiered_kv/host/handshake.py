@@ -18,7 +18,7 @@ from tiered_kv.host.protocol import MOST_SLABS, Health, Healthy, Opened, Opening
 from tiered_kv.host.wire import Message, WireError
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
-_MOST_OPENING_BYTES: Final = 1 << 20
+_MOST_OPENING_BYTES: Final = 1 << 18
 _NOBODY_LISTENS: Final = (FileNotFoundError, ConnectionRefusedError)
 _OPENED_S: Final = 10.0
 """What a client may take to read the answer to its first message."""

@@ -234,7 +234,7 @@ class Attach(Message, frozen=True, tag="attach"):
         """
         if len(self.model) > _LONGEST_MODEL:
             raise ConfigurationError(f"the name of a model has {_LONGEST_MODEL} characters at most")
-        num_slabs = len(self.groups) * max((size for _, size, _ in self.shards), default=1)
+        num_slabs = len(self.groups) * max(len(self.shards), *(size for _, size, _ in self.shards), 1)
         if num_slabs > MOST_SLABS:
             raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")
         try:

@@ -521,6 +521,6 @@ def _check_room(rights_: Mapping[Share, Mapping[str, int]]) -> None:
 
 def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:
     """Return a client's shards as the server's cache has them: replicas share one copy here."""
-    if not shards or len({(each.size, each.replicated) for each in shards}) > 1:
+    if len(shards) != 1 and (not shards or tuple(shards) != Shard.every(len(shards))):
         raise ConfigurationError("a client stands for one shard, or for all of them")
-    return [each.part for each in shards][: 1 if shards[0].replicated else None]
+    return [each.part for each in shards]
