@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tests.host.processes import flooding, started
-from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
-from tests.support.caches import until
+from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
 from tiered_kv import (
     CacheLimits,
@@ -27,6 +27,7 @@ from tiered_kv import (
     Shard,
     TieredKVError,
     TieredKVServer,
+    TieredKVSettings,
 )
 from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import AHEAD, Attach, Attached, Follow, Introduce, Keys, Taken
@@ -517,6 +518,21 @@ async def test_a_plan_is_made_of_keys_however_many_pages_a_block_has(tmp_path: P
             finally:
                 tracemalloc.stop()
             assert peak < 8 << 20
+
+
+async def test_a_stream_that_takes_the_number_of_another_ends_with_its_client(tmp_path: Path) -> None:
+    """Begun before the one of this number is quite over: it counts, and nothing of it stays."""
+    settings = TieredKVSettings(tiers=[cpu(24)], limits=LIMITS, host={"socket": tmp_path / "kv.sock"})
+    async with TieredKVServer(settings, emit=Recorder()) as server:
+        connection, _, descriptors = await asyncio.to_thread(handshake.begin, os.fspath(server.path), OPENING, 60.0)
+        try:
+            connection.sendall(wire.frame(Follow(5)) + wire.frame(protocol.Cancel(5)) + wire.frame(Follow(5)))
+            await asyncio.to_thread(reply_on, connection)
+            assert server.health()["clients"][0]["streams"] == 1
+        finally:
+            handshake.give_back(connection, descriptors)
+        await until(lambda: not server.health()["clients"])
+        await until(lambda: "tell of changes" not in {task.get_name() for task in asyncio.all_tasks()})
 
 
 async def test_leases_asked_for_at_once_are_counted(tmp_path: Path) -> None:

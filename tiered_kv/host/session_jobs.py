@@ -67,7 +67,7 @@ class SessionChanges:
         changes = seat.cache.subscribers.subscribe(_MOST_NAMES)
         task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
         self._streams[id_] = task, room
-        task.add_done_callback(lambda _: self._streams.pop(id_, None))
+        task.add_done_callback(partial(self._forget, id_))
 
     def taken(self, id_: int, num_messages: int) -> None:
         """The client has room for so many messages more; of a stream that has ended it is passed over.
@@ -87,6 +87,10 @@ class SessionChanges:
         """The client is gone."""
         for task, _ in list(self._streams.values()):
             task.cancel()
+
+    def _forget(self, id_: int, ended: "asyncio.Task[None]") -> None:
+        if id_ in self._streams and self._streams[id_][0] is ended:  # another may have its number by now
+            del self._streams[id_]
 
 
 def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
