@@ -18,6 +18,7 @@ from tests.support.descriptors import slabs
 from tests.support.nvme_tier import disk_usage
 from tests.support.serving import attached, models_in, serving
 from tiered_kv import (
+    BackendUnavailableError,
     CacheLimits,
     ConfigurationError,
     KVGroup,
@@ -373,6 +374,29 @@ async def test_a_model_that_does_not_go_holds_up_no_other(tmp_path: Path, monkey
     finally:
         goes_on.set()
     await until(lambda: list(shares) == [share])
+    await shares.aclose()
+
+
+async def test_who_attaches_for_a_model_that_does_not_go_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes again while a disk hangs in the deletion; if each attempt waited on, they would take all places."""
+    goes_on, delete = threading.Event(), NVMeBackend.delete_left
+    monkeypatch.setattr(NVMeBackend, "delete_left", lambda path: goes_on.wait() and delete(path))
+    monkeypatch.setattr("tiered_kv.host.shares._GONE_S", 0.01)
+    settings = TieredKVSettings(tiers=[cpu(500), nvme(tmp_path / "disk", 1 << 20)], limits=LIMITS)
+    shares = Shares(settings, Recorder())
+    share, _ = await shares.join(ONE, SMALL, (Shard(),))
+    shares.leave(share)
+    await shares.reclaim(0.0)
+    try:
+        with anyio.fail_after(30), pytest.raises(BackendUnavailableError, match="what is left of model 'one'"):
+            await shares.join(ONE, SMALL, (Shard(),))
+    finally:
+        goes_on.set()
+    await until(lambda: not list(shares))
+    again, _ = await shares.join(ONE, SMALL, (Shard(),))
+    assert again.num_clients == 1
     await shares.aclose()
 
 

@@ -32,7 +32,7 @@ from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
-from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.keys import ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout, fingerprint
@@ -250,6 +250,8 @@ def _check_fixed(fixed: Mapping[str, Mapping[str, int]], owned: Sequence[Divided
 _ROOM_S: Final = 1.0
 """How long a model that is new waits until others have given up what is its own. What they lease goes back later, and
 what a slow disk deletes."""
+_GONE_S: Final = 5.0
+"""How long one that was known waits until its directories are deleted, or cut: it comes again, and counts meanwhile."""
 _LEAST_CHANGE: Final = 1 / 32
 """Of a tier; less is not moved for a model that has its right: each change evicts, or takes memory."""
 
@@ -293,8 +295,10 @@ class Shares:
         for group in range(len(layout.groups)):
             digest.update(fingerprint(model, layout, group, self._settings.codec))
         directory = digest.hexdigest()[:DIRECTORY_DIGITS]
-        while (share := self._shares.get(directory)) is not None and share.going is not None:
-            await asyncio.wait([share.going])  # only then are its directories another's
+        while (share := self._shares.get(directory)) is not None and (going := share.going) is not None:
+            _, underway = await asyncio.wait([going], timeout=_GONE_S)  # only then are its directories another's
+            if underway:
+                raise BackendUnavailableError(f"what is left of model {model.name!r:.80} is being deleted, or cut")
         if share is None or (share.cache is None and share.opening is None):
             share = self._begin(directory, model, layout, of_cache)
         share.num_clients += 1
