@@ -43,6 +43,19 @@ async def test_a_flood_of_one_client_lets_the_others_in_after_a_few_messages() -
     await until(lambda: taken.count("flood") == 200)
 
 
+async def test_long_messages_of_one_client_let_the_others_in_after_each() -> None:
+    """A few of them are as much work as hundreds of others."""
+    taken: list[int] = []
+    made: wire.Link[Any] = wire.Link(
+        protocol.request_from, lambda asked: taken.append(asked.id), lambda: None, broken=print
+    )
+    long = Keys(bytes(1 << 20), 0, KEYS.block_size, 0, bytes(32), EPOCH)
+    made.data_received(b"".join(wire.frame(protocol.Lease(number, long)) for number in range(5)))
+    for num_turns in range(1, 6):
+        assert taken == list(range(num_turns))
+        await asyncio.sleep(0)
+
+
 @pytest.mark.parametrize("name", sorted(name for name, remote in CALLS.items() if remote.has_keys))
 def test_what_one_message_may_be_about_is_bounded(name: str) -> None:
     """Of every call: the server refuses more, and a client asks in parts, of which each is taken."""

@@ -159,6 +159,8 @@ def error_of(kind: str, why: str) -> TieredKVError:
 M = TypeVar("M")
 _MESSAGES_A_TURN: Final = 8
 """Of one client: to begin a load takes up to a millisecond, and the others wait for as long."""
+_BYTES_A_TURN: Final = 1 << 20
+"""Of one client: after a message that goes beyond the others have a turn, as each key in it takes time."""
 _READ_ON_BYTES: Final = 1 << 20
 """What one client may have sent that is not looked at yet; of a frame that is longer, the frame."""
 _UNREAD_BYTES: Final = 8 << 20
@@ -317,6 +319,9 @@ class Link(asyncio.Protocol, Generic[M]):
                     message = self._decode(body)
                 at += size + length
                 self._take(message)
+                if at >= _BYTES_A_TURN:
+                    self._is_waiting = True
+                    break
             else:
                 self._is_waiting = True
         except WireError as error:
