@@ -16,7 +16,7 @@ from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
 from tiered_kv import BlockKeys, ConfigurationError, Reason, Shard, TieredKVSettings
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.asked_calls import CALLS, MOST_KEYS
+from tiered_kv.host.asked_calls import CALLS
 from tiered_kv.host.protocol import MOST_BLOCKS, Keys
 from tiered_kv.host.shares import Shares
 
@@ -56,19 +56,20 @@ async def test_long_messages_of_one_client_let_the_others_in_after_each() -> Non
         await asyncio.sleep(0)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 64])
 @pytest.mark.parametrize("name", sorted(name for name, remote in CALLS.items() if remote.has_keys))
-def test_what_one_message_may_be_about_is_bounded(name: str) -> None:
-    """Of every call: the server refuses more, and a client asks in parts, of which each is taken."""
+def test_what_one_message_may_be_about_is_bounded(name: str, num_ranks: int) -> None:
+    """Of every call, and less of many ranks: the server refuses more; a client asks in parts that are taken."""
     remote = CALLS[name]
-    n = 2 * remote.most_keys + 1
+    n, most = 2 * remote.most_keys + 1, remote.most_keys * 8 // max(8, num_ranks)
     many = BlockKeys(bytes(32) * n, block_size=KEYS.block_size)
     others: dict[str, dict[str, Any]] = {"pin": {"ttl_s": 1.0}, "count_lookup": {"found": np.ones(n, np.bool_)}}
     given = remote.bind(many, **others.get(name, {}))
-    with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {n} keys, {remote.most_keys} at most"):
-        remote.heard(remote.said(given, Keys.of(many, EPOCH)))
-    parts = remote.parts(given)
-    assert [each.keys.start for each in parts] == list(range(0, n, remote.most_keys))
-    heard = [remote.heard(remote.said(each, Keys.of(each.keys, EPOCH)))[1] for each in parts]
+    with pytest.raises(ConfigurationError, match=rf"{name}\(\) of {n} keys, {most} at most"):
+        remote.heard(remote.said(given, Keys.of(many, EPOCH)), num_ranks)
+    parts = remote.parts(given, num_ranks)
+    assert [each.keys.start for each in parts] == list(range(0, n, most))
+    heard = [remote.heard(remote.said(each, Keys.of(each.keys, EPOCH)), num_ranks)[1] for each in parts]
     assert sum(len(each["keys"]) for each in heard) == n
     if name == "count_lookup":
         assert [len(each["found"]) for each in heard] == [len(each["keys"]) for each in heard]

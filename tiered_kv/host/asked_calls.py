@@ -54,6 +54,8 @@ MOST_KEYS: Final = 1 << 14
 """That one message is about: a client asks about more in parts, so that between them others have their turns."""
 _MOST_COUNTED: Final = 1 << 17
 """The same of `count_lookup`, parts of which would count as so many lookups: more than a prompt has."""
+_RANKS: Final = 8
+"""Of a client, for which one message may be about as many keys as it may at all: each key is looked up for each."""
 _NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
@@ -166,7 +168,7 @@ class Remote(Generic[P, T]):
         is_noted: Whether nothing is answered.
         is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
         knows_past: Whether the answer depends on the weights that the client served before.
-        most_keys: That one message may be about.
+        most_keys: That one message may be about, of few ranks.
     """
 
     def __init__(
@@ -222,8 +224,12 @@ class Remote(Generic[P, T]):
             arguments["keys"] = keys
         return wire.encoded(self._arguments(**arguments))
 
-    def heard(self, said: bytes) -> tuple[bytes, dict[str, Any]]:
-        """Decode what a client has said: the weights that it is about, and the arguments.
+    def most_of(self, num_ranks: int) -> int:
+        """Return how many keys one message may be about whose client stands for so many ranks."""
+        return max(1, self.most_keys * _RANKS // max(_RANKS, num_ranks))
+
+    def heard(self, said: bytes, num_ranks: int) -> tuple[bytes, dict[str, Any]]:
+        """Decode what a client of so many ranks has said: the weights that it is about, and the arguments.
 
         Raises:
             ConfigurationError: They are not what the face says.
@@ -234,24 +240,21 @@ class Remote(Generic[P, T]):
             raise ConfigurationError(f"{self.name}(): {error}") from None
         epoch: bytes = given.keys.epoch if self.has_keys else b""
         arguments = {name: form.hear(getattr(given, name)) for name, form in self._forms.items()}
-        if self.has_keys and len(arguments["keys"]) > self.most_keys:
-            raise ConfigurationError(f"{self.name}() of {len(arguments['keys'])} keys, {self.most_keys} at most")
+        if self.has_keys and len(arguments["keys"]) > (most := self.most_of(num_ranks)):
+            raise ConfigurationError(f"{self.name}() of {len(arguments['keys'])} keys, {most} at most")
         return epoch, arguments
 
-    def parts(self, given: Any) -> list[Any]:  # noqa: ANN401 - of `bind`
+    def parts(self, given: Any, num_ranks: int) -> list[Any]:  # noqa: ANN401 - of `bind`
         """Cut what `bind` made into what one message each may be about; raise `ConfigurationError` without keys."""
         if self.has_keys:
             check_are_keys(given.keys)
-        num_keys = len(given.keys) if self.has_keys else 0
-        if num_keys <= self.most_keys:
+        num_keys, most = len(given.keys) if self.has_keys else 0, self.most_of(num_ranks)
+        if num_keys <= most:
             return [given]
-        starts = range(0, num_keys, self.most_keys)
         by_key = [name for name in ("keys", "found") if hasattr(given, name)]
         return [
-            msgspec.structs.replace(
-                given, **{name: getattr(given, name)[start : start + self.most_keys] for name in by_key}
-            )
-            for start in starts
+            msgspec.structs.replace(given, **{name: getattr(given, name)[start : start + most] for name in by_key})
+            for start in range(0, num_keys, most)
         ]
 
     def ends_with(self, answer: T, part: Any) -> bool:  # noqa: ANN401 - of `parts`
@@ -334,6 +337,10 @@ class Asking:
         said, before = remote.said(given, keys), tuple(self._starts.past_epochs) if remote.knows_past else ()
         return lambda id_: Call(id_, remote.name, said, before)
 
+    def parts(self, remote: Remote[Any, Any], given: Any) -> list[Any]:  # noqa: ANN401 - of `Remote.bind`
+        """Cut arguments into what one message each of this client may be about."""
+        return remote.parts(given, len(self._shards))
+
     def _check_tier(self, tier: object) -> None:
         """Raise `ConfigurationError` of what is no tier, also while no server is there: of the last one that was."""
         names = [each.name for each in self.connection.attached.tiers] if self.connection.attached is not None else []
@@ -342,7 +349,7 @@ class Asking:
 
     async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
         """Ask the server, part by part if that is about many keys, and wait so long for what each comes to."""
-        parts, answers = remote.parts(given), list[T]()
+        parts, answers = self.parts(remote, given), list[T]()
         if len(parts) > 1:
             self.making(remote, given)  # which checks all of it
         for part in parts:
@@ -354,7 +361,7 @@ class Asking:
 
     def ask_now(self, remote: Remote[P, T], away: Away[T], given: Any, *, anywhere: bool) -> T:  # noqa: ANN401 - of `Remote.bind`
         """`ask`, which blocks its thread, a second at most."""
-        parts, answers = remote.parts(given), list[T]()
+        parts, answers = self.parts(remote, given), list[T]()
         until = self.connection.now_until()
         for part in parts:
             answer = self.connection.ask_now(self.making(remote, part, anywhere=anywhere), until, anywhere=anywhere)
@@ -445,7 +452,7 @@ def _noted(
 
     def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
         asking = kv._asking  # noqa: SLF001 - ours
-        for part in remote.parts(remote.bind(*args, **kwargs)):
+        for part in asking.parts(remote, remote.bind(*args, **kwargs)):
             asking.connection.note(asking.making(remote, part, anywhere=anywhere)(0))
 
     return _named(noted, remote, call)

@@ -308,7 +308,7 @@ class Session:
         Raises:
             ConfigurationError: They are not what the face says.
         """
-        epoch, arguments = remote.heard(request.args)
+        epoch, arguments = remote.heard(request.args, len(self._shards))
         kv = self._seat(epoch)
         if remote.knows_past:
             kv.seat.past_epochs = list(request.before[:PAST_EPOCHS])
