@@ -1,8 +1,8 @@
 """What a server of a host and its clients say to each other, message by message; see ``docs/format.md``.
 
 In this order: changes in the tiers, batches of keys, a planner's jobs, how a connection begins, where blocks are, calls
-of the face, loads and stores. ``id`` names a question, a transfer, a job or a stream
-of changes. Ids and names of a whole batch pass as bytes: no message is about one block of a batch.
+of the face, loads and stores. ``id`` names a question, a transfer, a job or a stream of changes. Ids and names of a
+whole batch pass as bytes: no message is about one block of a batch.
 
 Of a planner's job the server holds the slots; which blocks of the engine they are for the client alone knows, and what
 workers have moved they say to whoever plans, who says it here. Of changes a server sends as many messages ahead as the

@@ -1,7 +1,8 @@
 """One client of the server: what it asks for, what is held for it, and what becomes of that when it ends.
 
-A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`far`). The session ends
-when the client's process, or its last copy, is known to have ended: nothing held for it goes back before.
+A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`session_transfers`).
+The session ends when the client's process, or its last copy, is known to have ended: nothing held for it goes back
+before.
 
 What a client asks beside its transfers is answered by the same call of the face, if `asked_calls.CALLS` names it.
 """
