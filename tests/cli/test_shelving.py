@@ -258,6 +258,17 @@ async def test_what_cannot_be_done_is_said_in_one_line(arguments: tuple[str, ...
 
 
 @pytest.mark.parametrize("tier", ["shared_fs"], indirect=True)
+async def test_no_option_that_is_empty_stands_for_all(tier: dict[str, Any], config: str) -> None:
+    """As one that a script has filled in with nothing: the blocks of every tenant would go."""
+    await fill(tier)
+    (first, *_) = await answer("inspect", "shared_fs", "--config", config)
+    for option in ("--epoch", "--tenant", "--salt", "--weights"):
+        asked = ("delete", "shared_fs", "--config", config, "--model", first["model"], option, "", "--yes")
+        assert f"{option} is empty" in (await run(*asked)).stderr
+    assert (await answer("inspect", "shared_fs", "--config", config))[0]["num_blocks"] == first["num_blocks"]
+
+
+@pytest.mark.parametrize("tier", ["shared_fs"], indirect=True)
 async def test_nothing_is_deleted_unasked(tier: dict[str, Any], config: str) -> None:
     """Without --yes, and with nobody at a terminal, it says what to add."""
     await fill(tier)

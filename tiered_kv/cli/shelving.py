@@ -15,7 +15,17 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiered_kv.cli import inventories
 from tiered_kv.cli.inventories import OnProgress
-from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, out, print_json, print_table, settings_of
+from tiered_kv.cli.running import (
+    AsJSON,
+    ConfigFile,
+    err,
+    one_line_errors,
+    out,
+    print_json,
+    print_table,
+    refuse_if,
+    settings_of,
+)
 from tiered_kv.media.backend import Inventory
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import StorageTierSettings
@@ -96,11 +106,13 @@ def delete_command(
     where: Where,
     config: ConfigFile = None,
     *,
-    model: Annotated[str, typer.Option(help="Of this model and layout: 8 or more digits, as inspect shows them.")] = "",
-    epoch: Annotated[str, typer.Option(help="Of these weights: likewise.")] = "",
-    tenant: Annotated[str, typer.Option(help="Of this tenant: likewise, or none for what has no salt.")] = "",
-    salt: Annotated[str, typer.Option(envvar="TIERED_KV_SALT", help="Of the tenant with this salt.")] = "",
-    weights: Annotated[str, typer.Option(help="Of these weights, as ModelIdentity has them.")] = "",
+    model: Annotated[
+        str | None, typer.Option(help="Of this model and layout: 8 or more digits, as inspect shows them.")
+    ] = None,
+    epoch: Annotated[str | None, typer.Option(help="Of these weights: likewise.")] = None,
+    tenant: Annotated[str | None, typer.Option(help="Of this tenant: likewise, or none for what has no salt.")] = None,
+    salt: Annotated[str | None, typer.Option(envvar="TIERED_KV_SALT", help="Of the tenant with this salt.")] = None,
+    weights: Annotated[str | None, typer.Option(help="Of these weights, as ModelIdentity has them.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be deleted, no more.")] = False,
     as_json: AsJSON = False,
@@ -113,9 +125,9 @@ def delete_command(
     async def find_and_delete(on_progress: OnProgress) -> tuple[int, int]:
         settings = _named(where, config)
         is_named = salt or tenant == "none"
-        of_tenant = _on_medium(where, settings, salt_digest(salt)).hex() if is_named else tenant
+        of_tenant = _on_medium(where, settings, salt_digest(salt or "")).hex() if is_named else tenant
         of_weights = _on_medium(where, settings, epoch_digest(weights)).hex() if weights else epoch
-        wanted = inventories.Wanted(model, of_weights, of_tenant)
+        wanted = inventories.Wanted(model or "", of_weights or "", of_tenant or "")
         async with inventories.inventory_at(where, settings, to_delete=not dry_run) as inventory:
             found = await inventories.matching(inventory, wanted, on_progress)
             num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
@@ -126,10 +138,17 @@ def delete_command(
             return num_blocks, num_bytes
 
     with one_line_errors(), _progress("looking", is_shown=not as_json and yes) as on_progress:
-        if not (model or epoch or tenant or salt or weights):
-            raise ConfigurationError("say what to delete: --model, --epoch, --tenant, --salt or --weights; see inspect")
-        if (epoch and weights) or (tenant and salt):
-            raise ConfigurationError("--epoch and --weights are the same, as are --tenant and --salt: give one of them")
+        given = {"--model": model, "--epoch": epoch, "--tenant": tenant, "--salt": salt, "--weights": weights}
+        said = [name for name, value in given.items() if value is not None]
+        empty = next((name for name in said if not given[name]), "")
+        refuse_if(
+            (not said, "say what to delete: --model, --epoch, --tenant, --salt or --weights; see inspect"),
+            (bool(empty), f"{empty} is empty: leave it out if any is meant; what has no salt is of --tenant none"),
+            (
+                bool((epoch and weights) or (tenant and salt)),
+                "--epoch and --weights are the same, as are --tenant and --salt: give one of them",
+            ),
+        )
         num_blocks, num_bytes = asyncio.run(find_and_delete(on_progress))
     if as_json:
         print_json({"num_blocks": num_blocks, "num_bytes": num_bytes, "is_deleted": not dry_run})
