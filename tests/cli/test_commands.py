@@ -224,12 +224,14 @@ def test_config_lists_every_key_and_the_schema() -> None:
 
 
 def test_wrong_settings_are_said_as_the_library_says_them(tmp_path: Path) -> None:
-    """Exit code 2, and what to write."""
+    """Exit code 2, and what to write, of all that is wrong in one line."""
     file = tmp_path / "kv.toml"
-    file.write_text("[limits]\nwindw = 3\n")
+    file.write_text("[limits]\nwindw = 3\nload_timeout_s = inf\n")
     result = run("config", "--config", str(file))
     assert result.exit_code == 2
     assert "window" in result.stderr
+    assert "; limits." in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_each_directory_of_a_tier_is_looked_at(tmp_path: Path) -> None:
