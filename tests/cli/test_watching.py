@@ -106,6 +106,9 @@ async def test_top_looks_again_and_again(at: str) -> None:
         assert result.exit_code == 0
         assert "cpu" in result.stdout
         assert result.stdout.endswith("\n")
+        for every in ("inf", "1e18"):  # no clock of a machine waits so long
+            result = await run("top", "--at", at, "--every", every, "--looks", "2", "--json")
+            assert (result.exit_code, result.stdout) == (2, "")
 
 
 async def test_where_nobody_answers_is_an_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -55,7 +55,7 @@ def status_command(
 def top_command(
     at: At = DEFAULT,
     *,
-    every: Annotated[float, typer.Option(min=0.2, help="Seconds between two looks.")] = 1.0,
+    every: Annotated[float, typer.Option(min=0.2, max=86_400.0, help="Seconds between two looks.")] = 1.0,
     looks: Annotated[int, typer.Option(min=0, help="End after so many looks; 0: until Ctrl-C.")] = 0,
     as_json: AsJSON = False,
 ) -> None:
