@@ -385,6 +385,13 @@ def test_a_toml_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert (settings.limits.window, settings.limits.load_timeout_s) == (2 * 1024**2, 7)
 
 
+def test_a_variable_of_too_many_levels_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As any other that cannot be read."""
+    monkeypatch.setenv("TIERED_KV_TIERS", "[" * 100_000)
+    with pytest.raises(ConfigurationError, match="too many levels"):
+        TieredKVSettings()
+
+
 def test_a_named_file_takes_the_place_of_the_environments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``from_toml`` reads one file, not two laid over each other."""
     for name, field in (("a", "window = 4096"), ("b", "load_timeout_s = 7")):
@@ -398,6 +405,7 @@ def test_a_named_file_takes_the_place_of_the_environments(tmp_path: Path, monkey
     ("text", "said"),
     [
         ("[limits\n", "is no TOML: "),
+        ("limits = " + "[" * 3000, "is no TOML: "),
         ("[limits]\nwindw = 1\n", "limits.windw: there is no such setting: did you mean 'window'?"),
         ('[[tier]]\nmedium = "cpu"\n', "tier: there is no such setting: did you mean 'tiers'?"),
         (None, "cannot be read: No such file or directory"),

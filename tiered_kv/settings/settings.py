@@ -174,6 +174,8 @@ class TieredKVSettings(BaseSettings):
             lines = [line(where, what) for where, what in problems(error, type(self))]
         except SettingsError as error:
             lines = [_no_json(error)]
+        except RecursionError:
+            lines = ["a variable holds JSON of too many levels"]
         else:
             return
         # `from None`: pydantic's error holds what was given, secrets included.
@@ -247,7 +249,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
             return tomllib.load(file)
     except OSError as error:
         raise ConfigurationError(f"the settings file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:  # of syntax or of encoding
+    except (ValueError, RecursionError) as error:  # of syntax, of encoding or of depth
         raise ConfigurationError(f"the settings file {path} is no TOML: {error}") from error
 
 
