@@ -208,6 +208,17 @@ def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
     assert "geheim" not in run("config", "--config", str(file)).stdout + json.dumps(keys)
 
 
+def test_config_reads_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A table that the environment leaves to its defaults, and a file in UTF-8, whatever the locale."""
+    monkeypatch.setenv("TIERED_KV_LIMITS", "null")
+    assert {each["source"] for each in answer("config") if each["key"] == "limits.promote"} == {"default"}
+    file = tmp_path / "kv.toml"
+    file.write_text("# für alle\nmetrics = true\n", encoding="utf-8")
+    asked = [sys.executable, "-m", "tiered_kv", "config", "--config", str(file)]
+    plain = {**os.environ, "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    assert "metrics" in subprocess.run(asked, env=plain, capture_output=True, text=True, check=True).stdout
+
+
 def test_config_lists_every_key_and_the_schema() -> None:
     """One table of all keys, with defaults and variables; and what an editor checks a file by."""
     keys = {each["key"]: each for each in answer("config", "--keys")}

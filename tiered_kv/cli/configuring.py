@@ -64,7 +64,7 @@ def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
     """Return every setting, and where it comes from: a variable, the file, or the default. Secrets are stars."""
     values = settings.model_dump(mode="json")
     path = path or (Path(given) if (given := os.environ.get(f"{_PREFIX}CONFIG")) else None)
-    file = tomllib.loads(path.read_text()) if path is not None else {}
+    file = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
     nested = {name: values.pop(name) for name in _NESTED}
     del values["tiers"]
     found = [Key(f"tiers[{n}]", _said(tier), _source("tiers", file, path)) for n, tier in enumerate(settings.tiers)]
@@ -119,7 +119,7 @@ def _source(name: str, file: Mapping[str, Any], path: Path | None, limit: str = 
     whole = f"{_PREFIX}{name}".upper()
     for variable in [f"{whole}__{limit}".upper(), whole] if limit else [whole]:
         is_set = next((each for each in os.environ if each.upper() == variable), "")
-        if is_set and (variable != whole or not limit or limit in json.loads(os.environ[is_set])):
+        if is_set and (variable != whole or not limit or limit in (json.loads(os.environ[is_set]) or ())):
             return is_set
     in_file = limit in file.get(name, {}) if limit else name in file
     return str(path) if in_file else "default"
