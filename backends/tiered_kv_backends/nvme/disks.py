@@ -6,7 +6,7 @@ away must not come back with it. What hangs there may go on for ever, in threads
 So that none brings back after a restart what was evicted while it was away, each directory has a file ``member``
 (`Member`): an identity of its own, and those of all that were in use when one came or went last, under a number that
 counts these times. The highest number says who belongs together. Whoever is not named there was away while blocks may
-have been evicted, or was another tier's, and begins empty.
+have been evicted, and begins empty; as do the fewer where directories of two tiers are used together.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
@@ -19,8 +19,9 @@ import contextlib
 import enum
 import errno
 import json
+from collections import Counter
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Final
 
@@ -59,11 +60,13 @@ class Member:
         id: Its identity: 16 hexadecimal digits.
         turn: How often directories had come or gone; 0 in one that was never in use.
         ids: Of those in use since.
+        tier: The identity of the first directory that the tier had: turns of two tiers say nothing of each other.
     """
 
     id: str = field(default_factory=lambda: system().token_bytes(8).hex())
     turn: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     ids: frozenset[str] = frozenset()
+    tier: str = ""
 
 
 _MEMBER = TypeAdapter(Member)
@@ -117,7 +120,7 @@ def write_member(path: Path, member: Member) -> None:
         opened.callback(files().close, root)
         file = open_file(root, MEMBER)
         opened.callback(files().close, file)
-        said = json.dumps({"id": member.id, "turn": member.turn, "ids": sorted(member.ids)}).encode()
+        said = json.dumps({**asdict(member), "ids": sorted(member.ids)}).encode()
         copy = b"%s %b" % (xxhash.xxh3_64_hexdigest(said).encode(), said)
         if files().fstat(file).st_size < _NUM_COPIES * _COPY_BYTES:
             files().pwrite(file, bytes(_NUM_COPIES * _COPY_BYTES), 0)
@@ -149,13 +152,19 @@ def are_settled(members: Sequence[Member]) -> bool:
 def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
     """Return what each is to say, where just these are in use from now on, and turn ``last`` may have been said."""
     turn, ids = 1 + max(last, *(member.turn for member in members)), frozenset(member.id for member in members)
-    return [replace(member, turn=turn, ids=ids) for member in members]
+    tier = next(filter(None, (member.tier for member in members)), members[0].id)
+    return [replace(member, turn=turn, ids=ids, tier=tier) for member in members]
 
 
 def were_away(members: Sequence[Member]) -> list[bool]:
-    """Say which of them were not in use when others were last."""
-    latest = max(members, key=lambda member: member.turn, default=Member())
-    return [latest.turn > 0 and member.id not in latest.ids for member in members]
+    """Say which of them were not in use when others were last, or are of another tier than most, or than the first."""
+    tiers = Counter(member.tier for member in members if member.turn)
+    mine = [member for member in members if member.turn and member.tier == max(tiers, key=lambda tier: tiers[tier])]
+    latest = max(mine, key=lambda member: member.turn, default=None)
+    return [
+        latest is not None and (member.id not in latest.ids or member.tier not in {"", latest.tier})
+        for member in members
+    ]
 
 
 def are_copies(members: Sequence[Member]) -> list[bool]:

@@ -575,6 +575,19 @@ async def test_of_directories_that_were_used_apart_one_goes_on(paths: list[Path]
             assert tier.recovered(3) == {2: 1, 4: 2}
 
 
+async def test_one_that_another_tier_had_is_added_empty(paths: list[Path], tmp_path: Path) -> None:
+    """However often directories came and went there: of two tiers' directories the larger number stays."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    other = tmp_path / "other"
+    for together in ([other], [other, paths[2]], [other]):
+        async with opened(together) as tier:
+            await tier.write({0: N})
+    for _ in range(2):
+        async with opened([other, *paths[:2]]) as tier:
+            assert set(tier.recovered(N + 1).values()) == set(range(N))
+
+
 async def test_a_copy_brings_nothing_back_while_the_other_is_away(paths: list[Path]) -> None:
     """A directory and its copy have one identity: of the two, the one that was in use is believed."""
     async with opened(paths[:1]) as tier:
