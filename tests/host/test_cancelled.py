@@ -1,4 +1,4 @@
-"""Clients whose opening or closing is cancelled midway: nothing of them stays, in their process or in the server."""
+"""Clients and servers that are cancelled midway: nothing of them stays, in their process or in the server."""
 
 import asyncio
 import os
@@ -10,14 +10,15 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
-from tests.support.any_layout import MODEL, SMALL, AnyEngine, cpu, prompt
-from tests.support.caches import until
+from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine, cpu, prompt
+from tests.support.caches import Recorder, until
 from tests.support.serving import attached, serving
-from tiered_kv import ClosedError, TieredKV
-from tiered_kv.host import protocol, wire
-from tiered_kv.host.protocol import Attached, Slab
+from tiered_kv import ClosedError, Shard, TieredKV, TieredKVServer, TieredKVSettings
+from tiered_kv.host import handshake, protocol, wire
+from tiered_kv.host.protocol import Attach, Attached, Slab
 
 KEYS = prompt(4)
 
@@ -142,6 +143,26 @@ def test_an_answer_that_comes_after_the_end_of_the_loop(tmp_path: Path) -> None:
         if thread.name.startswith("tiered_kv-attach"):
             thread.join()
     assert is_no_more_than(before)
+
+
+@pytest.mark.both_loops
+async def test_a_server_in_a_scope_that_is_cancelled_ends_as_any_other(tmp_path: Path) -> None:
+    """Also while a client is attached: nothing of it stays, and the next one may listen at once."""
+    settings = TieredKVSettings(tiers=[cpu(16)], limits=LIMITS, host={"socket": tmp_path / "kv.sock"})
+    opening = Attach.of("client", MODEL, SMALL, (Shard(),), is_read_only=False)
+    tasks = asyncio.all_tasks()
+    for number in range(3):
+        with anyio.CancelScope() as scope:
+            async with TieredKVServer(settings, emit=Recorder()) as server:
+                path = os.fspath(server.path)
+                connection, _, descriptors = await asyncio.to_thread(handshake.begin, path, opening, 60.0)
+                scope.cancel()
+                await asyncio.sleep(0)
+        handshake.give_back(connection, descriptors)
+        assert asyncio.all_tasks() == tasks
+        if not number:  # what the first one has imported, and begun, stays
+            before = held()
+    await until_gone(before)
 
 
 async def test_who_could_not_attach_may_try_again(tmp_path: Path) -> None:

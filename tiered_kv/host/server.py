@@ -23,6 +23,7 @@ from tiered_kv.host.showing_models import HostMetrics, Pages
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.transfers.handles import Handle
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.log import log_event
@@ -62,6 +63,7 @@ class TieredKVServer:
         self._page: PageServer | None = None
         self._metrics: HostMetrics | None = None
         self._listener: socket.socket | None = None
+        self._closing: asyncio.Task[None] | None = None
         self._lock_fd = -1
 
     @property
@@ -142,11 +144,20 @@ class TieredKVServer:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """End: what was stored is written, within `CacheLimits.close_timeout_s`. Clients come back to the next one."""
-        if self._listener is None or self._shares is None or self._admission is None:
-            return
-        listener, self._listener = self._listener, None
-        self._admission.begin_no_more()
+        """End: what was stored is written, within `CacheLimits.close_timeout_s`. Clients come back to the next one.
+
+        A cancellation is raised when everything has ended.
+        """
+        if self._listener is not None and self._shares is not None and self._admission is not None:
+            listener, self._listener = self._listener, None
+            closing = self._close(listener, self._shares, self._admission)
+            self._closing = asyncio.get_running_loop().create_task(closing, name="close the server")
+        if self._closing is not None:
+            await Handle(self._closing, lambda: None)
+
+    async def _close(self, listener: socket.socket, shares: Shares, admission: Admission) -> None:
+        """End all that there is, in a task of its own: a scope that is cancelled would interrupt each wait."""
+        admission.begin_no_more()
         with suppress(OSError):
             self.path.unlink()
         await self._tasks.aclose(0.0)
@@ -155,8 +166,8 @@ class TieredKVServer:
             self._metrics.close()
         if self._page is not None:
             await self._page.stop()
-        await self._shares.aclose()
-        await self._admission.end_all()  # only now: what a client may be writing to is nobody else's any more
+        await shares.aclose()
+        await admission.end_all()  # only now: what a client may be writing to is nobody else's any more
         os.close(self._lock_fd)
 
     def _by_model(self) -> list[tuple[str, dict[str, Any]]]:
