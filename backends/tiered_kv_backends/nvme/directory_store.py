@@ -113,6 +113,7 @@ class DirectoryStore:
         self._num_moving = Counter[Workers]()  # calls queued or running
         self._groups: list[Group] = []
         self._calls: FileCalls | None = None
+        self._is_closed = False
         self._last_error: OSError | None = None
         self._num_recovered = self._num_damaged = self._num_rebuilt = 0
 
@@ -125,8 +126,9 @@ class DirectoryStore:
             ConfigurationError: It cannot be written to, is not this user's alone, is held by another process, or is too
                 small for one block.
         """
-        files = await self._clerk.run(self._open, groups)
         try:
+            files = await self._clerk.run(self._open, groups)
+            self._groups = files.groups
             recovered = [
                 await self._recover(each, *found) for each, found in zip(files.groups, files.found, strict=True)
             ]
@@ -298,7 +300,7 @@ class DirectoryStore:
 
     async def aclose(self) -> None:
         """Close the files and release the directory, or leave that to the last call still under way."""
-        self._groups = []
+        self._is_closed, self._groups = True, []
         if self._calls is not None:
             self._calls.close()
 
@@ -414,10 +416,11 @@ class DirectoryStore:
         return future
 
     def _open(self, groups: Sequence[RecordShape]) -> OpenFiles:
-        """Open all files. In the clerk's thread, which leaves them here even if nobody waits for it any more."""
+        """Open all files. In the clerk's thread, which closes them again if nobody waits for it any more."""
         self._files = files = OpenFiles(self.path, self.settings, groups, self._order)
-        self._calls = FileCalls(files.close)
-        self._groups = files.groups
+        self._calls = calls = FileCalls(files.close)
+        if self._is_closed:  # asked after `_calls` is set, which `aclose` asks for after it has set this
+            calls.close()
         return files
 
     async def _recover(self, files: Group, entries: Entries, damaged: Damaged) -> Entries:

@@ -9,15 +9,18 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
+from tests.support.caches import until
 from tests.support.nvme_tier import (
     MIB,
     STRIDE,
@@ -35,8 +38,9 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
-from tiered_kv_backends.nvme import delete_tenant
+from tiered_kv_backends.nvme import delete_tenant, directory_store
 from tiered_kv_backends.nvme.directory import Directory
+from tiered_kv_backends.nvme.open_files import OpenFiles
 
 FileLimit = Callable[[int], AbstractContextManager[None]]
 HOLD = """
@@ -81,6 +85,37 @@ async def test_one_owner(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match=f"process {os.getpid()}"):
             async with open_tier(tmp_path):
                 pass
+    async with open_tier(tmp_path):
+        pass
+
+
+def open_in(path: Path) -> list[Path]:
+    """Return what this process has open in a directory."""
+    return [each for each in map(Path.resolve, Path("/proc/self/fd").iterdir()) if each.is_relative_to(path)]
+
+
+async def test_an_opening_that_is_given_up_leaves_the_directory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Cancelled while a thread opens the files: that closes them again, and another tier may have the directory."""
+    begun, goes_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    def open_late(*args: Any) -> OpenFiles:  # noqa: ANN401 - what it is made of
+        begun.set()
+        goes_on.wait()
+        files = OpenFiles(*args)
+        ended.set()
+        return files
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory_store, "OpenFiles", open_late)
+        opening = asyncio.ensure_future(open_tier(tmp_path).__aenter__())
+        await asyncio.to_thread(begun.wait)
+        opening.cancel()
+        goes_on.set()
+        await asyncio.wait([opening])
+        await asyncio.to_thread(ended.wait)
+    await until(lambda: not open_in(tmp_path))
     async with open_tier(tmp_path):
         pass
 
