@@ -304,6 +304,31 @@ async def test_a_direct_load_ends_when_the_medium_has_let_go(end: str) -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("end", ["cancelled", "deadline"])
+async def test_a_direct_load_that_waits_behind_others_can_be_given_up(end: str) -> None:
+    """Its memory is with no medium yet: it ends when it is cancelled or late, not when those before it have ended."""
+    slots, pool = ScriptedSlotBackend(), Pool()
+    at = [CPULoadStoreSpec(range(start, start + 4), pool="swap") for start in (0, 4, 8)]
+    prompts = [prompt(4, seed=seed) for seed in range(3)]
+    async with open_cache(slots, engine=Engine()) as kv:
+        kv.register_host_pool("swap", pool.memory, direct=True)
+        for keys, blocks in zip(prompts, at, strict=True):
+            pool.fill(list(blocks.ids), contents(keys))
+            await kv.store(keys, blocks)
+        slots.on_read.hold()
+        first, second = [kv.start_load(*each) for each in zip(prompts[:2], at[:2], strict=True)]
+        last = kv.start_load(prompts[2], at[2], deadline_s=0.05 if end == "deadline" else None)
+        await until(lambda: slots.on_read.num_held > 0)
+        if end == "cancelled":
+            last.cancel()
+        with fail_after(30):
+            await asyncio.wait({asyncio.ensure_future(last)})
+        assert (first.done, second.done, slots.on_read.num_calls) == (False, False, 1)
+        slots.on_read.release()
+        assert [(await each).num_blocks for each in (first, second)] == [4, 4]
+        await until_idle(kv)
+
+
 async def test_a_thread_that_outlives_the_closing_keeps_its_direct_load_from_ending() -> None:
     """Closing is bounded, and cannot stop it: until it has let go the load has not ended, and then it has nothing."""
 

@@ -159,6 +159,24 @@ async def test_what_is_off_keeps_nobody_waiting() -> None:
     holder()
 
 
+async def test_who_gives_up_waits_for_nobody_before_it() -> None:
+    """It is told at once, wherever it stands in its line, and takes nothing; the others stay where they are."""
+    budget, waiters = Budget(10), [Waiter(Kind.LOAD) for _ in range(3)]
+    holder = await budget.take(10, Waiter(Kind.LOAD))
+    waiting = [asyncio.create_task(budget.take_unless(lambda: False, 10, waiter)) for waiter in waiters]
+    await checkpoint()
+    waiters[1].give_up()
+    assert await waiting[1] is None
+    assert ([each.done() for each in waiting], budget.room.num_waiting) == ([False, True, False], 2)
+    for each in (waiting[0], waiting[2]):
+        holder()
+        give = await each
+        assert give is not None
+        holder = give
+    holder()
+    assert budget.in_flight == 0
+
+
 async def test_a_load_of_low_priority_is_a_load() -> None:
     """It waits behind what is more urgent, has the share of its priority, and the one piece that loads may have."""
     budget = Budget(100)

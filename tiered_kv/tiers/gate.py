@@ -98,9 +98,10 @@ class Waiter:
             self._look_again(moves=True)
 
     def give_up(self) -> None:
-        """Want nothing any more for which the turn has not come."""
+        """Want nothing any more for which the turn has not come: who looks at that is told now, not in its turn."""
         self.is_given_up = True
-        self._look_again(moves=False)
+        for place in list(self._places):
+            place.room.attempt_now(place)
 
     def _look_again(self, *, moves: bool) -> None:
         for place in list(self._places):
@@ -242,6 +243,11 @@ class Room:
         """Move a place to the end of the line that its waiter belongs to now."""
         place.leave()
         place.enter(self._line(place))
+        self.changed()
+
+    def attempt_now(self, place: _Place) -> None:
+        """Serve a place out of its turn, if it can be: whoever wants nothing any more waits for nobody before it."""
+        _is_served(place)
         self.changed()
 
     def _line(self, place: _Place) -> "OrderedDict[_Place, None]":
