@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from tests.support.caches import until
-from tests.support.virtual import CountingDevice, run, watch
+from tests.support.virtual import CountingDevice, VirtualLoop, advance, run, watch
 from tiered_kv.tiers.calls import Calls, Turn
 from tiered_kv.tiers.gate import Budget, Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
@@ -63,6 +63,25 @@ async def test_an_interrupt_is_the_programs_own() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         calls.ask("describe", interrupted, None)
+
+
+def test_a_call_that_is_interrupted_has_ended() -> None:
+    """A program that goes on after Ctrl-C finds the tier in use: the call that it came in is not waited for."""
+
+    async def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop, tasks = runner.get_loop(), Tasks()
+        health = StorageHealth("medium", 5.0, lambda _: None, clock=loop.time, rng=random.Random(1))
+        calls = Calls(health, tasks, Budget(1))
+        making = loop.create_task(calls.make("lookup", interrupted))
+        while not making.done():
+            with pytest.raises(KeyboardInterrupt):
+                loop.run_until_complete(asyncio.wait({making}))
+        assert isinstance(making.exception(), KeyboardInterrupt)
+        runner.run(advance(6.0))
+        assert (health.num_late, calls.num_underway, len(tasks)) == (0, 0, 0)
 
 
 async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:

@@ -245,7 +245,12 @@ class Calls:
         problem_of: Callable[[T], str],
         is_failure: Callable[[T], bool],
     ) -> Answer[T]:
-        return underway.ended(await _made(call), problem_of, is_failure)
+        try:
+            made = await _made(call)
+        except KeyboardInterrupt:
+            underway.ended(_closed, problem_of, is_failure)  # else it would be late, and for good
+            raise
+        return underway.ended(made, problem_of, is_failure)
 
 
 async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:
