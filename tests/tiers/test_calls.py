@@ -2,13 +2,15 @@
 
 import asyncio
 import random
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 
 from tests.support.caches import until
 from tests.support.virtual import CountingDevice, VirtualLoop, advance, run, watch
-from tiered_kv.tiers.calls import Calls, Turn
+from tiered_kv.media.backend import Outcome, Then
+from tiered_kv.tiers.calls import Calls, Outcomes, Turn
 from tiered_kv.tiers.gate import Budget, Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks
@@ -82,6 +84,37 @@ def test_a_call_that_is_interrupted_has_ended() -> None:
         assert isinstance(making.exception(), KeyboardInterrupt)
         runner.run(advance(6.0))
         assert (health.num_late, calls.num_underway, len(tasks)) == (0, 0, 0)
+
+
+@pytest.mark.parametrize("error", [OSError, asyncio.CancelledError, SystemExit, KeyboardInterrupt])
+def test_whatever_a_medium_raises_as_it_begins_is_how_the_call_ends(error: type[BaseException]) -> None:
+    """Who waits is told, and nothing stays taken; an interrupt is the program's after that."""
+
+    def begin(then: Then) -> bool:
+        raise error("no")
+
+    async def call() -> list[Outcome]:
+        return [Outcome.HIT]
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop, tasks, answers = runner.get_loop(), Tasks(), list[Outcomes]()
+        health = StorageHealth("medium", 5.0, lambda _: None, clock=loop.time, rng=random.Random(1))
+        calls = Calls(health, tasks, Budget(1))
+
+        def make(turn: Turn | None) -> None:
+            assert turn is not None
+            turn.make(begin, call, answers.append, allowed=(Outcome.HIT,), num_blocks=1, on_late=answers.clear)
+
+        async def read() -> None:
+            calls.when_due("read", 1, Waiter(Kind.LOAD), tasks, make)
+            assert len(answers) == 1
+            await advance(0.0)
+
+        with pytest.raises(KeyboardInterrupt) if error is KeyboardInterrupt else nullcontext():
+            runner.run(read())
+        runner.run(advance(6.0))
+        assert [(each.is_well, each.was_made) for each in answers] == [(False, True)]
+        assert (health.num_late, calls.num_underway, calls.budget.in_flight, len(tasks)) == (0, 0, 0, 0)
 
 
 async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:

@@ -307,7 +307,7 @@ class Turn:
             num_blocks: How many there are to be answers for.
             on_late: Called at the moment when it is late: nobody has to wait for its bytes from then on.
         """
-        calls, lends = self._calls, self._waiter.lends
+        calls, lends, loop = self._calls, self._waiter.lends, asyncio.get_running_loop()
         problem_of = outcomes_problem(num_blocks, allowed)
         late = both(self._give_bytes, on_late)
         underway = _Underway(calls, self._doing, self._turns, num_blocks, calls.health.timeout_s, late)
@@ -325,13 +325,17 @@ class Turn:
         over = self._tasks.hold(_go_on if lends else partial(tell, _closed))
         try:
             is_begun = begin is not None and begin(tell)
-        except Exception as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
+        except KeyboardInterrupt as caught:
+            loop.call_soon(_raise, caught)  # the program's own, once what it came in has ended
+            tell(_closed)
+            return
+        except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
             tell(partial(_raise, caught))
             return
         if is_begun or is_told:
             return
         over()
-        making = asyncio.get_running_loop().create_task(_made(call), name=f"{self._doing} in {calls.health.name}")
+        making = loop.create_task(_made(call), name=f"{self._doing} in {calls.health.name}")
         over = self._tasks.hold(_go_on if lends else making.cancel)
         making.add_done_callback(lambda made: tell(_closed if made.cancelled() or made.exception() else made.result()))
 
