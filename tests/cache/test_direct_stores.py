@@ -1,6 +1,7 @@
 """Stores straight out of memory of the engine's own: the medium writes what is there, and nothing is copied."""
 
 import asyncio
+import threading
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,12 @@ from anyio import fail_after
 
 from tests.cache.test_host_pools import KEYS, SLOTS, Pool
 from tests.support.backends import ScriptedSlotBackend, only
-from tests.support.caches import AnyTier, open_cache, until, until_idle
+from tests.support.caches import AnyTier, Recorder, inside, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import CacheLimits, CPULoadStoreSpec, Outcome, Reason
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.values.events import BlocksNotEncoded
 
 LIMITS = CacheLimits(window=64 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES)
 INTO = CPULoadStoreSpec(range(9), pool="swap")
@@ -204,3 +206,23 @@ async def test_a_direct_store_that_waits_for_its_turn_can_be_given_up(num_turns:
         assert [(await each).num_stored for each in first] == [1] * 16
         await until_idle(kv)
         assert not (await kv.lookup(KEYS)).num_blocks
+
+
+async def test_a_thread_that_outlives_the_closing_has_nothing_written() -> None:
+    """A record that it makes when the medium is closed goes nowhere, and the slots are the engine's after that."""
+    slots, free, told = ScriptedSlotBackend(), threading.Event(), Recorder()
+    limits = CacheLimits(window=64 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES, close_timeout_s=0.05)
+    try:
+        async with open_cache(slots, engine=Engine(), limits=limits, emit=told) as kv:
+            filled(kv)
+            threads = inside(kv).chains[0].storage[0].records.threads
+            busy = [threads.run(free.wait) for _ in range(8)]
+            handle = kv.start_store(KEYS[:4], CPULoadStoreSpec(SLOTS[:4], pool="swap"))
+            await kv.aclose()
+            assert not handle.done
+    finally:
+        free.set()
+    assert (await handle).num_stored == 0
+    await asyncio.wait(busy)
+    assert (slots.on_write.num_calls, slots.on_close.num_calls) == (0, 1)
+    assert not told.of(BlocksNotEncoded)

@@ -180,7 +180,7 @@ class OwnedTier(StorageTier, BookedTier):
             def ended(outcomes: list[Outcome], error: str) -> None:
                 if error != CLOSED:
                     give_back()
-                end(made.outcomes(outcomes), error)
+                end(made.outcomes(outcomes), error or made.error)
 
             self._write_records(turn, writing, made.records, None, on_late, ended, at=made.at)
 

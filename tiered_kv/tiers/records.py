@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Recovered
 from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
+from tiered_kv.tiers.calls import CLOSED
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
@@ -258,16 +259,18 @@ class Encoded:
         at: Those whose codec keeps them, by position.
         keys: Theirs.
         records: Theirs.
+        error: Why none could be made, whatever is in them.
     """
 
     num_blocks: int
     at: NDArray[np.int64]
     keys: list[BlockKey]
     records: list[Block]
+    error: str = ""
 
     def outcomes(self, written: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes of all blocks; what was not encoded is refused."""
-        outcomes = [Outcome.REFUSED] * self.num_blocks
+        """Return the outcomes of all blocks; what its codec does not keep is refused."""
+        outcomes = [Outcome.FAILED if self.error else Outcome.REFUSED] * self.num_blocks
         for at, outcome in zip(self.at.tolist(), written, strict=True):
             outcomes[at] = outcome
         return outcomes
@@ -367,7 +370,7 @@ class Records:
             shape: What they are.
             codec: What makes payloads of what is in ``blocks``, if these differ.
             tasks: Those that it belongs to.
-            then: Told what was made: nothing, if the threads have ended.
+            then: Told what was made: nothing, with an error, once the cache has ended.
         """
         keys = self.keys(batch)
 
@@ -375,7 +378,8 @@ class Records:
             records = made[0] if made else [None] * len(keys)
             at = [number for number, record in enumerate(records) if record is not None]
             there = [record for record in records if record is not None]
-            then(Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], there))
+            error = "" if made else CLOSED
+            then(Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], there, error))
 
         work = partial(_encode_all, keys, blocks, into, shape, codec, self._seal)
         _in_a_thread_of(self.threads, work, tasks, encoded)
@@ -456,7 +460,7 @@ class Verification:
     ) -> None:
         """Have a thread verify all of them, of which a medium has said what it found; tell ``then``, on the event loop.
 
-        None: the threads have ended.
+        None: the cache has ended.
         """
         work = partial(self.verify, range(len(outcomes)), outcomes)
         _in_a_thread_of(self._threads, work, tasks, lambda found: then(found[0] if found else None))
@@ -489,25 +493,29 @@ class SpareBlocks:
 def _in_a_thread_of(
     threads: WorkerPool, work: Callable[[], T], tasks: Tasks, then: Callable[[list[T] | None], None]
 ) -> None:
-    """Have ``work``, which touches memory that is lent, done in a thread; tell ``then`` of it, or None if it failed."""
+    """Have ``work``, which touches memory that is lent, done in a thread; tell ``then`` of it.
+
+    None, if it failed, or was done when the cache had ended: then nobody is to go on with what came of it.
+    """
+    has_ended = False
+
+    def end() -> None:
+        nonlocal has_ended
+        has_ended = True
 
     def ended(results: Callable[[], list[T]]) -> None:
         over()
         made = None
         try:
-            made = results()
+            made = None if has_ended else results()
         finally:
             then(made)
 
     if threads.is_closed:
         then(None)
         return
-    over = tasks.hold(_nothing)  # it cannot be stopped
+    over = tasks.hold(end)  # the thread cannot be stopped
     threads.begin_each([work], ended)
-
-
-def _nothing() -> None:
-    pass
 
 
 async def _to_the_end(future: "asyncio.Future[T]") -> T:

@@ -589,6 +589,7 @@ class SharedTier(StorageTier):
 
             if not len(made.at):
                 turn.give_back()
+                give_back()
                 end(made.outcomes([]))
                 return
             turn.make(

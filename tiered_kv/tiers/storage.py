@@ -390,7 +390,7 @@ class StorageTier(Tier):
         staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
 
         def made(encoded: Encoded) -> None:
-            if len(encoded.at) < len(batch):
+            if len(encoded.at) < len(batch) and not encoded.error:
                 self.health.emit(BlocksNotEncoded(self.name, len(batch) - len(encoded.at), self.shape.codec))
             then(encoded, partial(self._spare_blocks.give, () if staged is blocks else staged))
 
