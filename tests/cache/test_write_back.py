@@ -548,6 +548,25 @@ def test_a_tier_that_is_bypassed_keeps_its_blocks_waiting() -> None:
     virtual.run(main)
 
 
+def test_closing_counts_what_waited_for_its_turn_to_be_written() -> None:
+    """A window that stood in the line of a tier, behind one that is being written, is lost as that one is."""
+
+    async def main() -> None:
+        engine, keyed, device, said = Engine(), keyed_back(timeout_s=60.0), virtual.CountingDevice(), Recorder()
+        limits = LAZY.model_copy(update={"clean_after_s": 0.5})
+        async with open_cache(cpu(32), keyed, engine=engine, device=device, limits=limits, emit=said) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            keyed.on_write.hold()
+            for seed in range(6):
+                await kv.store(prompt(4, seed=seed), engine.compute(prompt(4, seed=seed)))
+            await asyncio.sleep(30.0)
+            assert (keyed.on_write.num_calls, kv.stats()["keyed"].num_waiting) == (1, 1)
+        (closed,) = said.of(CacheClosed)
+        assert closed.unwritten == 24
+
+    virtual.run(main)
+
+
 def test_a_tier_that_hangs_holds_up_nobody_and_close_says_what_is_left() -> None:
     """Loads go on, stores drop once memory is full, and closing returns within its limit."""
 

@@ -422,7 +422,8 @@ class WriteDown:
             again = waiting.again(batch[failed], slots[failed], self._lease, self._came, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
             report.failed[failed[again]] = False
-            if all(each.health.is_shedding for each in self._to or ()):  # nobody tried, or wants it now
+            is_away = all(each.health.is_shedding for each in self._to or ())
+            if is_away or report.because is Reason.REVOKED:  # nobody tried, or wants it now
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
