@@ -30,7 +30,7 @@ from tiered_kv.host.protocol import (
     PlanJob,
     Taken,
 )
-from tiered_kv.host.session_jobs import SessionChanges, SessionJobs
+from tiered_kv.host.session_jobs import MOST_STREAMS, SessionChanges, SessionJobs
 from tiered_kv.host.session_transfers import Account, SessionTransfers
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.settings.tier_settings import HostSettings
@@ -232,7 +232,7 @@ class Session:
                 self.jobs.plan(request, self._seat(request.keys.epoch).seat, send)
             case Follow():
                 self._new(request.id)
-                if len(self._changes) >= self._limits.leases_per_client:
+                if len(self._changes) >= min(MOST_STREAMS, self._limits.leases_per_client):
                     raise CapacityError(f"this client follows changes {len(self._changes)} times")
                 self._changes.follow(request.id, self._seat(b"").seat, send)
             case Taken():

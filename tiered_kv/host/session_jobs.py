@@ -46,6 +46,8 @@ Send = Callable[[wire.Message], None]
 NO_NAMES: Final = np.zeros((0, 4), np.uint64)
 _MOST_NAMES: Final = 1 << 16
 """That are queued for a client that is slow; of more it gets snapshots anew."""
+MOST_STREAMS: Final = 16
+"""Of one client: until its first snapshots are taken each holds the names of all that is there."""
 
 
 class SessionChanges:
