@@ -172,7 +172,8 @@ class StorageTier(Tier):
             is_use: Whether it counts as a use of the blocks, if all of them are right.
         """
         n, started = len(batch.names), self.health.clock()
-        read = self.speed.begin(self._num_bytes(n), goes_first=waiter.priority is Priority.LOAD)
+        num_bytes = self._num_bytes(n)
+        read = self.speed.begin(num_bytes, goes_first=waiter.priority is Priority.LOAD)
 
         def late() -> None:
             self.speed.end(read, is_well=False)  # of one that is late the breakers take care
@@ -193,7 +194,7 @@ class StorageTier(Tier):
                 late()
             end(ReadReport.nothing_of(n))
 
-        self.calls.when_due("read", self._num_bytes(n), waiter, self._tasks, go)
+        self.calls.when_due("read", num_bytes, waiter, self._tasks, go)
 
     @abstractmethod
     def _read_blocks(self, turn: Turn, io: BlockIO[ReadReport], *, is_use: bool) -> None:
