@@ -226,3 +226,22 @@ async def test_a_thread_that_outlives_the_closing_has_nothing_written() -> None:
     await asyncio.wait(busy)
     assert (slots.on_write.num_calls, slots.on_close.num_calls) == (0, 1)
     assert not told.of(BlocksNotEncoded)
+
+
+async def test_a_direct_store_that_outlives_the_closing_asks_nothing_of_the_medium() -> None:
+    """What failed can be forgotten no more: the medium is closed, and the slots are the engine's without it."""
+    slots = ScriptedSlotBackend()
+    async with open_cache(slots, engine=Engine(), limits=CacheLimits(close_timeout_s=0.05)) as kv:
+        filled(kv)
+        slots.on_write.hold()
+        slots.on_write.change_next(only(1, Outcome.FAILED))
+        handle = kv.start_store(KEYS[:4], CPULoadStoreSpec(SLOTS[:4], pool="swap"))
+        await until(lambda: slots.on_write.num_held > 0)
+        await kv.aclose()
+        assert not handle.done
+    slots.on_forget.hold()
+    slots.on_write.release()
+    with fail_after(30):
+        stored = await handle
+    assert (stored.num_stored, stored.drop_reasons) == (3, {Reason.UNWRITTEN: 1})
+    assert (slots.on_forget.num_calls, slots.on_close.num_calls) == (0, 1)

@@ -75,10 +75,12 @@ class Calls:
         health: Hears how they end.
         budget: Of the bytes that its reads and writes move.
         late: Those past their time, which have not returned and are waited for.
+        is_over: Whether no more are made: the medium is being closed.
     """
 
     def __init__(self, health: StorageHealth, tasks: Tasks, budget: Budget) -> None:
         self.health = health
+        self.is_over = False
         self.budget = budget
         self._tasks = tasks
         self._turns = {doing: _Turns(health, doing, Room()) for doing in _ASKED}
@@ -177,6 +179,8 @@ class Calls:
             problem_of: Says what is wrong with a value that was returned; what it raises is wrong as well.
             is_failure: Says whether the medium has failed according to a value with which nothing is wrong.
         """
+        if self.is_over and doing != "close":
+            return NOT_MADE
         turns = self._turns.get(doing)
         if turns is None:
             self.health.begin(doing)
@@ -220,7 +224,7 @@ class Calls:
         turns, room = self._turns[doing], self.budget.room
 
         def attempt() -> tuple[Turn | None] | None:
-            if waiter.is_given_up or self.health.is_off(doing):
+            if waiter.is_given_up or self.is_over or self.health.is_off(doing):
                 return (None,)
             if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:
                 return None

@@ -189,6 +189,7 @@ class StorageMedium:
             self._retrying.cancel()
         if self._opening is not None:  # a medium is not opened and closed at once
             await self._services.calls.aclose(0.0)
+        self._calls.is_over = True  # memory of the engine's may outlive this in one of them, which asks for no more
         limit_s = self._services.close_timeout_s
         await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
         self._end_pools()
