@@ -117,6 +117,40 @@ def test_whatever_a_medium_raises_as_it_begins_is_how_the_call_ends(error: type[
         assert (health.num_late, calls.num_underway, calls.budget.in_flight, len(tasks)) == (0, 0, 0, 0)
 
 
+def test_an_exit_in_what_is_done_at_once_with_an_answer_is_the_programs() -> None:
+    """A medium that tells before it returns has our code run within its own: what ends the program is not its failure.
+
+    The call has ended well.
+    """
+
+    def begin(then: Then) -> bool:
+        then(lambda: [Outcome.HIT])
+        return True
+
+    async def call() -> list[Outcome]:
+        return [Outcome.MISS]
+
+    def leave(_: Outcomes) -> None:
+        raise SystemExit
+
+    with asyncio.Runner(loop_factory=VirtualLoop) as runner:
+        loop, tasks, told = runner.get_loop(), Tasks(), list[Event]()
+        health = StorageHealth("medium", 5.0, told.append, clock=loop.time, rng=random.Random(1))
+        calls = Calls(health, tasks, Budget(1))
+
+        def make(turn: Turn | None) -> None:
+            assert turn is not None
+            turn.make(begin, call, leave, allowed=(Outcome.HIT,), num_blocks=1, on_late=told.clear)
+
+        async def read() -> None:
+            calls.when_due("read", 1, Waiter(Kind.LOAD), tasks, make)
+            await advance(0.0)
+
+        with pytest.raises(SystemExit):
+            runner.run(read())
+        assert (told, calls.num_underway, calls.budget.in_flight, len(tasks)) == ([], 0, 0, 0)
+
+
 async def test_a_probe_that_is_not_made_is_left_to_the_next_call() -> None:
     """Of a tier that fails one call is the probe: whose turn comes for nothing leaves that to another one."""
     now = 0.0

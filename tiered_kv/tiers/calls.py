@@ -329,12 +329,11 @@ class Turn:
         over = self._tasks.hold(_go_on if lends else partial(tell, _closed))
         try:
             is_begun = begin is not None and begin(tell)
-        except KeyboardInterrupt as caught:
-            loop.call_soon(_raise, caught)  # the program's own, once what it came in has ended
-            tell(_closed)
-            return
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without it
-            tell(partial(_raise, caught))
+            is_programs = isinstance(caught, KeyboardInterrupt) or (is_told and isinstance(caught, SystemExit))
+            if is_programs:
+                loop.call_soon(_raise, caught)  # once what it came in has ended
+            tell(_closed if is_programs else partial(_raise, caught))
             return
         if is_begun or is_told:
             return
