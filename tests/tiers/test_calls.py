@@ -13,6 +13,7 @@ from tiered_kv.media.backend import Outcome, Then
 from tiered_kv.tiers.calls import Calls, Outcomes, Turn
 from tiered_kv.tiers.gate import Budget, Kind, Waiter
 from tiered_kv.tiers.health import StorageHealth
+from tiered_kv.tiers.storage import READ
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.events import Event, TierFailed
 
@@ -31,6 +32,31 @@ async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:
     assert not any(each.done() for each in hanging)
     gate.set()
     assert all([(await each).was_made for each in hanging])
+
+
+async def test_what_gets_free_at_the_end_is_nobodys() -> None:
+    """The end of a cache stops what is under way in any order: nobody whose own stop is to come begins by it."""
+    tasks, answers, turns = Tasks(), list[Outcomes](), list[Turn | None]()
+    health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: 0.0, rng=random.Random(1))
+    calls = Calls(health, tasks, Budget(1))
+
+    async def call() -> list[Outcome]:
+        return [Outcome.HIT]
+
+    def make(turn: Turn | None) -> None:
+        assert turn is not None
+        turn.make(lambda _: True, call, answers.append, allowed=READ, num_blocks=1, on_late=answers.clear)
+
+    calls.when_due("read", 1, Waiter(Kind.LOAD), tasks, make)  # and hangs
+    waiters = [Waiter(Kind.LOAD, lends=True) for _ in range(64)]
+    for waiter in waiters:
+        calls.when_due("read", 1, waiter, tasks, turns.append)
+    assert (turns, calls.num_waiting) == ([], 64)
+    await tasks.aclose(0.0)
+    assert turns == [None] * 64
+    assert all(waiter.is_given_up for waiter in waiters)
+    assert [each.is_well for each in answers] == [False]
+    assert (calls.budget.in_flight, calls.num_underway, len(tasks)) == (0, 0, 0)
 
 
 async def test_a_method_that_fails_over_and_over_is_told_once_a_minute() -> None:

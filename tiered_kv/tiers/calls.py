@@ -224,7 +224,8 @@ class Calls:
         turns, room = self._turns[doing], self.budget.room
 
         def attempt() -> tuple[Turn | None] | None:
-            if waiter.is_given_up or self.is_over or self.health.is_off(doing):
+            waiter.is_given_up |= tasks.is_ending
+            if waiter.is_given_up or self.health.is_off(doing):
                 return (None,)
             if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:
                 return None

@@ -167,11 +167,13 @@ class Tasks:
 
     Attributes:
         thread: The event loop's.
+        is_ending: Whether what is under way is being stopped, in whatever order: what gets free by that is nobody's.
     """
 
     def __init__(self) -> None:
         """Begin without any, in the thread of the event loop."""
         self.thread = system().get_ident()
+        self.is_ending = False
         self._tasks: dict[object, Callable[[], object]] = {}
         """What is under way, and how to stop it."""
         self._on_less: asyncio.Future[None] | None = None
@@ -256,6 +258,7 @@ class Tasks:
     async def aclose(self, timeout_s: float) -> int:
         """Wait for the tasks to end, then cancel what is left; return how many had to be."""
         await self._wait(timeout_s)
+        self.is_ending = True
         loop = asyncio.get_running_loop()
         cancelled: set[object] = set()
         deadline = loop.time() + _LAST_STEPS_S
