@@ -1,12 +1,16 @@
 """Tiers with ``encryption``: what lies on the medium, and who may read it, on the full path."""
 
+import errno
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from anyio import fail_after
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine
 from tests.support.engine import prompt as small_prompt
@@ -20,6 +24,7 @@ from tiered_kv import (
     Outcome,
     Reason,
     RecordsRefused,
+    TierFailed,
 )
 from tiered_kv.media.backend import Block
 from tiered_kv.media.record import Cipher
@@ -170,6 +175,27 @@ async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
         backend.swap[1] = next(key for key in records if key.position == 2)
         assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 1
     assert events.of(BlocksCorrupted)
+
+
+@pytest.mark.parametrize("backend", [ScriptedBackend, ScriptedSlotBackend])
+async def test_a_store_without_memory_for_what_is_encrypted_fails(
+    backend: type[ScriptedBackend | ScriptedSlotBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system has none to give: those blocks are not written, which is told, and nothing is held or waited for."""
+
+    def none(_: int) -> Block:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    engine, prefix, events, medium = Engine(), small_prompt(4), Recorder(), backend(encryption=keys(OLD))
+    async with open_cache(medium, engine=engine, emit=events) as kv:
+        with monkeypatch.context() as without_memory, fail_after(30):
+            without_memory.setattr(Block, "empty", none)
+            (settled,) = await (await kv.store(prefix, engine.compute(prefix))).settled()
+        assert (settled.written, settled.failed) == (0, 4)
+        assert [(failed.doing, failed.blocks) for failed in events.of(TierFailed)] == [("write", 4)]
+        await until_idle(kv)
+        (settled,) = await (await kv.store(prefix, engine.compute(prefix))).settled()
+        assert settled.written == 4
 
 
 async def test_a_host_pool_gets_what_was_stored(tmp_path: Path) -> None:

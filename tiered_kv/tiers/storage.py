@@ -26,8 +26,8 @@ from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, SpareBlocks, Verification
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
-from tiered_kv.values.errors import Reason, TierFault
-from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
+from tiered_kv.values.errors import Reason, TierFault, in_words
+from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused, TierFailed
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import LoadStoreSpec
@@ -388,7 +388,12 @@ class StorageTier(Tier):
 
         That is not called for a write of which nobody can tell whether they are still read.
         """
-        staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
+        try:
+            staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
+        except OSError as error:  # the system has no memory for them
+            self.health.emit(TierFailed(self.name, "write", words := in_words(error), len(batch)))
+            then(Encoded(len(batch), np.empty(0, np.int64), [], [], words), partial(self._spare_blocks.give, ()))
+            return
 
         def made(encoded: Encoded) -> None:
             if len(encoded.at) < len(batch) and not encoded.error:
