@@ -5,6 +5,9 @@ number of answers, an answer that comes late or never. Each call runs to its end
 the medium, and gives back an `Answer`. Whoever waits may stop waiting; only the end of the cache ends a call, and not
 even that one which has memory of the engine's own: a thread would go on to write there. Methods that answer at once are
 asked by `Calls.ask`.
+
+What moves blocks waits in one line of the tier, `Calls.when_due`: until its bytes may be in flight, one more such call
+may be under way, and the breaker lets it. With that `Turn` it makes its call, or gives it back.
 """
 
 import asyncio
