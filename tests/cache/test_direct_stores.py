@@ -184,10 +184,7 @@ async def test_what_memory_is_to_keep_is_copied() -> None:
 
 @pytest.mark.parametrize("num_turns", [0, 1, 2, 4, 9])
 async def test_a_direct_store_that_waits_for_its_turn_can_be_given_up(num_turns: int) -> None:
-    """The medium takes 16 writes at once: a store behind them that is cancelled ends, and reads nothing any more.
-
-    Also one that does not wait yet when it is cancelled: its record is being made.
-    """
+    """The medium takes 16 writes at once: a store behind them that is cancelled ends, and reads nothing any more."""
     slots = ScriptedSlotBackend(timeout_s=1000.0)
     one = CPULoadStoreSpec(SLOTS[:1], pool="swap")
     limits = CacheLimits(window=64 * PAYLOAD_BYTES, bounce=256 * PAYLOAD_BYTES, store_timeout_s=1000.0)

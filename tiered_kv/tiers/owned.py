@@ -134,7 +134,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._see_missing()
             io.then(report)
 
-        begin = partial(self.backend.begin_read, self.group, slots) if self.backend.makes_records else None
+        begin = partial(self.backend.begin_read, self.group, slots.copy()) if self.backend.makes_records else None
         self._read(turn, wanted, there, begin, partial(self._read_slots, slots), io.on_late, end)
 
     def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify) -> Awaitable[list[Outcome]]:
@@ -215,7 +215,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._in_write[writing] = names, slots
         hidden, more = self.records.names(names), {"make": make} if make else {}
         turn.make(
-            partial(self.backend.begin_write, self.group, slots, hidden, records, make) if make else None,
+            partial(self.backend.begin_write, self.group, slots.copy(), hidden, records, make) if make else None,
             partial(self.backend.write, self.group, slots.copy(), hidden, records, **more),
             lambda answer: then(self._told(answer, len(slots)), answer.error),
             allowed=WRITTEN, num_blocks=len(slots), on_late=on_late,

@@ -203,7 +203,7 @@ class WriteDown:
         self._write(ended)
 
     def _write(self, ended: Callable[[], None]) -> None:
-        """Write what is on the host, each tier in a task of its own."""
+        """Write what is on the host, to each tier once it is its turn there."""
         to = self._to or ()
         if not to or not len(self._batch):
             self._chain.release(self._lease)
