@@ -12,7 +12,7 @@ from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
-from tiered_kv import BackendUnavailableError, Block, BlockKey, GPULoadStoreSpec, Outcome, TieredKV
+from tiered_kv import BackendUnavailableError, Block, BlockKey, BlockKeys, GPULoadStoreSpec, Outcome, TieredKV
 from tiered_kv.media.backend import Missing, Recovered
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers import owned
@@ -31,14 +31,21 @@ async def evict(kv: TieredKV, how: str) -> None:
     await (kv.evict(KEYS) if how == "evict" else kv.clear())
 
 
-@pytest.mark.parametrize("how", ["evict", "clear"])
-async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: str) -> None:
-    """Neither then nor after another restart; what was not evicted is there."""
-    slots, engine, others = ScriptedSlotBackend(8, required=False), Engine(), prompt(2, seed=1)
+async def late_with(engine: Engine, others: BlockKeys) -> ScriptedSlotBackend:
+    """Return a medium that has the keys, and others, and opens later than the next cache."""
+    slots = ScriptedSlotBackend(8, required=False)
     async with open_cache(slots, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         await keep(kv, engine, others)
     slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    return slots
+
+
+@pytest.mark.parametrize("how", ["evict", "clear"])
+async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: str) -> None:
+    """Neither then nor after another restart; what was not evicted is there."""
+    engine, others = Engine(), prompt(2, seed=1)
+    slots = await late_with(engine, others)
     async with open_cache(CPU, slots, engine=engine) as kv:
         await evict(kv, how)
         await until(lambda: not kv.stats()["slots"].is_bypassed)
@@ -53,11 +60,8 @@ async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: s
 @pytest.mark.parametrize("how", ["evict", "clear"])
 async def test_what_is_evicted_as_a_tier_opens_is_evicted_for_good(how: str) -> None:
     """While it is told what was evicted before: it is told of this too, and says so when it is done."""
-    slots, engine, others = ScriptedSlotBackend(8, required=False), Engine(), prompt(2, seed=1)
-    async with open_cache(slots, engine=engine) as kv:
-        await keep(kv, engine, KEYS)
-        await keep(kv, engine, others)
-    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    engine, others = Engine(), prompt(2, seed=1)
+    slots = await late_with(engine, others)
     async with open_cache(CPU, slots, engine=engine) as kv:
         await kv.evict(KEYS)
         slots.on_checkpoint.hold()

@@ -227,7 +227,7 @@ class Calls:
         turns, room = self._turns[doing], self.budget.room
 
         def attempt() -> tuple[Turn | None] | None:
-            waiter.is_given_up |= tasks.is_ending
+            waiter.is_given_up |= tasks.is_ending  # its own stop may be to come, after that of who has what is free now
             if waiter.is_given_up or self.health.is_off(doing):
                 return (None,)
             if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:

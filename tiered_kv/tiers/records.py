@@ -370,7 +370,7 @@ class Records:
             shape: What they are.
             codec: What makes payloads of what is in ``blocks``, if these differ.
             tasks: Those that it belongs to.
-            then: Told what was made: nothing, with an error, once the cache has ended.
+            then: Told what was made: nothing, with an error, if the thread failed or the cache has ended.
         """
         keys = self.keys(batch)
 
@@ -460,7 +460,7 @@ class Verification:
     ) -> None:
         """Have a thread verify all of them, of which a medium has said what it found; tell ``then``, on the event loop.
 
-        None: the cache has ended.
+        None: the thread failed, or the cache has ended.
         """
         work = partial(self.verify, range(len(outcomes)), outcomes)
         _in_a_thread_of(self._threads, work, tasks, lambda found: then(found[0] if found else None))

@@ -71,7 +71,16 @@ class StorageMedium:
         policy: str | type[Policy],
         budget: Budget,
     ) -> None:
-        """Take a backend that is not open yet; ``policy`` says what goes first from an owned one."""
+        """Take a backend that is not open yet.
+
+        Args:
+            name: The tier's.
+            settings: The tier's.
+            backend: Called here alone, and by its tiers.
+            services: What the backends of the cache share.
+            policy: Says what goes first from an owned one.
+            budget: What its reads and writes may move at once, and how fast.
+        """
         clock = asyncio.get_running_loop().time
         self.health = StorageHealth(
             name,

@@ -170,9 +170,7 @@ class DirectStore(Store):
         if not (lacks := tier.lacks(batch)).any():
             return None
         part, pages = (batch, request.pages[:, 0]) if lacks.all() else (batch[lacks], request.pages[lacks, 0])
-        lent = self._slots.lend(pages)
-
-        wanted = tier.expect(part.names)
+        lent, wanted = self._slots.lend(pages), tier.expect(part.names)
 
         def end(report: WriteReport) -> None:
             lent.give_back()

@@ -158,13 +158,12 @@ def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
 
 def were_away(members: Sequence[Member]) -> list[bool]:
     """Say which of them were not in use when others were last, or are of another tier than most, or than the first."""
-    tiers = Counter(member.tier for member in members if member.turn)
-    mine = [member for member in members if member.turn and member.tier == max(tiers, key=lambda tier: tiers[tier])]
-    latest = max(mine, key=lambda member: member.turn, default=None)
-    return [
-        latest is not None and (member.id not in latest.ids or member.tier not in {"", latest.tier})
-        for member in members
-    ]
+    used = [member for member in members if member.turn]
+    if not used:
+        return [False] * len(members)
+    [(tier, _)] = Counter(member.tier for member in used).most_common(1)  # of equal numbers the first
+    latest = max((member for member in used if member.tier == tier), key=lambda member: member.turn)
+    return [member.id not in latest.ids or member.tier not in {"", tier} for member in members]
 
 
 def are_copies(members: Sequence[Member]) -> list[bool]:
