@@ -65,7 +65,7 @@ class Books:
         Both are read-only, and may be returned again. ``names`` are not changed any more by whoever asks.
         """
         found = self._found
-        if found is None or found[0] is not names:
+        if found is None or (found[0] is not names and not _are_same(found[0], names)):
             slots, states = self._find(names)
             slots.flags.writeable = states.flags.writeable = False
             self._found = found = names, slots, states
@@ -131,6 +131,10 @@ class Books:
         run = self._table.run_at(first, names)
         unready = (self._states[first : first + run] != READY).nonzero()[0]
         return first, int(unready[0]) if len(unready) else run
+
+
+def _are_same(names: Names, others: Names) -> bool:
+    return len(names) == len(others) and names.tobytes() == others.tobytes()
 
 
 @dataclass(frozen=True, slots=True)

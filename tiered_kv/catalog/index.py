@@ -457,6 +457,8 @@ class TierIndex(Occupancy):
         else:
             slots = np.where(is_ready, slots, -1)
             held = unique(slots[is_ready])
+        if not len(held):
+            return Lease(slots, held, self._release)
         num_leases = self._num_leases[held]
         idle = held if not num_leases.any() else held[num_leases == 0]
         self._want(held)
@@ -604,9 +606,7 @@ class TierIndex(Occupancy):
         Returns:
             ``(n, 4)``; none where there is no ``ttl_s``.
         """
-        if self._expiry is None:
-            return self._table.names(NO_SLOTS)
-        slots = self._expiry.overdue(self.num_slots, limit)
+        slots = NO_SLOTS if self._expiry is None else self._expiry.overdue(self.num_slots, limit)
         return self._remove(slots[self._states[slots] == READY][::-1], Change.EXPIRED)
 
     def resize(self, num_slots: int, *, keep_held: bool = False) -> Names:

@@ -52,7 +52,8 @@ class Lease:
         """
         if self._held is not None:
             held, self._held = self._held, None
-            self._release(held, is_use=is_use)
+            if len(held):
+                self._release(held, is_use=is_use)
 
     def split(self) -> Callable[[Slots], None]:
         """Trade this lease for a right to each of its slots.

@@ -18,7 +18,11 @@ _UPKEEP: Final = frozenset({"forget", "checkpoint", "resize"})
 
 
 class Breaker:
-    """Of one tier, for what it is used for. Decides at once, never waits; all time comes from ``clock``."""
+    """Of one tier, for what it is used for. Decides at once, never waits; all time comes from ``clock``.
+
+    Attributes:
+        num_late: Calls that are past their time and have not returned.
+    """
 
     def __init__(self, clock: Callable[[], float], rng: random.Random) -> None:
         self._clock = clock
@@ -27,13 +31,13 @@ class Breaker:
         self._opened_by: set[str] = set()
         self._pause_s = 0.0
         self._retry_at = 0.0
-        self._num_late = 0
+        self.num_late = 0
         self._probe = ""
 
     @property
     def is_open(self) -> bool:
         """Whether calls should not be made now. False once in a while for a tier that fails: for the probe."""
-        if self._num_late or self._probe:
+        if self.num_late or self._probe:
             return True
         return bool(self._opened_by) and self._clock() < self._retry_at
 
@@ -41,11 +45,6 @@ class Breaker:
     def is_tripped(self) -> bool:
         """Whether it opened, and no call of the kind that opened it has gone well since."""
         return bool(self._opened_by)
-
-    @property
-    def num_late(self) -> int:
-        """Calls that are past their time and have not returned."""
-        return self._num_late
 
     def begin(self, kind: str) -> None:
         """A call is being made."""
@@ -58,12 +57,12 @@ class Breaker:
 
     def late(self, kind: str) -> None:
         """A call is past its time: open until it returns, and then for a pause."""
-        self._num_late += 1
+        self.num_late += 1
         self._open(kind)
 
     def late_returned(self) -> None:
         """A late call has returned, however it went: well, it closes; badly, the pause since it was late is awaited."""
-        self._num_late -= 1
+        self.num_late -= 1
 
     def succeeded(self, kind: str) -> None:
         """A call went well."""
@@ -167,7 +166,7 @@ class StorageHealth:
     @property
     def is_bypassed(self) -> bool:
         """Whether loads go on without this tier: it fails, or hangs."""
-        return not self.is_open or self.reads.is_open or self.upkeep.num_late > 0
+        return bool(self.why_not_open) or self.upkeep.num_late > 0 or self.reads.is_open
 
     @property
     def is_shedding(self) -> bool:
@@ -192,8 +191,8 @@ class StorageHealth:
         """Whether calls of a kind should not be made now."""
         if doing == "write":
             return self.is_shedding
-        breaker = self._breaker(doing)
-        return self.is_bypassed or (breaker is not self.reads and breaker.is_open)
+        breaker = self._breakers.get(doing)
+        return self.is_bypassed or (breaker is not None and breaker.is_open)
 
     def begin(self, doing: str) -> None:
         """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""

@@ -224,7 +224,7 @@ class OwnedTier(StorageTier, BookedTier):
     def _take_slots(self, batch: Batch, wanted: Mask) -> "_SlotWrite":
         """Reserve slots for those of the blocks that are wanted, and that the tier lacks."""
         at = wanted.nonzero()[0]
-        asked = batch if len(at) == len(batch) else batch[at]  # as it is, the books know it already
+        asked = batch[wanted]
         try:
             reservation = self.index.reserve(asked.names)
         except CapacityError:
@@ -235,7 +235,7 @@ class OwnedTier(StorageTier, BookedTier):
         present[at[~fresh]] = True
         report = WriteReport(nothing, present, ~wanted, unwanted=~wanted)
         todo = at[fresh]
-        writing = _SlotWrite(asked if fresh.all() else asked[fresh], todo, reservation, report)
+        writing = _SlotWrite(asked[fresh], todo, reservation, report)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))

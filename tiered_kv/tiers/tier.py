@@ -51,9 +51,16 @@ class Batch:
         return len(self.names)
 
     def __getitem__(self, at: "slice | NDArray[np.int64] | NDArray[np.bool_]") -> "Batch":
-        spaces = None if self.spaces is None else self.spaces[at]
-        names = self.names[at] if isinstance(at, slice) else names_at(self.names, at)
-        return Batch(self.namespace, names, self.positions[at], spaces)
+        """Return some of the blocks; a mask of all of them, or such a slice, gives this batch."""
+        if isinstance(at, slice):
+            if not at.start and at.step is None and (at.stop is None or at.stop >= len(self.names)):
+                return self
+            names = self.names[at]
+        elif at.dtype == np.bool_ and at.all():
+            return self
+        else:
+            names = names_at(self.names, at)
+        return Batch(self.namespace, names, self.positions[at], None if self.spaces is None else self.spaces[at])
 
 
 class Naming:

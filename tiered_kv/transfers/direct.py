@@ -169,7 +169,7 @@ class DirectStore(Store):
         started, ended = loop.time(), loop.create_future()
         if not (lacks := tier.lacks(batch)).any():
             return None
-        part, pages = (batch, request.pages[:, 0]) if lacks.all() else (batch[lacks], request.pages[lacks, 0])
+        part, pages = batch[lacks], request.pages[lacks, 0]
         lent, wanted = self._slots.lend(pages), tier.expect(part.names)
 
         def end(report: WriteReport) -> None:

@@ -232,7 +232,7 @@ class Load(InTask):
         pages = self._request.pages[landed.window.start : landed.window.start + n]
         in_gpu, on_host = (landed.gpu >= 0).nonzero()[0], (landed.gpu < 0).nonzero()[0]
         promoted, promotion = self._promote(landed)
-        direct = np.setdiff1d(on_host, promoted, assume_unique=True)
+        direct = np.setdiff1d(on_host, promoted, assume_unique=True) if len(promoted) else on_host
 
         def work() -> None:
             if len(in_gpu) and gpu:

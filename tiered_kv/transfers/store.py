@@ -304,7 +304,7 @@ class Store(Revocable):
         """Return the blocks that some tier below lacks, as far as is known, and their pages."""
         batch, pages = self._batch, self._request.pages
         lacks = np.logical_or.reduce([tier.lacks(batch) for tier in self._chain.written])
-        return (batch, pages) if lacks.all() else (batch[lacks], pages[lacks])
+        return batch[lacks], pages[lacks]
 
     async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
         """Which blocks every tier below has that may be written: asked only where no tier above them keeps any."""
