@@ -193,8 +193,10 @@ class World:
 
     @property
     def may_be_late(self) -> bool:
-        """Whether calls may take longer than healthy media explain, or did a moment ago."""
-        return self.may_be_wrong or self.trouble.is_settled or self.turns.now < self.trouble.slow_until + 12.0
+        """Whether calls may take longer than healthy media explain, or did a moment ago, or one stalls yet."""
+        now, trouble = self.turns.now, self.trouble
+        is_stalling = any(now < disk.stalls_until for disk in self.disks)
+        return self.may_be_wrong or trouble.is_settled or now < trouble.slow_until + 12.0 or is_stalling
 
     def tiers(self, shape: Shape) -> list[object]:
         """Make the tiers of a cache."""
