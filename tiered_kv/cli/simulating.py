@@ -16,6 +16,8 @@ from tiered_kv.cli.running import AsJSON, err, out, print_json
 from tiered_kv.testing.simulation.run import STEPS_A_SEED, RunReport, in_words, shrink, simulate
 
 _SHOWN_LINES = 40
+_SEEDS_A_PROCESS = 256
+"""Of what each one's threads have allocated and freed malloc keeps some megabytes."""
 
 
 def simulate_command(
@@ -59,7 +61,9 @@ def _reports(seed: int, processes: int, *, twice: bool) -> Iterator[tuple[RunRep
         for each in seeds:
             yield _run(each, twice)
     ignored = (signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this process, which ends the others
-    pool = ProcessPoolExecutor(processes, get_context("spawn"), signal.signal, ignored)
+    pool = ProcessPoolExecutor(
+        processes, get_context("spawn"), signal.signal, ignored, max_tasks_per_child=_SEEDS_A_PROCESS
+    )
     try:
         pending = deque(pool.submit(_run, next(seeds), twice) for _ in range(2 * processes))
         while True:
