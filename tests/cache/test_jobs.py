@@ -127,6 +127,26 @@ async def test_what_was_evicted_while_it_was_copied_is_not_on_the_host() -> None
         await until_idle(kv)
 
 
+async def test_what_another_worker_is_to_copy_is_not_on_the_host() -> None:
+    """Nor what was there and was evicted since: a job's mask says so of neither."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await kv.store(KEYS[:1], engine.fill(KEYS[:1], range(1)))
+        first = planner.plan_store(KEYS[1:3], engine.spec(range(1, 3)))
+        await first.planned()
+        second = planner.plan_store(KEYS, engine.spec(range(N)))
+        await second.planned()
+        await kv.evict(KEYS[:1])
+        planner.complete(Outcomes(second.number, 0, N - 3))
+        result = await second.ended()
+        assert result.mask.tolist() == (await kv.presence(KEYS)).tolist() == [False] * 3 + [True] * (N - 3)
+        planner.complete(Outcomes(first.number, 0, 0))
+        assert not (await first.ended()).mask.any()
+        await until_idle(kv)
+
+
 @pytest.mark.parametrize("direction", ["store", "load"])
 async def test_what_was_answered_before_the_rest_was_bound_is_counted_once(direction: str) -> None:
     """Key by key, and then the rest by a worker: no count falls."""

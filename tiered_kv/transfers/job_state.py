@@ -160,8 +160,8 @@ class HeldStore:
         self._reservation.close()
         chain.room.changed()
         live = lease.slots >= 0
-        self.kept = self.present.copy()
-        self.kept[: len(live)] |= live | chain.host.index.ready(self._batch.names)  # some were read meanwhile
+        if len(live):  # some of the others were stored or read meanwhile, and what was there, or coming, may not be
+            self.kept = chain.host.index.ready(self._batch.names)
         if self._hint is not None:
             chain.host.index.hint(self._batch.names[live], self._hint)
         n, num_moved = int(np.count_nonzero(live)), int(np.count_nonzero(moved[self.positions]))
