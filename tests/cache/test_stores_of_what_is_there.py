@@ -5,7 +5,7 @@ import pytest
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import TierStore
+from tiered_kv import Outcomes, TierStore
 
 KEYS = prompt(3)
 
@@ -52,3 +52,41 @@ async def test_a_tier_below_gets_what_it_lacks(how: str, write: str) -> None:
         assert await stored.settled() == (TierStore("cpu", present=3), TierStore("slots", present=3))
         await until_idle(kv)
         assert slots.num_records == 3
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_a_worker_merely_has_slots_for_is_stored(*, layerwise: bool) -> None:
+    """It may fail, or hang for days; what it brings after all is dropped."""
+    engine, slots = Engine(), ScriptedSlotBackend()
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS[:2], engine.compute(KEYS[:2]))
+        plan = await job.planned()
+        storing = kv.start_store(KEYS, engine.compute(KEYS), layerwise=layerwise)
+        for layer in range(len(engine.caches)) if layerwise else ():
+            storing.store_layer(layer)
+        stored = await storing
+        assert (stored.num_stored, stored.num_present) == (3, 0)
+        assert await stored.settled() == (TierStore("cpu", written=3), TierStore("slots", written=3))
+        planner.complete(Outcomes(plan.job, 0, 0))
+        await job.ended()
+        assert (await kv.lookup(KEYS)).num_blocks == 3
+        assert await kv.drain()
+        await until_idle(kv)
+
+
+async def test_a_worker_keeps_its_slots_where_there_are_no_others() -> None:
+    """What it is to copy counts as being stored: without it there would be none of it."""
+    engine = Engine()
+    async with open_cache({"medium": "cpu", "capacity": 3 * PAYLOAD_BYTES}, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.compute(KEYS))
+        plan = await job.planned()
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (stored.num_stored, stored.num_present) == (0, 3)
+        planner.complete(Outcomes(plan.job, 0, 3))
+        assert (await job.ended()).num_blocks == 3
+        assert (await kv.lookup(KEYS)).num_blocks == 3
+        await until_idle(kv)

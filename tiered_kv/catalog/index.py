@@ -576,11 +576,11 @@ class TierIndex(Occupancy):
             slots[wanted] = taken
         return Reservation(slots, evicted, commit=self._commit, keep=self._keep, give_back=self._give_back)
 
-    def fits(self, names: Names) -> bool:
-        """Say whether `reserve` would find room now for what is absent of a batch. Changes nothing."""
+    def fits(self, names: Names, num_more: int = 0) -> bool:
+        """Say if `reserve` would find room now for what is absent of a batch, and so many more. Changes nothing."""
         found, states = self.find(names)
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
-        return len(_absent(names, found)) <= len(self._free) + num_evictable
+        return len(_absent(names, found)) + num_more <= len(self._free) + num_evictable
 
     def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there.

@@ -156,15 +156,18 @@ class Fills:
         slots, _ = self._host.index.find(names)
         return np.array([slot in self._pending for slot in slots.tolist()], np.bool_)
 
-    def make_way(self, names: Names) -> None:
+    def make_way(self, names: Names, *, if_they_fit: bool = False) -> None:
         """Have blocks come that are at hand, though a worker has slots to copy them out to: it may hang for days.
 
-        What that brings to these is dropped.
+        What that brings to these is dropped. ``if_they_fit``: only if there are other slots for all of them now.
         """
-        _, states = self._host.index.find(names)
+        index = self._host.index
+        _, states = index.find(names)
         pending = names[states == _PENDING]
         if len(pending):
-            self._host.index.remove(pending[~self.are_coming(pending)])
+            of_workers = pending[~self.are_coming(pending)]
+            if not if_they_fit or index.fits(names, len(of_workers)):
+                index.remove(of_workers)
 
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""

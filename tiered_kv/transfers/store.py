@@ -286,6 +286,8 @@ class Store(Revocable):
         chain = self._chain
         for tier in self._memory:
             room = self._may_keep[tier.name]
+            if tier is chain.host and room >= len(part):
+                chain.fills.make_way(part.names, if_they_fit=True)
             is_short = room < len(part) and np.count_nonzero(tier.index.find(part.names)[0] < 0) > room
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
