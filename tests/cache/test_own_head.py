@@ -259,6 +259,35 @@ async def test_what_makes_room_below_after_a_store_is_the_tail_first() -> None:
         assert kv.membership(prompt(40), tier="slots").astype(bool).nonzero()[0].tolist() == list(range(32))
 
 
+@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_what_makes_room_after_cleaning_is_the_tail_first(policy: str, *, has_pool: bool) -> None:
+    """In memory, where blocks have waited, and below: they go from one to the other window by window."""
+    engine, slots = AnyEngine(), ScriptedSlotBackend(44, write="back")
+    host = cpu(44) | {"policy": policy}
+    memory = [gpu(64), host | {"write": "back"}] if has_pool else [host]
+    async with open_any(engine, *memory, slots) as kv:
+        for keys in (prompt(40), prompt(12, salt="more")):
+            await kv.store(keys, engine.fill(keys, range(len(keys))))
+            assert await kv.flush()
+            await until_idle(kv)
+        for tier in ("cpu", "slots"):
+            assert kv.membership(prompt(40), tier=tier).astype(bool).nonzero()[0].tolist() == list(range(32))
+
+
+async def test_cleaning_leaves_the_head_on_a_host_that_is_too_small() -> None:
+    """As the last windows come from the GPU pool they have others make room, but for those that come at the time."""
+    engine, keys = AnyEngine(), prompt(40)
+    async with open_any(engine, gpu(44), cpu(SLOTS) | {"write": "back"}) as kv:
+        window = inside(kv).chains[0].window_blocks
+        await kv.store(keys, engine.fill(keys, range(40)))
+        assert await kv.flush()
+        await until_idle(kv)
+        on_host = kv.membership(keys, tier="cpu").astype(bool)
+        assert on_host[: SLOTS - 2 * window].all()
+        assert on_host.sum() == SLOTS
+
+
 async def test_a_store_that_waits_to_pass_through_holds_nothing() -> None:
     """Nothing more of it comes to memory to stay: others find room there, however long a tier below hangs."""
     async with full() as (kv, below):

@@ -40,12 +40,14 @@ class Batch:
         names: ``(n, 4)``.
         positions: Which block of its prompt each is.
         spaces: ``(n,)`` namespaces, where they are not all of one.
+        prompts: ``(n,)``, of what has waited to be written, the `Prompt` of each; None in place of one that is unknown.
     """
 
     namespace: Namespace
     names: Names
     positions: NDArray[np.int64]
     spaces: NDArray[np.object_] | None = None
+    prompts: NDArray[np.object_] | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -60,7 +62,9 @@ class Batch:
             return self
         else:
             names = names_at(self.names, at)
-        return Batch(self.namespace, names, self.positions[at], None if self.spaces is None else self.spaces[at])
+        spaces = None if self.spaces is None else self.spaces[at]
+        prompts = None if self.prompts is None else self.prompts[at]
+        return Batch(self.namespace, names, self.positions[at], spaces, prompts)
 
 
 class Naming:
@@ -207,6 +211,33 @@ class BookedTier(Tier):
     def give_back(self, start: int, stop: int) -> bool:
         """Return what idle slots beyond the capacity took, of this kind of block; say if none of them is in use."""
         return True
+
+
+class Prompt:
+    """Blocks of a prompt that came together, and go on window by window."""
+
+    def __init__(self, tiers: Sequence[BookedTier], names: Names) -> None:
+        """Take note of the blocks, in the order of their prompt, and of the tiers that they may be in."""
+        self._tiers = tiers
+        self._names = names
+        self._num_let_go = self._next = 0
+
+    def let_go(self, n: int) -> None:
+        """Line them up, if windows of so many more that were let go of may have put them out of order.
+
+        When it is twice as many as before, or all: to do it for each window would take a time that grows by its square.
+        """
+        is_first, self._num_let_go = not self._num_let_go, self._num_let_go + n
+        if self._num_let_go < min(self._next, len(self._names)):
+            return
+        self._next = 2 * self._num_let_go
+        if not is_first:  # which was let go of tail first
+            self.line_up()
+
+    def line_up(self) -> None:
+        """Have its tail go first: as windows of it come, and are let go of, it would be its head."""
+        for tier in self._tiers if len(self._names) > 1 else ():
+            tier.index.line_up(self._names)
 
 
 def prefix_of(mask: Mask) -> int:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
 from tiered_kv.values.keys import Names
 
 _LEAST_UNWANTED: Final = 1 << 16
@@ -142,10 +142,10 @@ class Unwritten:
 
 
 class Waiting:
-    """The dirty blocks of one memory tier, the one that waits longest first. Takes 29 bytes a slot of the tier.
+    """The dirty blocks of one memory tier, the one that waits longest first. Takes 37 bytes a slot of the tier.
 
     The books of the tier say which blocks are dirty; a block's name alone is not enough to write its record, so its
-    namespace and position are kept here, by slot.
+    namespace and position are kept here, by slot; and its prompt, as long as it waits.
 
     Attributes:
         num_taken: Blocks that were taken and are being written.
@@ -159,6 +159,7 @@ class Waiting:
         self._clock = clock
         self._unwritten = unwritten
         self._namespaces = np.full(tier.index.max_slots, None, dtype=object)  # no array is walked by the collector
+        self._prompts = np.full(tier.index.max_slots, None, dtype=object)
         self._positions = np.full(tier.index.max_slots, 0, dtype=np.int64)
         self._since_s = np.full(tier.index.max_slots, 0.0)
         self._came = np.full(tier.index.max_slots, 0, dtype=np.int32)
@@ -174,8 +175,19 @@ class Waiting:
         """Count the blocks that came before a mark, see `Unwritten`."""
         return sum(n for came, n in self._num_by_came.items() if came < mark)
 
-    def add(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int | None = None) -> None:
-        """Let blocks wait: ``batch`` lies in ``slots``, own ones of the tier, which ``lease`` holds."""
+    def add(
+        self,
+        batch: Batch,
+        slots: NDArray[np.int64],
+        lease: Lease,
+        came: int | None = None,
+        prompt: Prompt | None = None,
+    ) -> None:
+        """Let blocks wait: ``batch`` lies in ``slots``, own ones of the tier, which ``lease`` holds.
+
+        They are of ``prompt``, unless the batch says of what prompt each is.
+        """
+        self._prompts[slots] = prompt if batch.prompts is None else batch.prompts
         self._line_up(batch, slots, lease, self._unwritten.now if came is None else came)
         self._num_tries[slots] = 0
         self.on_add()
@@ -213,7 +225,8 @@ class Waiting:
         self._unwritten.begin(came)
         spaces = self._namespaces[lease.slots]
         is_mixed = spaces.tolist().count(spaces[0]) < n  # which asks those that are not the same object, and no others
-        batch = Batch(spaces[0], names, self._positions[lease.slots], spaces if is_mixed else None)
+        prompts, self._prompts[lease.slots] = self._prompts[lease.slots], None
+        batch = Batch(spaces[0], names, self._positions[lease.slots], spaces if is_mixed else None, prompts)
         return batch, lease, came
 
     def ended(self, n: int, came: int) -> None:
@@ -229,6 +242,8 @@ class Waiting:
     def _line_up(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
         self._namespaces[slots] = batch.namespace if batch.spaces is None else batch.spaces
         self._positions[slots] = batch.positions
+        if batch.prompts is not None:
+            self._prompts[slots] = batch.prompts
         self._since_s[slots] = self._clock()
         fresh = self._index.mark_dirty(lease, slots)
         self._came[fresh] = came
@@ -236,6 +251,7 @@ class Waiting:
 
     def _forgotten(self, slots: Slots, why: Change) -> None:
         """Take note that blocks left the line and were not taken."""
+        self._prompts[slots] = None
         for came, n in Counter(self._came[slots].tolist()).items():
             _take(self._num_by_came, came, n)
         if why is Change.EVICTED:  # by resizing: need evicts no dirty block

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.tier import Batch, Mask, prefix_of
+from tiered_kv.tiers.tier import Batch, Mask, Prompt, prefix_of
 from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
 from tiered_kv.transfers.transfer_requests import JobRequest
@@ -179,7 +179,8 @@ class HeldStore:
             chain.unwritten.want(tier.name, known.names, came)  # what waits since before it was evicted
         chain.count_use(self._batch[live | present], came)
         ended = partial(chain.unwritten.end, came)
-        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended)
+        prompt = Prompt(chain.booked, self._batch.names)
+        write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended, prompt)
         if not self._answer.done():
             self._answer.set_result(None)
 

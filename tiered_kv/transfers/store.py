@@ -22,7 +22,7 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
@@ -108,6 +108,7 @@ class Store(Revocable):
         self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}
+        self._prompt = Prompt(chain.booked, batch.names)
         self._head = Head(chain)
         self._head_below = Head(chain) if gpu is not None else None  # on the host, to which the pool's blocks go
         self._num_stored = self._num_present = 0
@@ -423,7 +424,8 @@ class Store(Revocable):
         if num_removed:  # they go no further
             self._tally.add_below(tier, dropped={Reason.REMOVED: num_removed})
             batch, slots = batch[slots >= 0], slots[slots >= 0]
-        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one, self._head_below)
+        more = self._prompt, self._head_below
+        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one, *more)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""
@@ -449,7 +451,7 @@ class Store(Revocable):
             if self._head_below is not None:
                 self._head_below.let_go()
             if self._num_windows > 1:
-                asyncio.get_running_loop().call_soon(self._line_up)  # once the last of them is let go of
+                asyncio.get_running_loop().call_soon(self._prompt.line_up)  # once the last of them is let go of
             tiers = self._tally.results()
             self._settled.set_result(tiers)
             if self._is_waited_for:
@@ -457,8 +459,3 @@ class Store(Revocable):
             else:
                 self._chain.unwritten.late_ended()
             self._chain.emit(BlocksSettled.of(tiers))
-
-    def _line_up(self) -> None:
-        """Have the tail go first: window by window, as they were let go of, it would be the head."""
-        for tier in (*self._memory, *self._chain.owned):
-            tier.index.line_up(self._batch.names)

@@ -28,7 +28,7 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Tier, WriteReport
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt, Tier, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.results import TierStore
@@ -108,6 +108,7 @@ class WriteDown:
         *,
         to: Sequence[StorageTier] | None = None,
         kind: Kind = Kind.STORE,
+        prompt: Prompt | None = None,
         head: Head | None = None,
     ) -> None:
         """Take over ``lease``, which holds ``batch`` in ``slots`` of ``tier``.
@@ -122,6 +123,7 @@ class WriteDown:
             came: When they came, see `Unwritten`.
             to: The storage tiers to write to; those whose turn it is by their policies if left out.
             kind: `Kind.CLEAN` for blocks that waited: what fails then waits again.
+            prompt: Of those that have not waited.
             head: Holds what comes to the host of a prompt, while the rest of it is to come there. Who gives it lets go.
         """
         self._chain = chain
@@ -133,6 +135,7 @@ class WriteDown:
         self._came = came
         self._to = to
         self._kind = kind
+        self._prompt = prompt
         self._head = head
 
     def let_wait(self) -> None:
@@ -155,7 +158,7 @@ class WriteDown:
                 chain.admit_again(storage, self._batch[~stays])
         wanted &= stays
         if wanted.any():
-            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came)
+            chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came, self._prompt)
 
     @property
     def is_done(self) -> bool:
@@ -445,6 +448,7 @@ def write_down(
     lease: Lease,
     came: int,
     ended: Callable[[], None],
+    prompt: Prompt,
     head: Head | None = None,
 ) -> None:
     """Send new blocks of a tier on to those below: now, later, or not at all if the store queue is full.
@@ -458,9 +462,10 @@ def write_down(
         lease: Over them; taken over.
         came: When they came, see `Unwritten`.
         ended: Called once nothing of this is under way any more.
+        prompt: Of which they are.
         head: Of the prompt, see `WriteDown`.
     """
-    down = WriteDown(chain, tally, tier, batch, slots, lease, came, head=head)
+    down = WriteDown(chain, tally, tier, batch, slots, lease, came, prompt=prompt, head=head)
     down.let_wait()
     _start(chain, down, len(batch), ended)
 
@@ -471,7 +476,7 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
     They came when that use did: now if not said, see `Unwritten`. What passes through memory is sent on if a store has
     brought it, within its share of the bounce slots; those of loads are not kept for a write.
     """
-    batch = batch[storage.lacks(batch)]
+    prompt, batch = Prompt(chain.booked, batch.names), batch[storage.lacks(batch)]
     for each in (storage, chain.host) if storage.is_written_back else ():
         chain.unwritten.want(each.name, batch.names, came)  # what waits already does so since before it was evicted
     for tier in reversed(chain.memory):
@@ -483,7 +488,7 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
             there |= tier.index.passes_for(lease.slots, FROM_ENGINE)
         part, slots = batch[there], lease.slots[there]
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
-            waiting.add(part, slots, lease, came)
+            waiting.add(part, slots, lease, came, prompt)
             chain.release(lease)
         elif storage.is_written_back:
             chain.release(lease)
@@ -661,12 +666,21 @@ class Cleaner:
             most = max(1, most)
         batch, lease, came = waiting.take(most)
         num_blocks = len(batch)
-        to = None if goes_to_host else chain.back
+        prompts = Counter(() if batch.prompts is None else batch.prompts)
+        loop, to = asyncio.get_running_loop(), None if goes_to_host else chain.back
         down = WriteDown(chain, Tally(chain.tiers), tier, batch, lease.slots, lease, came, to=to, kind=Kind.CLEAN)
+
+        def let_go() -> None:
+            for prompt, n in prompts.items():
+                if prompt is not None and goes_to_host:  # where the next one may have them make room
+                    prompt.line_up()
+                elif prompt is not None:
+                    prompt.let_go(n)
 
         def written() -> None:
             self._turns.release()
             waiting.ended(num_blocks, came)
+            loop.call_soon(let_go)  # once it has let go of the window
             if tier is chain.host and chain.gpu in chain.waiting:
                 self._woken.set()  # what waits in the GPU pool may have waited for this
 
