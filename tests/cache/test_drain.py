@@ -547,6 +547,31 @@ async def test_it_says_that_another_capacity_has_lost_what_waited() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("how", ["moved", "not moved", "evicted", "cancelled"])
+async def test_another_capacity_loses_what_a_worker_copies_to_its_slots(how: str) -> None:
+    """Nothing of a worker that has copied nothing, of a plan that is cancelled, or of what nobody wants any more."""
+    engine, disk = Engine(), ScriptedSlotBackend(name="disk")
+    async with open_cache(CPU, disk, engine=engine) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        await keep(kv, engine, KEYS)
+        other = small_prompt(4, seed=1)
+        job = planner.plan_store(other, None if how == "cancelled" else engine.compute(other))
+        plan = await job.planned()
+        if how == "evicted":
+            await kv.evict(other)
+        resizing = asyncio.create_task(kv.resize("cpu", 2 * PAYLOAD_BYTES))
+        await until(lambda: kv.stats()["cpu"].num_slots == 2 and not kv.membership(other, tier="cpu").any())
+        if how == "cancelled":
+            job.cancel()
+        else:
+            planner.complete(Outcomes(plan.job, 0, 0 if how == "not moved" else 4))
+        assert not (await job.ended()).mask.any()
+        await resizing
+        assert await kv.drain() == (how != "moved")
+        await until_idle(kv)
+
+
 def test_it_says_that_a_tier_has_not_noted_what_it_holds() -> None:
     """One that is bypassed is not told to: a restart may not find there what it had."""
 

@@ -94,10 +94,10 @@ async def test_what_was_evicted_from_a_tier_is_unwanted_there_until_all_of_that_
     unwritten.comes_anew(names[:1], came)
     later = unwritten.begin() - 1
     assert unwritten.is_wanted("disk", names[:4], later).tolist() == [False, True, True, True]
-    unwritten.num_held += 1
+    unwritten.held["job"] = lambda _: None
     unwritten.end(came)
     assert not unwritten.is_wanted("disk", names, came).all()
-    unwritten.num_held -= 1
+    del unwritten.held["job"]
     unwritten.end(later + 1)
     assert unwritten.is_wanted("disk", names, came).all()
 

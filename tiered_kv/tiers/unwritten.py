@@ -33,7 +33,8 @@ class Unwritten:
     Attributes:
         now: When what comes now comes.
         num_late: Stores that a flush waits for no more, and that have not ended: what they keep comes only then.
-        num_held: Stores of workers that have not answered: they count as under way only then.
+        held: Stores of workers that have not answered: they count as under way only then. Each with what is called when
+            the host gives up its slots from one on.
         num_failed: How often a block that had waited was to be written, and was not: it waits again, or is lost.
         has_lost: Whether, since the cache was opened, a tier below was to get some block and will not: it was dropped
             or failed on its way, or its slot was given up while it waited. What was evicted by name, cleared or
@@ -45,7 +46,7 @@ class Unwritten:
         """Begin with nothing, and a line for each of ``tiers``."""
         self.now = 0
         self.num_late = 0
-        self.num_held = 0
+        self.held: dict[object, Callable[[int], None]] = {}
         self.num_failed = 0
         self.has_lost = False
         self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
@@ -121,7 +122,7 @@ class Unwritten:
             self.evict(tier, names[~self.is_wanted(tier, names, came)])
 
     def _tell(self) -> None:
-        if self._unwanted and not self.num_late and not self.num_held and self.is_written(self.now):
+        if self._unwanted and not self.num_late and not self.held and self.is_written(self.now):
             self._unwanted.clear()
         if self._has_ended is not None:
             self._has_ended.set()

@@ -148,7 +148,8 @@ class HeldStore:
         self._hint = hint
         self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
-        chain.unwritten.num_held += 1
+        self._is_given_up = np.zeros(len(batch), np.bool_)
+        chain.unwritten.held[self] = self._given_up
         self._answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.answers = (self._answer,)
 
@@ -160,6 +161,7 @@ class HeldStore:
         self._reservation.close()
         chain.room.changed()
         live = lease.slots >= 0
+        chain.unwritten.has_lost |= bool(chain.written) and bool((moved[: len(live)] & self._is_given_up).any())
         if len(live):  # some of the others were stored or read meanwhile, and what was there, or coming, may not be
             self.kept = chain.host.index.ready(self._batch.names)
         if self._hint is not None:
@@ -184,6 +186,12 @@ class HeldStore:
         if not self._answer.done():
             self._answer.set_result(None)
 
+    def _given_up(self, start: int) -> None:
+        """Take note that the host has no slots from ``start`` on any more: what comes there, and is wanted, is lost."""
+        slots = self._reservation.slots
+        found, _ = self.chain.host.index.find(self._batch.names)
+        self._is_given_up |= (slots >= start) & (found == slots)
+
     def abandon(self, wanted: slice) -> None:
         """End it while a worker may be writing to the slots yet: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
@@ -204,7 +212,7 @@ class HeldStore:
             yield self.chain.host.name, num_blocks, now
 
     def _count(self, moved: Mask, wanted: slice) -> None:
-        self.chain.unwritten.num_held -= 1
+        del self.chain.unwritten.held[self]
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
         requested = len(moved[wanted])
         dropped = requested - stored - present

@@ -141,8 +141,10 @@ async def _give_up(chain: Chain, tier: BookedTier) -> int:
     index, step, num_evicted = tier.index, _step_of(chain), 0
     unwritten = chain.unwritten
     # What a store is late with, or a worker copies, was not waited for: what it brings to such a slot goes no further.
-    may_lose = tier is chain.host and bool(chain.written) and unwritten.num_late + unwritten.num_held > 0
+    may_lose = tier is chain.host and bool(chain.written) and unwritten.num_late > 0
     unwritten.has_lost |= may_lose and index.is_filled_from(index.num_slots)
+    for given_up in unwritten.held.values() if tier is chain.host else ():
+        given_up(index.num_slots)
     for start in (*range(index.max_slots - step, index.num_slots, -step), index.num_slots):
         num_evicted += _count(chain, tier, index.give_up(start))
         await asyncio.sleep(0)
