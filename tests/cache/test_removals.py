@@ -212,6 +212,19 @@ async def test_an_eviction_names_no_tier_for_others_that_it_has() -> None:
         await until_idle(kv)
 
 
+async def test_an_eviction_names_no_tier_for_what_it_can_be_told_by_now() -> None:
+    """What a medium could not be told before, of these blocks or others, it is told before the answer."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await keep(kv, engine, OTHERS)
+        disk.on_forget.fail_next(BackendUnavailableError("busy"))
+        assert (await kv.evict(OTHERS)).kept_by == (disk.settings.name,)
+        assert await kv.evict(KEYS) == RemovalResult(len(KEYS))
+        assert disk.num_records == 0
+        await until_idle(kv)
+
+
 async def test_a_flush_says_whether_all_is_written_and_noted() -> None:
     """Of a tier that is bypassed blocks go on waiting; a checkpoint that fails leaves nothing to rely on."""
     engine, disk = Engine(), ScriptedSlotBackend(16, write="back", timeout_s=0.2)

@@ -306,13 +306,13 @@ class OwnedTier(StorageTier, BookedTier):
         """Make blocks unfindable at once. Of what is in no books the medium may know as well: see what is owed."""
         if not self.health.is_open:
             self._tombstones.add(batch)
-        is_all_known = bool(self.index.ready(batch.names).all())
+        has_to_pay = self._journal.is_owing or not self.index.ready(batch.names).all()  # of these, too, perhaps
         self.index.remove(batch.names)
         self._expected.forget(batch.names)
 
         async def forget() -> bool:
             await self._until_written(batch.names)  # and until what has left is forgotten
-            if not is_all_known:
+            if has_to_pay:
                 await self._pay()
             return not (self._tombstones or self._journal.is_owing)  # whatever others' writes may bring
 
