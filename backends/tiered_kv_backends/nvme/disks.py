@@ -6,7 +6,8 @@ away must not come back with it. What hangs there may go on for ever, in threads
 So that none brings back after a restart what was evicted while it was away, each directory has a file ``member``
 (`Member`): an identity of its own, and those of all that were in use when one came or went last, under a number that
 counts these times. The highest number says who belongs together. Whoever is not named there was away while blocks may
-have been evicted, and begins empty; as do the fewer where directories of two tiers are used together.
+have been evicted, and begins empty; as do the fewer where directories of two tiers are used together, and all where
+those of one were used apart.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
@@ -157,13 +158,18 @@ def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
 
 
 def were_away(members: Sequence[Member]) -> list[bool]:
-    """Say which of them were not in use when others were last, or are of another tier than most, or than the first."""
+    """Say which of them were not in use when others were last, or are of another tier than most, or than the first.
+
+    All, if some were in use and none of the others was, and then the other way round: each of them has what was evicted
+    while it was away.
+    """
     used = [member for member in members if member.turn]
     if not used:
         return [False] * len(members)
     [(tier, _)] = Counter(member.tier for member in used).most_common(1)  # of equal numbers the first
     latest = max((member for member in used if member.tier == tier), key=lambda member: member.turn)
-    return [member.id not in latest.ids or member.tier not in {"", tier} for member in members]
+    apart = [member for member in used if member.tier == tier and member.ids.isdisjoint(latest.ids)]
+    return [bool(apart) or member.id not in latest.ids or member.tier not in {"", tier} for member in members]
 
 
 def are_copies(members: Sequence[Member]) -> list[bool]:

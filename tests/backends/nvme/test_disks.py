@@ -575,6 +575,23 @@ async def test_of_directories_that_were_used_apart_one_goes_on(paths: list[Path]
             assert tier.recovered(3) == {2: 1, 4: 2}
 
 
+async def test_what_was_evicted_in_one_comes_back_from_none_that_was_used_apart(paths: list[Path]) -> None:
+    """Those of one tier that were there in turn, the other away each time: all begin empty. Then all is as ever."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    for there, num_starts in ((1, 2), (0, 1)):
+        for _ in range(num_starts):
+            take_away(paths[1 - there])
+            async with opened(paths[:2]) as tier:
+                assert set(tier.recovered(N).values()) == set(range(there, N, 2))
+            bring_back(paths[1 - there])
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {}
+        await tier.write(count_up(N))
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == count_up(N)
+
+
 async def test_one_that_another_tier_had_is_added_empty(paths: list[Path], tmp_path: Path) -> None:
     """However often directories came and went there: of two tiers' directories the larger number stays."""
     async with opened(paths[:2]) as tier:
