@@ -225,6 +225,29 @@ async def test_a_write_that_hangs_is_given_up_and_its_slots_kept(kind: type[Scri
         assert not kv.stats()["slow"].is_bypassed
 
 
+@both_kinds
+async def test_a_tier_that_hangs_is_given_no_write_whose_records_are_made_by_then(kind: type[Scripted]) -> None:
+    """It goes without these blocks, as without those that wait in its line."""
+    slow, engine, may_go_on = kind(name="slow", timeout_s=0.5), Engine(), threading.Event()
+    async with open_cache(CPU, slow, engine=engine) as kv:
+        slow.on_write.hold()
+        hanging = await kv.store(KEYS[:1], engine.compute(KEYS[:1]))
+        await until(lambda: slow.on_write.num_held == 1)
+        making = inside(kv).chains[0].storage[0].records.threads
+        busy = [making.run(may_go_on.wait) for _ in range(16)]
+        stored = await kv.store(KEYS[1:2], engine.compute(KEYS[1:2]))
+        assert (kv.stats()["slow"].num_calls, kv.stats()["slow"].num_waiting) == (2, 0)
+        await until(lambda: kv.stats()["slow"].is_bypassed)
+        may_go_on.set()
+        assert _in(await stored.settled(), "slow") == TierStore("slow", dropped=1)
+        assert kv.stats()["slow"].dropped_because == {Reason.TIER_AWAY: 1}
+        assert slow.on_write.num_calls == 1
+        slow.on_write.release()
+        await hanging.settled()
+        await asyncio.gather(*busy)
+        await until_idle(kv)
+
+
 async def test_a_lookup_that_hangs_answers_without_the_tier() -> None:
     """`lookup` and `load` answer with what the other tiers have, and with everything once the call has returned."""
     engine, slow = Engine(), ScriptedBackend(name="slow", timeout_s=SOON_S)

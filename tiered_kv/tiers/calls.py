@@ -288,6 +288,11 @@ class Turn:
         self._waiter = waiter
         self._tasks = tasks
 
+    @property
+    def is_off(self) -> bool:
+        """Whether calls like this have come to hang since the turn did: to make it would lend one more its buffers."""
+        return self._calls.health.hangs(self._doing)
+
     def give_back(self) -> None:
         """Make no call."""
         self._calls.health.not_made(self._doing)

@@ -194,6 +194,10 @@ class StorageHealth:
         breaker = self._breakers.get(doing)
         return self.is_bypassed or (breaker is not None and breaker.is_open)
 
+    def hangs(self, doing: str) -> bool:
+        """Whether calls of a kind, or what counts with it, are past their time, and waited for."""
+        return self._breaker(doing).num_late > 0
+
     def begin(self, doing: str) -> None:
         """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""
         self._breaker(doing).begin(doing)

@@ -208,9 +208,9 @@ class OwnedTier(StorageTier, BookedTier):
         names, slots = writing.batch.names, writing.slots
         if at is not None:
             names, slots = names[at], slots[at]
-        if not len(slots):
+        if not len(slots) or turn.is_off:
             turn.give_back()
-            then([], "")
+            then([Outcome.REFUSED] * len(slots), "")
             return
         self._in_write[writing] = names, slots
         hidden, more = self.records.names(names), {"make": make} if make else {}

@@ -587,10 +587,10 @@ class SharedTier(StorageTier):
                     give_back()
                 end(made.outcomes(self._told(answer, len(made.at))))
 
-            if not len(made.at):
+            if not len(made.at) or turn.is_off:
                 turn.give_back()
                 give_back()
-                end(made.outcomes([]))
+                end(made.outcomes([Outcome.REFUSED] * len(made.at)))
                 return
             turn.make(
                 None, partial(self.backend.write, [*made.keys], made.records), ended,
