@@ -38,6 +38,24 @@ async def working(at: str, backend: ScriptedBackend) -> AsyncIterator[tuple[Tier
         yield kv, engine
 
 
+@asynccontextmanager
+async def answering(*bodies: bytes) -> AsyncIterator[str]:
+    """Yield the address of something that answers with these, one after the other; the last again and again."""
+    left = list(bodies)
+
+    async def app(_: Any, __: Any, send: Any) -> None:  # noqa: ANN401 - as ASGI has it
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+        await send({"type": "http.response.body", "body": left.pop(0) if len(left) > 1 else left[0]})
+
+    server = page_server.PageServer(app, "127.0.0.1:0")
+    served = server.start()
+    assert isinstance(served, PageServed)
+    try:
+        yield served.address
+    finally:
+        await server.stop()
+
+
 async def test_status_says_what_is_there_and_whether_all_is_well(at: str) -> None:
     """Tiers, hits and misses as `stats` has them; with a tier in trouble the exit code is 1, and it is named."""
     backend = ScriptedBackend()
@@ -81,19 +99,64 @@ async def test_a_page_that_is_busy_is_not_taken_for_something_else(at: str, monk
 @pytest.mark.parametrize("command", [("status",), ("top", "--looks", "1"), ("explain", "-")])
 async def test_what_answers_and_is_no_page_is_said_in_one_line(command: tuple[str, ...], other: bytes) -> None:
     """Whatever JSON something else has at that address."""
-
-    async def app(_: Any, __: Any, send: Any) -> None:  # noqa: ANN401 - as ASGI has it
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
-        await send({"type": "http.response.body", "body": other})
-
-    server = page_server.PageServer(app, "127.0.0.1:0")
-    served = server.start()
-    assert isinstance(served, PageServed)
-    result = await run(*command, "--at", served.address, stdin="[1, 2]")
-    await server.stop()
+    async with answering(other) as address:
+        result = await run(*command, "--at", address, stdin="[1, 2]")
     assert result.exit_code == 2
     assert "is no cache's page" in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (("status",), "tiers.0.is_bypassed"),
+        (("status", "--json"), "hour.hits"),
+        (("top", "--looks", "1"), "cache.transfers"),
+        (("top", "--looks", "1", "--json"), "shortfalls.0.because"),
+        (("explain", "-"), "blocks.5.says"),
+        (("explain", "-", "--json"), "named_by.model"),
+    ],
+)
+@pytest.mark.parametrize("value", ["of another type", None], ids=["changed", "gone"])
+async def test_a_page_of_another_version_is_said_in_one_line(
+    at: str, command: tuple[str, ...], where: str, value: str | None
+) -> None:
+    """With what differs there, and exit code 2."""
+    async with working(at, ScriptedBackend()):
+        if command[0] == "explain":
+            said = json.loads((await run("explain", "-", "--at", at, "--json", stdin=json.dumps(TOKENS))).stdout)
+        else:
+            said = await answer("status", "--at", at)
+    *path, name = where.split(".")
+    of = said
+    for step in path:
+        of = of[int(step) if step.isdigit() else step]
+    if value is None:
+        del of[name]
+    else:
+        of[name] = [value]
+    async with answering(json.dumps(said).encode()) as address:
+        result = await run(*command, "--at", address, stdin="[1, 2]")
+    assert result.exit_code == 2
+    assert f".json: {where}: " in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+async def test_top_goes_on_with_the_next_cache_at_its_address(at: str) -> None:
+    """A program that starts again with other tiers: counts of another cache are not compared with its own."""
+    async with working(at, ScriptedBackend()):
+        state = await answer("status", "--at", at)
+    tiers = [{**tier, "tier": f"new {tier['tier']}"} for tier in state["tiers"]]
+    by_tier = {
+        name: {f"new {tier}": count for tier, count in state["hour"][name].items()}
+        for name in ("hits", "evicted", "bytes_read", "bytes_written")
+    }
+    later = {"at": state["at"] + 1, "opened_at": state["at"], "tiers": tiers, "hour": state["hour"] | by_tier}
+    async with answering(*(json.dumps(each).encode() for each in (state, state | later))) as address:
+        result = await run("top", "--at", address, "--every", "0.2", "--looks", "2")
+    assert result.exit_code == 0, result.exception
+    assert "new cpu" in result.stdout
 
 
 async def test_top_looks_again_and_again(at: str) -> None:

@@ -11,7 +11,16 @@ from typing import Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from tiered_kv.cli.running import AsJSON, At, one_line_errors, print_json, print_table, read_whole, running_cache
+from tiered_kv.cli.running import (
+    AsJSON,
+    At,
+    Explained,
+    one_line_errors,
+    print_json,
+    print_table,
+    read_whole,
+    running_cache,
+)
 from tiered_kv.settings.page_address import DEFAULT
 from tiered_kv.values.errors import ConfigurationError
 
@@ -60,7 +69,7 @@ def explain_command(
             raise ConfigurationError("give the prompt's token ids, or --hashes: one of the two")
         asked = {"hashes": _list_in(str(hashes))} if hashes else {"tokens": _list_in(tokens)}
         said = cache.explain({**asked, "salt": salt, "group": group})
-    blocks: list[dict[str, Any]] = said["blocks"]
+    blocks = said["blocks"]
     missing = next((at for at, block in enumerate(blocks) if block["state"] != "ready"), len(blocks))
     if as_json:
         print_json({**said, "num_ready": missing})
@@ -76,7 +85,7 @@ def explain_command(
     raise typer.Exit(int(missing < len(blocks)))
 
 
-def _conclusion(said: Mapping[str, Any], missing: int) -> str:
+def _conclusion(said: Explained, missing: int) -> str:
     blocks, size = said["blocks"], said["block_size"]
     if not blocks:
         return f"No full block of {size} tokens: nothing is kept of a prompt this short."

@@ -9,15 +9,16 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn, TypeVar
 
 import httpx
 import typer
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 from rich.table import Table
+from typing_extensions import TypedDict  # typing's own has no types at run time, before Python 3.12
 
 from tiered_kv.settings.page_address import page_address, parts_of
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
@@ -36,9 +37,108 @@ At = Annotated[
 ]
 
 _TIMEOUT_S: Final = 10.0
-_STATE: Final = {"model", "at", "lag_s", "tiers", "cache", "hour", "shortfalls", "troubles"}
-"""What other JSON has not."""
 _ADVICE: Final = "set page = true where it runs, or give its address: --at HOST:PORT, unix:/PATH or http://HOST/PATH"
+
+
+class TierShown(TypedDict):
+    """Of `TierStatistics`, what is shown."""
+
+    tier: str
+    num_slots: int
+    ready: int
+    written: int
+    corrupt: int
+    capacity_bytes: int
+    in_flight_bytes: int
+    num_waiting: int
+    bytes_read: int
+    bytes_written: int
+    is_bypassed: bool
+    open_breakers: list[str]
+
+
+class HourShown(TypedDict):
+    """Of a `Span`, what is shown of the last hour."""
+
+    hit_rate: float | None
+    hits: dict[str, int]
+    evicted: dict[str, int]
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    missing_because: dict[str, int]
+    dropped_because: dict[str, int]
+    not_written: dict[str, dict[str, int]]
+
+
+class CacheShown(TypedDict):
+    """Of `CacheStatistics`, what is shown."""
+
+    transfers: int
+    is_device_usable: bool
+
+
+class Shortfall(TypedDict):
+    """One prompt that was not found whole."""
+
+    at: float
+    tokens: int
+    tenant: str
+    found: int
+    requested: int
+    because: str
+
+
+class Trouble(TypedDict):
+    """How often calls of a tier went wrong, and what the last one told."""
+
+    tier: str
+    call: str
+    what: str
+    times: int
+    error: str
+
+
+class PageState(TypedDict):
+    """What commands read of a page's ``stats.json``, which has more."""
+
+    model: str
+    at: float
+    opened_at: float
+    lag_s: float
+    tiers: list[TierShown]
+    cache: CacheShown
+    hour: HourShown
+    shortfalls: list[Shortfall]
+    troubles: list[Trouble]
+
+
+class BlockExplained(TypedDict):
+    """Of an `Explanation`, what is read."""
+
+    state: str
+    says: str
+    unknown_in: list[str]
+
+
+class DigestsShown(TypedDict):
+    """What blocks are named by."""
+
+    model: str
+    epoch: str
+    tenant: str
+
+
+class Explained(TypedDict):
+    """What commands read of a page's answer to ``explain.json``."""
+
+    block_size: int
+    named_by: DigestsShown
+    blocks: list[BlockExplained]
+
+
+S = TypeVar("S")
+_STATE: Final = TypeAdapter(PageState)
+_EXPLAINED: Final = TypeAdapter(Explained)
 
 
 class RunningCache:
@@ -48,24 +148,24 @@ class RunningCache:
         self._client = client
         self._at = at
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> PageState:
         """Return what its page shows.
 
         Raises:
-            BackendUnavailableError: Nobody answers, or no cache is open there.
+            BackendUnavailableError: Nobody answers, no cache is open there, or its page is of another version.
         """
         return self._asked("GET", "stats.json", _STATE)
 
-    def explain(self, question: dict[str, Any]) -> dict[str, Any]:
+    def explain(self, question: dict[str, Any]) -> Explained:
         """Ask why blocks are there or are not.
 
         Raises:
             BackendUnavailableError: As `state`.
             ConfigurationError: It is no question.
         """
-        return self._asked("POST", "explain.json", {"block_size", "named_by", "blocks"}, json=question)
+        return self._asked("POST", "explain.json", _EXPLAINED, json=question)
 
-    def _asked(self, method: str, path: str, fields: AbstractSet[str], **what: Any) -> dict[str, Any]:  # noqa: ANN401 - as httpx has it
+    def _asked(self, method: str, path: str, shape: TypeAdapter[S], **what: Any) -> S:  # noqa: ANN401 - as httpx has it
         try:
             answer = self._client.request(method, path, **what)
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -84,12 +184,26 @@ class RunningCache:
             )
         if not isinstance(said, dict) and answer.status_code == httpx.codes.SERVICE_UNAVAILABLE:
             raise BackendUnavailableError(f"what answers at {self._at} is too busy (503): ask again")
-        if not isinstance(said, dict) or ("error" not in said and (answer.is_error or not said.keys() >= fields)):
-            raise BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
+        no_page = BackendUnavailableError(f"what answers at {self._at} is no cache's page: {_ADVICE}")
+        if not isinstance(said, dict) or ("error" not in said and answer.is_error):
+            raise no_page
         if "error" in said:
             kind = BackendUnavailableError if answer.is_server_error else ConfigurationError
             raise kind(f"{self._at} answers: {said['error']}")
-        return said
+        try:
+            shape.validate_python(said, strict=True)
+        except ValidationError as error:
+            wrong = error.errors()
+            if any(each["type"] == "missing" and len(each["loc"]) == 1 for each in wrong):
+                raise no_page from error
+            where = ".".join(str(each) for each in wrong[0]["loc"])
+            raise BackendUnavailableError(
+                f"{self._at} is the page of another version of tiered-kv, which its own command can ask "
+                f"({path}: {where}: {wrong[0]['msg']})"
+            ) from error
+        whole: Any = said  # also what no command reads: --json says it
+        shown: S = whole
+        return shown
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from pydantic import ByteSize
@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.cli import hosting
-from tiered_kv.cli.running import AsJSON, At, one_line_errors, out, print_json, running_cache
+from tiered_kv.cli.running import AsJSON, At, PageState, one_line_errors, out, print_json, running_cache
 from tiered_kv.settings.page_address import DEFAULT
 
 _BAR: Final = 12
@@ -87,8 +87,10 @@ def top_command(
                     out.print()  # what Rich leaves out there: the end of the last line
 
 
-def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None) -> list[RenderableType]:
+def _overview(state: PageState, before: PageState | None = None) -> list[RenderableType]:
     hour, troubled = state["hour"], _troubled(state)
+    if before is not None and before["opened_at"] != state["opened_at"]:
+        before = None  # of a cache that was there before: this one counts from its own opening
     rate = hour["hit_rate"]
     said = f"[red]trouble in {escape(', '.join(troubled))}[/]" if troubled else "[green]no tier in trouble[/]"
     busy = "" if state["lag_s"] < 0.9 else ", [yellow]its event loop is busy[/]"
@@ -99,7 +101,7 @@ def _overview(state: Mapping[str, Any], before: Mapping[str, Any] | None = None)
     return [head, *_troubles(state, troubled), _tiers(state, before), *_reasons(state), *_shortfalls(state)]
 
 
-def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
+def _tiers(state: PageState, before: PageState | None) -> Table:
     table = Table(box=None, pad_edge=False)
     for column in ("tier", "", "full", "size", "blocks", "hits", "evicted", "reads", "writes", "under way", "trouble"):
         table.add_column(column, justify="left" if column in {"tier", "", "trouble"} else "right")
@@ -130,7 +132,7 @@ def _tiers(state: Mapping[str, Any], before: Mapping[str, Any] | None) -> Table:
     return table
 
 
-def _troubles(state: Mapping[str, Any], troubled: Sequence[str]) -> list[RenderableType]:
+def _troubles(state: PageState, troubled: Sequence[str]) -> list[RenderableType]:
     """Say what the calls of tiers in trouble told last."""
     return [
         Text(f"{each['tier']}, {each['call']} {each['what']} {each['times']:,} times, the last time: {each['error']}")
@@ -139,7 +141,7 @@ def _troubles(state: Mapping[str, Any], troubled: Sequence[str]) -> list[Rendera
     ]
 
 
-def _reasons(state: Mapping[str, Any]) -> list[RenderableType]:
+def _reasons(state: PageState) -> list[RenderableType]:
     hour = state["hour"]
     broken = {tier["tier"]: tier["corrupt"] for tier in state["tiers"] if tier["corrupt"]}
     lines = [
@@ -155,7 +157,7 @@ def _reasons(state: Mapping[str, Any]) -> list[RenderableType]:
     ]
 
 
-def _shortfalls(state: Mapping[str, Any]) -> list[RenderableType]:
+def _shortfalls(state: PageState) -> list[RenderableType]:
     last = state["shortfalls"][:_MOST_SHORTFALLS]
     if not last:
         return []
@@ -173,7 +175,7 @@ def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
     return sorted(counts.items(), key=lambda each: -each[1])[:_MOST_REASONS]
 
 
-def _troubled(state: Mapping[str, Any]) -> list[str]:
+def _troubled(state: PageState) -> list[str]:
     away = [tier["tier"] for tier in state["tiers"] if tier["is_bypassed"] or tier["open_breakers"]]
     return away if state["cache"]["is_device_usable"] else [*away, "the engine's device"]
 
