@@ -116,6 +116,28 @@ def test_it_says_its_version() -> None:
     assert run("--version").output == f"tiered-kv {tiered_kv.__version__}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (("--nonsense",), "--nonsense"),
+        (("nonsense",), "nonsense"),
+        (("status", "--nonsense"), "--nonsense"),
+        (("status", "--at"), "--at"),
+        (("top", "--every", "a while"), "--every"),
+        (("top", "--every", "0"), "0.2"),
+        (("explain", "a", "b"), "(b)"),
+        (("plan",), "TRACE"),
+    ],
+)
+def test_a_call_that_cannot_be_is_said_in_one_line(arguments: tuple[str, ...], why: str) -> None:
+    """As every other error is, so that a log or a probe that shows one line shows all; exit code 2."""
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("tiered-kv: ")
+    assert why in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
 def test_it_suggests_what_was_meant() -> None:
     """Where a command is nearly right."""
     result = run("doctr")

@@ -1,6 +1,7 @@
 """The commands. What each does, and what it shows of the answer, is in the modules beside this one."""
 
 import ast
+import sys
 from importlib import import_module
 from importlib.metadata import version as version_of
 from importlib.resources import files
@@ -30,6 +31,7 @@ _SHOWN: Final[dict[str, Any]] = {
     "pretty_exceptions_enable": False,
     "rich_markup_mode": "markdown",  # as markup, a file's [host] would be gone
 }
+_UsageError: Final[Any] = typer.BadParameter.__base__  # of click, or of the copy of it that Typer has
 
 
 class _Commands(TyperGroup):
@@ -39,6 +41,23 @@ class _Commands(TyperGroup):
         super().__init__(**attributes)
         self.commands = dict.fromkeys(_MODULES, TyperCommand(None))  # whose names are suggested
         self._is_listing = False
+
+    def main(self, *args: Any, **extra: Any) -> Any:  # noqa: ANN401 - as above
+        """Do what the command line says, and exit; what cannot be done is said in one line, and the exit code is 2."""
+        if not extra.get("standalone_mode", True):
+            return super().main(*args, **extra)
+        said = ""
+        try:
+            code = super().main(*args, **extra | {"standalone_mode": False})
+        except typer.Abort:  # a question that nobody answers
+            code, said = 1, "aborted"
+        except _UsageError as error:
+            code, said = error.exit_code, " ".join(error.format_message().split())
+            if said and error.ctx is not None:  # without a word the help has been shown
+                said += f" ({error.ctx.command_path} --help says more)"
+        if said:
+            sys.stderr.write(f"tiered-kv: {said}\n")
+        sys.exit(code)
 
     def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401 - of click, or of the copy of it that Typer has
         return list(_MODULES)
