@@ -138,6 +138,19 @@ async def test_what_clients_count_as_lookups_is_in_the_metrics(tmp_path: Path, s
             assert await counted(rf'kv_lookup_missed_blocks_total{{.*model="one",reason="removed"}} {missed}\.0')
 
 
+async def test_a_long_prompt_that_is_looked_up_is_asked_for_once(tmp_path: Path, shown: dict[str, Any]) -> None:
+    """However many blocks it has: a lookup in parts would be several, of which the last ones nobody makes."""
+    engine, long, socket = AnyEngine(), prompt(MOST_KEYS + 100), tmp_path / "page.sock"
+    with serving(tmp_path, cpu(32), settings=shown) as server:
+        async with attached(server, engine, model=ModelIdentity("one", weights="w0")) as kv:
+            await kv.store(long[:8], engine.fill(long[:8], range(8)))
+            assert (await kv.lookup(long)).num_blocks == 8
+            assert (await kv.load(long[:8], engine.spec(range(8)))).num_blocks == 8
+            (directory,) = (await get(socket, "/stats.json")).json()["models"]
+            asked = (await get(socket, f"/{directory}/stats.json")).json()["asked"]
+            assert (asked["requested"], asked["missing"]) == (len(long), len(long) - 8)
+
+
 async def test_a_server_that_cannot_begin_leaves_nothing_behind(tmp_path: Path, shown: dict[str, Any]) -> None:
     """Neither its socket, nor its lock, nor its page: the next one listens there."""
 

@@ -52,8 +52,9 @@ LONG_S: Final = 60.0
 """What calls for operators may take: `flush`, `clear`, `evict`."""
 MOST_KEYS: Final = 1 << 14
 """That one message is about: a client asks about more in parts, so that between them others have their turns."""
-_MOST_COUNTED: Final = 1 << 17
-"""The same of `count_lookup`, parts of which would count as so many lookups: more than a prompt has."""
+_MOST_LOOKED_UP: Final = 1 << 17
+"""The same of lookups, parts of which would count as so many requests: more than a prompt has. The server needs some 5
+ms to find as many."""
 _RANKS: Final = 8
 """Of a client, for which one message may be about as many keys as it may at all: each key is looked up for each."""
 _NO_STATISTICS: Final = CacheStatistics((), 0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
@@ -249,6 +250,8 @@ class Remote(Generic[P, T]):
         if self.has_keys:
             check_are_keys(given.keys)
         num_keys, most = len(given.keys) if self.has_keys else 0, self.most_of(num_ranks)
+        if getattr(given, "where", False):  # the answer has a path or a name of each
+            most = min(most, MOST_KEYS)
         if num_keys <= most:
             return [given]
         by_key = [name for name in ("keys", "found") if hasattr(given, name)]
@@ -411,10 +414,15 @@ def _asked(
 
 
 def _asked_now(
-    call: Callable[Concatenate[Any, P], T], *, away: Away[T], anywhere: bool = False, **may: bool
+    call: Callable[Concatenate[Any, P], T],
+    *,
+    away: Away[T],
+    anywhere: bool = False,
+    most_keys: int = MOST_KEYS,
+    **may: bool,
 ) -> "Method[P, T]":
-    """Make a method that asks the server, and blocks its thread, a second at most."""
-    remote: Remote[P, T] = Remote(call, **may)
+    """Make a method that asks the server about so many keys at a time, and blocks its thread, a second at most."""
+    remote: Remote[P, T] = Remote(call, most_keys=most_keys, **may)
 
     def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
         return kv._asking.ask_now(remote, away, remote.bind(*args, **kwargs), anywhere=anywhere)  # noqa: SLF001 - ours
@@ -502,11 +510,11 @@ class AskedCalls(BlockCache):
     returns a handle ``_started``. Without ``away`` it raises while no server is there.
     """
 
-    lookup = _asked(BlockCache.lookup, away=_nothing_found)
-    lookup_nowait = _asked_now(BlockCache.lookup_nowait, away=_nothing_found, anywhere=True)
-    presence = _asked(BlockCache.presence, away=_nothing_there)
+    lookup = _asked(BlockCache.lookup, most_keys=_MOST_LOOKED_UP, away=_nothing_found)
+    lookup_nowait = _asked_now(BlockCache.lookup_nowait, most_keys=_MOST_LOOKED_UP, away=_nothing_found, anywhere=True)
+    presence = _asked(BlockCache.presence, most_keys=_MOST_LOOKED_UP, away=_nothing_there)
     membership = _asked_now(BlockCache.membership, away=_nothing_known, anywhere=True)
-    count_lookup = _noted(BlockCache.count_lookup, anywhere=True, most_keys=_MOST_COUNTED)
+    count_lookup = _noted(BlockCache.count_lookup, anywhere=True, most_keys=_MOST_LOOKED_UP)
     prefetch = _started(BlockCache.prefetch, away=_nothing_brought, cancelled=PrefetchResult(0, 0))
     touch = _noted(BlockCache.touch)
     resident = _noted(BlockCache.resident)
