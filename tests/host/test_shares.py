@@ -1,6 +1,7 @@
 """Shares of models in a server's tiers: fixed, lent and taken back, and what is reclaimed of those that nobody uses."""
 
 import asyncio
+import errno
 import gc
 import os
 import shutil
@@ -29,6 +30,7 @@ from tiered_kv import (
     TieredKVSettings,
 )
 from tiered_kv.host.shares import DIRECTORY_DIGITS, Shares
+from tiered_kv.system import Files
 from tiered_kv_backends.nvme import NVMeBackend
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
@@ -368,12 +370,51 @@ async def test_a_model_that_does_not_go_holds_up_no_other(tmp_path: Path, monkey
     try:
         with anyio.fail_after(30):
             await shares.reclaim(0.0)
-            await until(lambda: [each.directory for each in shares] == [hanging])
+            await until(lambda: share.cache is None and {each.going is None for each in shares} == {False, True})
             share, _ = await shares.join(ONE, SMALL, (Shard(),))
         assert share.cache is not None
     finally:
         goes_on.set()
     await until(lambda: list(shares) == [share])
+    await shares.aclose()
+
+
+@pytest.mark.parametrize(("because", "said"), [("denied", "not permitted"), ("others", "in use")])
+async def test_a_model_whose_directory_cannot_be_deleted_is_tried_again(
+    because: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is named, and its bytes count meanwhile: the tier takes no more than it may. Who attaches for it has it."""
+    disk, is_well, unlink = tmp_path / "disk", because != "denied", Files.unlink
+
+    def unlink_if_well(files: Files, name: str, *, dir_fd: int) -> None:
+        if not is_well and name == "slab":
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), name)
+        unlink(files, name, dir_fd=dir_fd)
+
+    monkeypatch.setattr(Files, "unlink", unlink_if_well)
+    settings = TieredKVSettings(tiers=[cpu(500), nvme(disk, 1 << 20)], limits=LIMITS)
+    shares = Shares(settings, Recorder())
+    share, _ = await shares.join(ONE, SMALL, (Shard(),))
+    shares.leave(share)
+    note = disk / share.directory / "note"
+    if because == "others":
+        note.touch()
+    for _ in range(2):
+        await shares.reclaim(0.0)
+        await until(lambda: [each.going for each in shares] == [None])
+        (kept,) = shares
+        assert (kept.name, kept.cache, list(kept.given)) == ("one", None, ["nvme"])
+    told = [record.getMessage() for record in caplog.records if "host.directory_kept" in record.getMessage()]
+    assert len(told) == 2
+    assert all("one" in each and kept.directory in each and said in each for each in told)
+    is_well = True
+    note.unlink(missing_ok=True)
+    again, _ = await shares.join(ONE, SMALL, (Shard(),))
+    assert again.cache is not None
+    shares.leave(again)
+    await shares.reclaim(0.0)
+    await until(lambda: not list(shares))
+    assert models_in(disk) == []
     await shares.aclose()
 
 

@@ -32,7 +32,7 @@ from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
-from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, TieredKVError
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, TieredKVError, in_words
 from tiered_kv.values.events import Emit
 from tiered_kv.values.keys import ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout, fingerprint
@@ -63,6 +63,7 @@ class Share:
         given: By owned tier, the bytes that it has now, or will have once it is open; of one that was left, on disks.
         resizing: The owned tiers of which it is being given more or less.
         stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
+        was_open: Whether its directories were this server's: only then is what stays in them no other server's.
     """
 
     directory: str
@@ -80,6 +81,7 @@ class Share:
     given: dict[str, int] = field(default_factory=dict)
     resizing: set[str] = field(default_factory=set)
     stored_at: float = 0.0
+    was_open: bool = False
     _num_stored: int = 0
 
     async def resize(self, tier: str, capacity: int) -> bool:
@@ -191,9 +193,23 @@ class DividedTier:
         are_cut = [self._medium().cut_left(path / directory, capacity) for path in self.paths]
         return all(are_cut)
 
-    def delete(self, directory: str) -> list[Path]:
-        """Delete a model's directories, and return those that stay. Blocks the thread as long as their files take."""
-        return [path / directory for path in self.paths if not self._medium().delete_left(path / directory)]
+    def left_of(self, directory: str) -> int:
+        """Return how many bytes one model's directory takes where it takes most."""
+        return max(_num_bytes(path / directory) for path in self.paths)
+
+    def delete(self, directory: str) -> dict[Path, Exception | None]:
+        """Delete a model's directories, and return those that stay: why they cannot go, or None if they may not.
+
+        Blocks the thread as long as their files take.
+        """
+        stay: dict[Path, Exception | None] = {}
+        for path in self.paths:
+            try:
+                if not self._medium().delete_left(path / directory):
+                    stay[path / directory] = None
+            except Exception as error:  # noqa: BLE001 - whatever a medium raises: who attaches for it waits for this
+                stay[path / directory] = error
+        return stay
 
     def _medium(self) -> type[SlotBackend]:
         """Return the class of a medium that has directories."""
@@ -421,22 +437,30 @@ class Shares:
             share.going = None
 
     async def _go(self, share: Share) -> None:
-        """Give up a model's blocks."""
+        """Give up a model's blocks. What has to stay of them counts, as if an earlier server had left it."""
+        was_open = share.was_open or share.cache is not None
         if share.cache is not None:
             try:
                 await share.cache.aclose()
             except Exception as error:  # noqa: BLE001 - whatever a medium raises: nothing of it is to stay
                 log("error", "host.close_failed", exc_info=error)
             share.cache = share.page = None
+        left = dict[str, int]()
+        loop = asyncio.get_running_loop()
         for tier in self._tiers:
-            try:
-                for kept in await in_a_thread(LoopCalls(asyncio.get_running_loop()), tier.delete, share.directory):
-                    log("warning", "host.directory_kept", path=str(kept))
-            except Exception as error:  # noqa: BLE001 - whatever a medium raises: who attaches for it waits for this
-                paths = ", ".join(str(path / share.directory) for path in tier.paths)
-                log("error", "host.directory_kept", exc_info=error, path=paths)
-        del self._shares[share.directory]
-        log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
+            stay = await in_a_thread(LoopCalls(loop), tier.delete, share.directory)
+            for path, failure in stay.items():
+                why = in_words(failure) if failure is not None else "it is in use, or others' files are in it"
+                log("warning", "host.directory_kept", model=share.name, path=str(path), error=why)
+            if any(was_open or failure is not None for failure in stay.values()):
+                left[tier.name] = await in_a_thread(LoopCalls(loop), tier.left_of, share.directory)
+        if left:  # which is tried again, as long after this
+            kept = Share(share.directory, share.name, share.weight, unused_since=loop.time(), given=left)
+            kept.was_open = was_open
+            self._shares[share.directory] = kept
+        else:
+            del self._shares[share.directory]
+            log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
         self._divide_by_right()
         gc.collect()  # a closed cache is a circle with tables of megabytes, of too few objects to be looked for soon
 

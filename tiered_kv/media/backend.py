@@ -451,6 +451,9 @@ class SlotBackend(_Tier):
 
         Nothing is deleted while a tier has it open, nor if anything lies in it that no tier has made. Blocks the thread
         for as long as its files take.
+
+        Raises:
+            OSError: It may go, and its disk does not let it: a part of it may be gone.
         """
         return False
 

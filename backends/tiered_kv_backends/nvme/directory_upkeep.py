@@ -167,17 +167,18 @@ def has_left(path: Path) -> bool:
 
 def delete_left(path: Path) -> bool:
     """See `NVMeBackend.delete_left`."""
-    try:
-        with _left(path) as fd:
-            for each in files().entries(fd):
-                if each.is_folder:
-                    remove_folder(fd, each.name)
-                elif each.name != HOLDER:
-                    files().unlink(each.name, dir_fd=fd)
-            files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for
-            files().rmdir(path)
-    except OSError:
-        return not files().exists(path)
+    with contextlib.ExitStack() as opened:
+        try:
+            fd = opened.enter_context(_left(path))
+        except OSError:
+            return not files().exists(path)
+        for each in files().entries(fd):
+            if each.is_folder:
+                remove_folder(fd, each.name)
+            elif each.name != HOLDER:
+                files().unlink(each.name, dir_fd=fd)
+        files().unlink(HOLDER, dir_fd=fd)  # the last: without it this would be no tier's when it is looked for
+        files().rmdir(path)
     return True
 
 

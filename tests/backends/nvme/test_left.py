@@ -1,5 +1,6 @@
 """Directories that NVMe tiers have left: they go whole, and nothing of others does."""
 
+import errno
 import fcntl
 import os
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import pytest
 
 from tests.support.nvme_tier import MIB, count_up, disk_usage, open_tier
 from tiered_kv.media.backend import Outcome
+from tiered_kv.system import Files
 from tiered_kv_backends.nvme import NVMeBackend
 
 NAME = "0123456789abcdef" * 2
@@ -54,6 +56,21 @@ async def test_a_directory_that_a_tier_has_left_is_cut(tmp_path: Path) -> None:
     async with open_tier(tmp_path / NAME) as tier:
         assert tier.recovered(40) == {}
     assert NVMeBackend.cut_left(tmp_path / "gone", 0)
+
+
+def test_what_cannot_be_deleted_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another time it may: what is there yet is a tier's still."""
+    made = left_behind(tmp_path)
+
+    def refuse(_: Files, name: str, *, dir_fd: int) -> None:
+        raise PermissionError(errno.EPERM, "not now", name)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "unlink", refuse)
+        with pytest.raises(PermissionError, match="not now"):
+            NVMeBackend.delete_left(made)
+    assert NVMeBackend.has_left(made)
+    assert NVMeBackend.delete_left(made)
 
 
 def _foreign_file(made: Path) -> None:
