@@ -122,7 +122,10 @@ async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -
         assert dropped.drop_reasons == {"server away": 4}
         assert await dropped.settled() == ()
         assert kv.lookup_nowait(keys).num_blocks == kv.pin(keys, ttl_s=1).num_blocks == 0
-        assert kv.stats().tiers == ()
+        stats = kv.stats()
+        assert stats.tiers == ()
+        assert (stats.requested, stats.missed, stats.missed_because) == (20, 20, {"server away": 20})
+        assert (stats.store_requested, stats.dropped, stats.dropped_because) == (4, 4, {"server away": 4})
     async with served(tmp_path):
         await until_found(kv, keys)
         engine.wipe()

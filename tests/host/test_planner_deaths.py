@@ -209,6 +209,9 @@ async def test_a_server_killed_under_a_plan(tmp_path: Path) -> None:
         with anyio.fail_after(FOREVER_S):
             assert (await job.ended()).errors == ("server away",)
             assert (await planning.plan_store(KEYS).ended()).errors == ("server away",)
+            assert (await planning.plan_load(KEYS[:4]).ended()).errors == ("server away",)
+        stats = kv.stats()
+        assert (stats.dropped_because, stats.missed_because) == ({"server away": 8}, {"server away": 4})
         planning.complete(outcomes)
         assert planning.slabs() == ()
         await stack.enter_async_context(served(tmp_path))

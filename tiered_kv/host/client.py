@@ -84,14 +84,19 @@ class FarCalls(AskedCalls):
         return there is not None and there.is_open and not there.is_silent
 
     def stats(self) -> CacheStatistics:
-        """See `BlockCache.stats`: of the model's cache in the server, and of what this client has and has refused."""
+        """See `BlockCache.stats`: of the model's cache in the server, and what no server was told of."""
         stats: CacheStatistics = super().stats()
-        refused = self._starts.refused
-        because = Counter(stats.dropped_because) + refused
+        refused, missed = self._starts.refused, self._starts.missed
         return replace(
-            stats, store_requested=stats.store_requested + refused.total(), dropped=stats.dropped + refused.total(),
-            dropped_because=dict(because), is_device_usable=self._open(anywhere=True).device.error is None,
-        )  # fmt: skip
+            stats,
+            requested=stats.requested + missed.total(),
+            missed=stats.missed + missed.total(),
+            missed_because=dict(Counter(stats.missed_because) + missed),
+            store_requested=stats.store_requested + refused.total(),
+            dropped=stats.dropped + refused.total(),
+            dropped_because=dict(Counter(stats.dropped_because) + refused),
+            is_device_usable=self._open(anywhere=True).device.error is None,
+        )
 
     # How blocks move.
 

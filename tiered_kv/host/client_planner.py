@@ -10,6 +10,7 @@ descriptors on connections of their own, so that it does not matter what number 
 
 import asyncio
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal, Protocol
@@ -65,6 +66,7 @@ class FarRequest:
         is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
+        untold: By reason, where its blocks count if no server is told of it.
         refused: Why it ends with nothing, if it does.
     """
 
@@ -74,9 +76,10 @@ class FarRequest:
     engine: GPULoadStoreSpec | None
     per_block: int
     is_current: Callable[[], bool]
+    untold: Counter[Reason] | Counter[str]
     gaps: bool = False
     hint: ReuseHint | None = None
-    refused: str = ""
+    refused: Reason | None = None
 
 
 class Hearing(Protocol):
@@ -397,15 +400,21 @@ class FarJobs(JobBook):
 
     def _start(self, far: FarJob) -> None:
         there = self._connection.there
-        if far.request.refused:
-            self._end(far, far.request.refused)
+        if far.request.refused is not None:
+            self._refuse(far, far.request.refused)
         elif there is None or not there.is_open or there.is_silent:
-            self._end(far, "server away")
+            self._refuse(far, Reason.SERVER_AWAY)
         elif self._introductions.are_due:
             self._waiting.append(far)
             self._introductions.soon()
         elif far.job in self._underway:  # else cancelled meanwhile
             self._send(far, there)
+
+    def _refuse(self, far: FarJob, why: Reason) -> None:
+        """End what no server is told of, unless it was cancelled meanwhile."""
+        if far.job in self._underway:
+            far.request.untold[why] += len(far.request.keys)
+            self._end(far, why)
 
     def _send(self, far: FarJob, there: Attachment) -> None:
         request, far.there, far.number = far.request, there, there.number()
@@ -520,7 +529,9 @@ class FarPlanner(Planner):
         said = self._starts.said(keys, epoch=epoch, anywhere=True)
         per_block = self._check(keys, into)
         return self._far_jobs.begin(
-            FarRequest("load", keys, (said,), into, per_block, lambda: self._starts.epoch == epoch, gaps)
+            FarRequest(
+                "load", keys, (said,), into, per_block, lambda: self._starts.epoch == epoch, self._starts.missed, gaps
+            )
         )
 
     @override
@@ -536,13 +547,12 @@ class FarPlanner(Planner):
         digest = None if epoch is None else epoch_digest(epoch)
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
         per_block = self._check(stored, source)
-        refused = "draining" if self._starts.is_draining else ""
-        job = self._far_jobs.begin(
-            FarRequest("store", stored, said, source, per_block, lambda: True, hint=check_hint(hint), refused=refused)
-        )
-        if refused:
-            self._starts.refused[Reason.DRAINING] += len(stored)
-        return job
+        return self._far_jobs.begin(
+            FarRequest(
+                "store", stored, said, source, per_block, lambda: True, self._starts.refused, hint=check_hint(hint),
+                refused=Reason.DRAINING if self._starts.is_draining else None,
+            )
+        )  # fmt: skip
 
     def _check(self, keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
         """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""

@@ -141,11 +141,11 @@ class Moving(Generic[R]):
         self._timer: asyncio.TimerHandle | None = None
         self._error = ""
 
-    def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> None:
-        """Ask a server for it; if there is none, it ends."""
+    def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> bool:
+        """Ask a server for it, and say whether that was done; if there is none, it ends."""
         if there is None or not there.is_open or there.is_silent:
             self._stop(Reason.SERVER_AWAY)
-            return
+            return False
         self._there, self._number = there, there.number()
         there.transfers[self._number] = self
         self._timer = self._loop.call_at(self._deadline, self._time_is_up)
@@ -153,6 +153,8 @@ class Moving(Generic[R]):
             there.send(ask(self._number))
         except TieredKVError:
             self._stop(Reason.TOO_MANY_KEYS)
+            return False
+        return True
 
     def refuse(self, why: Reason, detail: str = "") -> None:
         """End it before it has begun."""
@@ -569,7 +571,8 @@ class Starts:
         epoch: The digest of the weights that the engine serves.
         past_epochs: Digests of weights that it served before, the last one first; a few.
         is_draining: Whether stores are refused.
-        refused: Blocks of stores that were, by reason: the server does not know of them.
+        refused: Blocks of stores of which no server was told, by reason.
+        missed: The same of loads.
     """
 
     def __init__(self, connection: Connection, epoch: bytes, emit: Emit) -> None:
@@ -577,7 +580,7 @@ class Starts:
         self.epoch = epoch
         self.past_epochs: list[bytes] = []
         self.is_draining = False
-        self.refused: Counter[Reason] = Counter()
+        self.refused, self.missed = Counter[Reason](), Counter[str]()
         self._connection = connection
         self._emit = emit
 
@@ -627,10 +630,13 @@ class Starts:
         """Begin a load, on the event loop."""
         load = (FarBackLoad if request.order == "back" else FarLoad)(request)
         load.ended.add_done_callback(self._say_loaded)
+        is_told = False
         if (error := request.binding.error) is not None:
             load.refuse(Reason.DEVICE_UNUSABLE, repr(error))
         else:
-            load.start(self._connection.there, request.message)
+            is_told = load.start(self._connection.there, request.message)
+        if not is_told and len(request.keys):
+            self.missed[load.ended.result().missed_because] += len(request.keys)
         request.side.tasks.watch(load.ended, load.revoke)
         return load.handle()
 
@@ -641,11 +647,13 @@ class Starts:
         store = FarStore(request, request.side.loop.time() + timeout_s)
         store.ended.add_done_callback(self._say_stored)
         store.when_settled(self._say_settled)
+        is_told = False
         if (why := self._refusal(request)) is not None:  # here: for its slots the server would evict others' blocks
-            self.refused[why] += len(request.keys)
             store.drop(why, [tier.name for tier in there.attached.tiers] if there is not None else [])
         else:
-            store.start(there, request.message)
+            is_told = store.start(there, request.message)
+        if not is_told:
+            self.refused.update(store.ended.result().drop_reasons)
         request.side.tasks.watch(store.ended, store.revoke)
         return StoreHandle(store.ended, store)
 
