@@ -19,7 +19,7 @@ from anyio import fail_after
 from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, open_any, prompt
-from tests.support.caches import until
+from tests.support.caches import a_while, until
 from tests.support.descriptors import num_open_in
 from tiered_kv.media.backend import BackendContext, Block, Outcome
 from tiered_kv.settings.chain_settings import tier_from
@@ -306,6 +306,28 @@ async def test_a_filesystem_that_takes_no_more_files_is_swept(
                 await asyncio.sleep(0)
         assert await load(backend, keys_of(40)) == [Outcome.HIT]
         assert await backend.lookup(keys) == [Outcome.MISS] * 2 + [Outcome.HIT] * 38
+
+
+async def test_a_full_filesystem_is_swept_though_another_process_swept_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which knew nothing of it, and made no room: stores that are refused after that ask for a sweep of their own."""
+    keys, clock = keys_of(*range(40)), Clock()
+    async with opened(tmp_path, clock) as backend, opened(tmp_path, clock) as other:
+        assert await store(backend, keys) == [Outcome.STORED] * 40
+        take_few_files(tmp_path, monkeypatch, len(keys), errno.EDQUOT)
+        with (tmp_path / "sweeper.lock").open("r+") as lock:  # the other's, which begins
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert await store(backend, keys_of(40)) == [Outcome.REFUSED]
+            for _ in range(9):
+                await a_while()
+        while await other.sweep() is None:  # noqa: ASYNC110 - the one at opening tells nobody
+            await asyncio.sleep(0)
+        assert await backend.lookup(keys) == [Outcome.HIT] * 40
+        with fail_after(30):
+            while await store(backend, keys_of(40)) == [Outcome.REFUSED]:  # noqa: ASYNC110 - a sweep tells nobody
+                await asyncio.sleep(0)
+        assert await load(backend, keys_of(40)) == [Outcome.HIT]
 
 
 async def test_what_no_sweep_would_help_costs_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,7 +82,7 @@ class ByteLedger:
         self._wall_clock_ns = wall_clock_ns
         self._writer = uuid.uuid4().hex[:16]
         self.num_sweeps = 0
-        """When bytes were last taken."""
+        """When bytes were last taken, or a sweep was found to be done."""
 
     def create(self, *, is_empty: bool) -> None:
         """Make the file, if there is none. Of a directory that is not empty nothing is known until it is swept.

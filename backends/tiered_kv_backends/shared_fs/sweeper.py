@@ -149,6 +149,7 @@ class Sweeper:
                 return None
             begun = self._ledger.begin_sweep(self._unwritten)
             if unless_after is not None and begun.num_sweeps > unless_after:
+                self._ledger.num_sweeps = begun.num_sweeps  # who is refused from now on has not been helped by these
                 return None
             swept = self._sweep(failed, is_full=is_full)
             if not self._stopped.is_set():  # else not all was counted
