@@ -29,8 +29,8 @@ from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.redis import RedisBackend, delete_tenant
-from tiered_kv_backends.redis.servers import RedisSettings
+from tiered_kv_backends.redis import RedisBackend, delete_tenant, tenants
+from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
 
 SIZE = 1 << 20
 ACL = """
@@ -517,6 +517,41 @@ class TestTopologies:
                 await backend.delete(keys)
                 assert await backend.lookup(keys) == [Outcome.MISS] * 4
 
+    @pytest.mark.parametrize("has_arrived", [True, False], ids=["arrived", "on its way"])
+    async def test_no_block_of_a_tenant_survives_as_its_slot_moves(
+        self, cluster: list[RedisServer], certificates: Path, monkeypatch: pytest.MonkeyPatch, *, has_arrived: bool
+    ) -> None:
+        """To a node that was looked at, from one that was not yet; as long as it moves, that is said."""
+        nodes, look = clients_of(cluster, certificates), tenants._delete  # noqa: SLF001 - each node is looked at by it
+        settings = guarded_settings(cluster[0], certificates, cluster=True)
+        servers = Servers(RedisSettings.model_validate(settings))
+        first, *_, last = [[node.port for node in cluster].index(each.address.port) for each in await servers.all()]
+        await servers.aclose()
+        settings["prefix"] = prefix = await prefix_held_by(nodes, last)
+        keys, is_moved = [block_key(n) for n in range(4)], False
+
+        async def look_and_move(server: Server, *about: Any) -> Any:  # noqa: ANN401 - as it is
+            nonlocal is_moved
+            found = await look(server, *about)
+            if not is_moved:
+                is_moved = True
+                await move_keys(nodes, prefix, to=first)
+                if has_arrived:
+                    await give_slot(nodes, prefix, first)
+            return found
+
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            await backend.write(keys, blocks_of(4))
+            monkeypatch.setattr(tenants, "_delete", look_and_move)
+            if not has_arrived:
+                with pytest.raises(BackendUnavailableError, match="slots"):
+                    await delete_tenant(backend.settings, b"")
+                await give_slot(nodes, prefix, first)
+            assert await delete_tenant(backend.settings, b"") == 4
+            assert await backend.lookup(keys) == [Outcome.MISS] * 4
+        for each in nodes:
+            await each.aclose()
+
     async def test_a_stalled_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
         """A node that stands still is waited for once: what the others hold is served, and later calls do not wait."""
         keys = [block_key(n) for n in range(30)]
@@ -681,6 +716,32 @@ async def slot_of(nodes: list[Redis], name: str) -> tuple[int, list[str], int]:
     ids = [(await ask(node, "CLUSTER MYID")).decode() for node in nodes]
     shards = await ask(nodes[0], "CLUSTER SLOTS")
     return slot, ids, ids.index(next(shard[2][2].decode() for shard in shards if shard[0] <= slot <= shard[1]))
+
+
+async def prefix_held_by(nodes: list[Redis], at: int) -> str:
+    """Return a prefix of keys that are all in one slot, of this node."""
+    while True:
+        prefix = f"kv/{{{next(_prefixes)}}}"
+        if (await slot_of(nodes, prefix))[2] == at:
+            return prefix
+
+
+async def move_keys(nodes: list[Redis], name: str, *, to: int) -> None:
+    """Have the keys of a slot come to another node, as at the beginning of a resharding."""
+    slot, ids, source = await slot_of(nodes, name)
+    await ask(nodes[to], "CLUSTER SETSLOT", slot, "IMPORTING", ids[source])
+    await ask(nodes[source], "CLUSTER SETSLOT", slot, "MIGRATING", ids[to])
+    names = await ask(nodes[source], "CLUSTER GETKEYSINSLOT", slot, 1000)
+    port = nodes[to].connection_pool.connection_kwargs["port"]
+    there = "127.0.0.1", port, "", 0, 10_000, "AUTH2", "admin", "admin", "KEYS"
+    assert await ask(nodes[source], "MIGRATE", *there, *names) in {b"OK", True}
+
+
+async def give_slot(nodes: list[Redis], name: str, to: int) -> None:
+    """Give a slot, whose keys have come, to a node, as at the end of a resharding."""
+    slot, ids, source = await slot_of(nodes, name)
+    for each in (nodes[to], nodes[source], *nodes):
+        await ask(each, "CLUSTER SETSLOT", slot, "NODE", ids[to])
 
 
 @asynccontextmanager

@@ -20,13 +20,13 @@ from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as LostError
-from redis.exceptions import RedisClusterException, RedisError
+from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import split_url
 from tiered_kv_backends.paths import scrub
-from tiered_kv_backends.redis.resp import Address, Login, Pool
+from tiered_kv_backends.redis.resp import Address, Login, Pool, command
 
 MOST_BYTES: Final = 16 << 20
 """Of one reply: a thousand nodes of a cluster say less of themselves."""
@@ -62,6 +62,12 @@ _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
 """For how long a node of a cluster that is away, or did not answer in time, is left alone."""
 _TOPOLOGY_SHARE = 0.1
 """Of the time of a call, how long a node or a Sentinel may take to say who holds which keys. Then another is asked."""
+
+
+MOVING: Final = {"MOVED", "ASK", "TRYAGAIN"}
+"""What a node of a cluster answers whose slot is another's, or on its way."""
+_MOST_NAMES_TRIED, _OF_ONE_SLOT = 1 << 19, 64
+"""To have one of each of 16,384 slots, some 170,000 are needed; a prefix that puts all in one shows that sooner."""
 
 
 class RedisSettings(StorageTierSettings):
@@ -272,6 +278,41 @@ class Servers:
         async with self._refresh:
             await self._find_out()
         return list(self._servers.values())
+
+    @property
+    def holders(self) -> dict[int, Address]:
+        """Which node of a cluster has each slot, as was said last."""
+        slots = self._cluster.nodes_manager.slots_cache if self._cluster is not None else {}
+        return {slot: Address(nodes[0].host, int(nodes[0].port)) for slot, nodes in slots.items() if nodes}
+
+    async def are_moving(self, prefix: bytes) -> bool:
+        """Say whether a slot in which keys with this prefix may be is not where it was said to be, or on its way.
+
+        Each node is asked for a key of each of its slots that is nobody's: of what is on its way it names another node.
+
+        Raises:
+            OSError, RedisError: A node could not be asked.
+        """
+        names = await asyncio.to_thread(self._one_of_each_slot, prefix)
+        for server, which in await self.holding(names, range(len(names))) if names else ():
+            for answer in await server.count([command(b"EXISTS", names[i]) for i in which]):
+                if isinstance(answer, str):
+                    if answer.partition(" ")[0] not in MOVING:
+                        raise ResponseError(answer)
+                    return True
+        return False
+
+    def _one_of_each_slot(self, prefix: bytes) -> list[bytes]:
+        names: dict[int, bytes] = {}
+        left, cluster = len(self.holders), self._cluster
+        if cluster is None:
+            return []
+        for number in range(_MOST_NAMES_TRIED):
+            name = b"%bslot/%d" % (prefix, number)
+            names.setdefault(cluster.keyslot(name), name)
+            if len(names) >= left or (len(names) == 1 and number == _OF_ONE_SLOT):
+                break
+        return list(names.values())
 
     def scrub(self, error: BaseException) -> None:
         """Take our passwords out of an error and its causes: servers may repeat them."""

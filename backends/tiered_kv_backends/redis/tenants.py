@@ -17,9 +17,10 @@ from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import RECORD, salt_folder
 from tiered_kv_backends.redis.resp import command
-from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
+from tiered_kv_backends.redis.servers import MOVING, RedisSettings, Server, Servers
 
 _LOOKED_AT_ONCE = 1000
+_WALKS = 3
 _GLOB = re.compile(rb"([][*?\\])")
 
 
@@ -118,13 +119,14 @@ async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt:
 
     Raises:
         ConfigurationError: No settings of this medium, or a certificate's file cannot be used.
-        BackendUnavailableError: A server failed; what was deleted until then stays deleted.
+        BackendUnavailableError: A server failed, or slots of a cluster go on moving; what was deleted until then stays
+            deleted.
     """
     settings = RedisSettings.of(settings)
     folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
     servers = Servers(settings)
     try:
-        return sum([await _delete(server, settings.prefix.encode(), folder) for server in await servers.all()])
+        return await _delete_everywhere(servers, settings.prefix.encode(), folder)
     except (OSError, RedisError, RedisClusterException) as error:
         servers.scrub(error)
         raise BackendUnavailableError(f"{servers}: could not delete a tenant: {error}") from error
@@ -132,9 +134,26 @@ async def delete_tenant(settings: RedisSettings | Mapping[str, Any] | str, salt:
         await servers.aclose()
 
 
-async def _delete(server: Server, prefix: bytes, folder: str) -> int:
+async def _delete_everywhere(servers: Servers, prefix: bytes, folder: str) -> int:
+    """Look at each node, and again if slots have moved meanwhile: to where was looked, from where was not."""
+    num_deleted = 0
+    for _ in range(_WALKS):
+        to_look_at = await servers.all()
+        holders, is_whole = servers.holders, True
+        for server in to_look_at:
+            num_gone, are_all_gone = await _delete(server, prefix, folder)
+            num_deleted += num_gone
+            is_whole &= are_all_gone
+        await servers.all()
+        if is_whole and servers.holders == holders and not await servers.are_moving(prefix):
+            return num_deleted
+    raise BackendUnavailableError(f"{servers}: its slots are moving: delete the tenant again once they do not")
+
+
+async def _delete(server: Server, prefix: bytes, folder: str) -> tuple[int, bool]:
+    """Return how many blocks were deleted, and whether none was left that another node has, or gets."""
     pattern = b"%b*/%b/*" % (_GLOB.sub(rb"\\\1", prefix), folder.encode())
-    cursor, num_deleted = 0, 0
+    cursor, num_deleted, is_whole = 0, 0, True
     while True:
         cursor, names = await server.client.scan(cursor, match=pattern, count=_LOOKED_AT_ONCE)
         found = [bytes(name) for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
@@ -142,8 +161,11 @@ async def _delete(server: Server, prefix: bytes, folder: str) -> int:
         mine = [name for name, path in paths if RECORD.fullmatch(path) and Place.of(path).salt == folder]
         unlinks = [command(b"UNLINK", name) for name in mine]
         for deleted in await server.count(unlinks) if unlinks else ():
-            if isinstance(deleted, str):
+            if not isinstance(deleted, str):
+                num_deleted += deleted
+            elif deleted.partition(" ")[0] in MOVING:
+                is_whole = False
+            else:
                 raise ResponseError(deleted)
-            num_deleted += deleted
         if not cursor:
-            return num_deleted
+            return num_deleted, is_whole
