@@ -543,8 +543,11 @@ async def test_a_server_records_no_trace(tmp_path: Path) -> None:
 
 
 @contextmanager
-def answering(path: Path, answer: Callable[[Any], wire.Message]) -> Iterator[None]:
-    """Have a server without memory listen at ``path`` for one client, whose first request has this answer."""
+def answering(path: Path, answer: Callable[[Any], wire.Message], *, is_last: bool = False) -> Iterator[None]:
+    """Have a server without memory listen at ``path`` for one client, whose first request has this answer.
+
+    If that ``is_last`` the server is gone with it.
+    """
     attached_as = wire.frame(Attached(b"", (), "none", (), (), 600.0, 600.0, 0, 4096, is_read_only=False))
 
     def answer_once() -> None:
@@ -555,7 +558,7 @@ def answering(path: Path, answer: Callable[[Any], wire.Message]) -> Iterator[Non
             hear(connection)
             connection.sendall(attached_as)
             connection.sendall(wire.frame(answer(protocol.request_from(hear(connection)))))
-            while connection.recv(4096):
+            while not is_last and connection.recv(4096):
                 pass
 
     def hear(connection: socket.socket) -> bytes:
@@ -577,6 +580,22 @@ async def test_an_answer_that_cannot_be_is_none(tmp_path: Path) -> None:
     with answering(tmp_path / "kv.sock", lambda asked: protocol.Answered(asked.id, wire.encoded(found))):
         async with attached(tmp_path / "kv.sock") as kv:
             assert (await kv.lookup(KEYS)).num_blocks == 0
+
+
+async def test_a_lease_whose_server_is_gone_as_its_answer_is_taken_is_of_nothing(tmp_path: Path) -> None:
+    """The loop's thread hears both while it waits for another answer: what was leased is nobody's memory any more."""
+    path, said = tmp_path / "kv.sock", bytes(8)  # one slot
+    with answering(path, lambda asked: protocol.Leased(asked.id, "slab", said), is_last=True):
+        async with attached(path) as kv:
+
+            async def lease() -> int:
+                async with kv.lease(KEYS) as held:
+                    return held.num_blocks
+
+            leasing = asyncio.ensure_future(lease())
+            await asyncio.sleep(0)
+            assert not (kv.membership(KEYS) == BlockState.HIT).any()
+            assert await leasing == 0
 
 
 async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ class FarCalls(AskedCalls):
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there = self._connection.there
         answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), math.inf)
-        if there is None or not isinstance(answer, protocol.Leased):
+        if there is None or not there.is_open or not isinstance(answer, protocol.Leased):  # it may be gone by now
             yield HostLease([])
             return
         slab = there.slabs[answer.pool]
