@@ -132,6 +132,8 @@ async def test_what_is_noted_to_a_server_that_hangs_is_bounded(tmp_path: Path) -
         await until(lambda: not kv.is_attached)
         num_unsent = there.num_unsent
         kv.touch(keys)
+        for _ in range(100):  # as often as it is looked in a minute, whether the server says something again
+            there.look(0.5)
         assert there.num_unsent == num_unsent
         one.send(signal.SIGCONT)
         await until(lambda: kv.is_attached)
