@@ -607,6 +607,36 @@ async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: P
             assert loaded.missed_because == Reason.SERVER_AWAY
 
 
+@pytest.mark.parametrize("group", [1, -1])
+async def test_a_server_of_other_kv_groups_is_refused(group: int, tmp_path: Path) -> None:
+    """As one whose slots are of another size is; of what came with its answer nothing stays open."""
+    path, payload_bytes = tmp_path / "kv.sock", SMALL.groups[0].payload_bytes
+    slabs = (protocol.Slab("slab", 1, 4096, payload_bytes, group, 0),)
+    said = wire.frame(Attached(b"", slabs, "none", (), (), 600.0, 600.0, 0, 4096, is_read_only=False))
+    given, theirs = os.pipe()
+
+    def answer_once() -> None:
+        connection, _ = listener.accept()
+        with connection:
+            connection.sendall(wire.greeting())
+            socket.send_fds(connection, [said], [theirs])
+            os.close(theirs)
+            while connection.recv(4096):
+                pass
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen()
+        thread = threading.Thread(target=answer_once)
+        thread.start()
+        with pytest.raises(ConfigurationError, match="KV group"):
+            async with attached(path):
+                pass
+        thread.join()
+    assert os.read(given, 1) == b""  # nobody has the other end
+    os.close(given)
+
+
 async def test_a_server_whose_codec_is_not_known_here_leaves_no_thread() -> None:
     """A client of it does not open, and may be made again and again."""
     there = Attached(b"", (), "another", (), (), 1.0, 1.0, 0, 4096, is_read_only=False)

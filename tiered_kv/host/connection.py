@@ -214,7 +214,7 @@ class FarSide(EngineSide):
         if now != was:
             raise ConfigurationError(f"the server keeps blocks as {now!r} now, it was {was!r}")
         for slab in attached.slabs:
-            group = self.groups[slab.group]
+            group = self.group(slab.group)
             wanted = group.codec.stored_bytes if group.codec else group.group.payload_bytes
             if slab.payload_bytes != wanted:
                 raise LayoutMismatchError(f"the server's slots hold {slab.payload_bytes} bytes, a block has {wanted}")
