@@ -335,6 +335,22 @@ def test_tenants_share_nothing(model: Model, tmp_path: Path) -> None:
     assert found == [0, 0, 190]
 
 
+def test_a_model_has_one_cache_at_a_time(model: Model, expected: list[list[int]]) -> None:
+    """Of two that are open, one tenant's prompts would be found in the other's: the second one is refused."""
+    settings = {"tiers": ["cpu://?capacity=4MiB"]}
+    with open_tiered(model, settings, block_size=SIZE, salt="a") as tiered:
+        with (
+            pytest.raises(ConfigurationError, match="has a cache open for this model"),
+            open_tiered(model, settings, block_size=SIZE, salt="b"),
+        ):
+            pass
+        assert batch(model) == expected
+        assert tiered.kv.lookup(hash_blocks(PROMPTS[0], block_size=SIZE, salt="a")).num_blocks > 0
+    with open_tiered(model, settings, block_size=SIZE, salt="b") as tiered:
+        assert batch(model) == expected
+        assert hits(tiered) == {"cpu": 0}
+
+
 def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
     """Before anything is generated, with what to do."""
     ids, mask = padded()

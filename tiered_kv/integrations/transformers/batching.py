@@ -26,6 +26,8 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 _VERSION: Final = "5.23"
 """Of transformers, whose paged cache is no public interface: others are refused."""
+BEGIN: Final = "init_continuous_batching"
+"""The method through which every continuous batching begins: a model with a cache has one of its own."""
 
 
 @contextmanager
@@ -54,11 +56,11 @@ def tiered_batches(
         manager._create_batch_processor = create_tiered  # noqa: SLF001 - as above
         return manager
 
-    vars(model)["init_continuous_batching"] = begin_tiered  # of this one model; its class stays as it is
+    vars(model)[BEGIN] = begin_tiered  # of this one model; its class stays as it is
     try:
         yield
     finally:
-        del vars(model)["init_continuous_batching"]
+        del vars(model)[BEGIN]
         for manager in managers:  # one that is kept may be used again, without tiers or with others
             vars(manager).pop("_create_batch_processor", None)
         for manager, blocks in bound:

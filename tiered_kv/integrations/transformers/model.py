@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 
 from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
-from tiered_kv.integrations.transformers.batching import tiered_batches
+from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
 from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache
 from tiered_kv.integrations.transformers.tensor_parallel import Ranks
@@ -106,7 +106,8 @@ def open_tiered(
         block_size: Tokens a block has. Continuous batching needs a ``page_size`` of as many; 256 is its default.
 
     Raises:
-        ConfigurationError: The settings, a model that can't be served so, or weights that nobody named.
+        ConfigurationError: The settings, a model that can't be served so or has a cache open, or weights that nobody
+            named.
         BackendUnavailableError: A tier cannot be reached.
     """
     _check(model)
@@ -255,6 +256,11 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
 
 def _check(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` if this model keeps anything that is not served, or not all of it here."""
+    if BEGIN in vars(model):
+        raise ConfigurationError(
+            "open_tiered has a cache open for this model, and generate_batch could not tell which of two is meant: "
+            "close that one first, or load the model once more"
+        )
     kinds = [type(layer) for layer in DynamicCache(config=model.config).layers]
     if others := {kind.__name__ for kind in kinds if kind not in _SERVED}:
         raise ConfigurationError(
