@@ -22,6 +22,7 @@ from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.replay import BlockCost, TierPlan, replay
 from tiered_kv.traces import Request as Asked
 from tiered_kv.traces import Trace
+from tiered_kv.values.loop_calls import LoopCalls
 
 ROOMY = {"medium": "cpu", "capacity": 1024 * STRIDE}
 opened = contextmanager(small_vllm)
@@ -695,6 +696,19 @@ def test_the_tiers_hear_what_vllm_s_own_cache_serves(num_wanted: int) -> None:
             engine.ask(f"hot {number}", 8 * BLOCK_SIZE + 1, num_wanted, prompt="hot")
             stored_at_last(engine)
         assert found(engine, hot) == 8
+
+
+def test_uses_of_several_requests_are_told_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each call may wake the event loop, which takes the interpreter from the step."""
+    with opened(ROOMY, has_cache=True) as engine:
+        engine.ask("first", 8 * BLOCK_SIZE + 1, 1, prompt="p")
+        stored_at_last(engine)
+        calls = Counted(monkeypatch, LoopCalls, "call")
+        for number in range(4):
+            engine.ask(f"again {number}", 8 * BLOCK_SIZE + 1, 64, prompt="p")
+        engine.step()
+        assert engine.num_here == 4 * 8
+        assert calls.count == 1
 
 
 def test_what_vllm_holds_is_not_stored_and_what_it_is_about_to_drop_is() -> None:

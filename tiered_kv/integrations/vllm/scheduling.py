@@ -17,6 +17,7 @@ import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.cache.hinted import Hints
 from tiered_kv.cache.planner import Planner
@@ -404,10 +405,10 @@ class SchedulingSide:
                 self._storing.gather(tracked, group, first, tables[group.table][first:stop])
         return used
 
-    def _tell_used(self, used: Iterable[BlockKeys]) -> None:
+    def _tell_used(self, used: list[BlockKeys]) -> None:
         """Have the tiers know that vLLM's own cache has served what they have as well; a step waits for no loop."""
-        for keys in used:
-            self._loop_calls.call(self.kv.cache.touch, keys)
+        if used:
+            self._loop_calls.call(_touch_each, self.kv.cache, used)
 
     def _gather_states(
         self, handed_over: Mapping[str, Iterable[tuple[int, int, int]]], tables: Any, hash_size: int
@@ -447,6 +448,11 @@ class SchedulingSide:
         if self._planner is None:
             raise ConfigurationError("no cache is open")
         return self._planner
+
+
+def _touch_each(kv: BlockCache, used: list[BlockKeys]) -> None:
+    for keys in used:
+        kv.touch(keys)
 
 
 def _num_taken(scheduled: Any) -> int:
