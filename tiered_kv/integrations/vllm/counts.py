@@ -126,9 +126,13 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
 
     def __init__(self, vllm_config: Any, metric_types: Any, labelnames: Any, per_engine_labelvalues: Any) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._counters = {
+        counters = {
             name: self._counter_cls(name=f"vllm:tiered_kv_{name}", documentation=text, labelnames=labelnames)
             for name, text in COUNTERS.items()
+        }
+        self._counters = {  # of each engine
+            engine: {name: counter.labels(*values) for name, counter in counters.items()}
+            for engine, values in per_engine_labelvalues.items()
         }
         self._by_tier = {
             name: self._counter_cls(name=f"vllm:tiered_kv_{name}", documentation=text, labelnames=[*labelnames, "tier"])
@@ -137,13 +141,12 @@ class TieredKVPromMetrics(KVConnectorPromMetrics):
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Count what one engine's connector has counted."""
-        values = self.per_engine_labelvalues[engine_idx]
-        for name, counter in self._counters.items():
-            counter.labels(*values).inc(transfer_stats_data.get(name, 0))
         for name, value in transfer_stats_data.items():
             counted, _, tier = name.partition(" ")
             if tier:
-                self._by_tier[counted].labels(*values, tier).inc(value)
+                self._by_tier[counted].labels(*self.per_engine_labelvalues[engine_idx], tier).inc(value)
+            else:
+                self._counters[engine_idx][name].inc(value)
 
 
 def hit_sources(media: Mapping[str, str], by_tier: Mapping[str, int], num_tokens: int) -> dict[CacheHitSource, int]:
