@@ -241,9 +241,10 @@ class BlockKeys(Sequence[bytes]):
         Raises:
             ConfigurationError: A hash is no bytes object of 8 to 32 bytes.
         """
-        if not isinstance(hashes, Iterable) or isinstance(hashes, str | bytes):
-            raise ConfigurationError(f"hashes must be a list, 8 to 32 bytes each, got {_described(hashes)}")
-        hashes = list(hashes)
+        if not isinstance(hashes, list):
+            if not isinstance(hashes, Iterable) or isinstance(hashes, str | bytes):
+                raise ConfigurationError(f"hashes must be a list, 8 to 32 bytes each, got {_described(hashes)}")
+            hashes = list(hashes)
         if {*map(type, hashes)} == {bytes} and {*map(len, hashes)} == {DIGEST_BYTES}:  # as most engines' are
             return cls(b"".join(hashes), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
         parts = []
@@ -401,8 +402,10 @@ def salt_digest(salt: str | bytes) -> bytes:
     if not isinstance(salt, str | bytes):
         msg = f"salt must be str or bytes, got {type(salt).__name__}"
         raise ConfigurationError(msg)
+    if not salt:
+        return NO_SALT
     raw = _utf8("salt", salt) if isinstance(salt, str) else salt
-    return hashlib.sha256(b"tiered_kv salt v1" + raw).digest() if raw else NO_SALT
+    return hashlib.sha256(b"tiered_kv salt v1" + raw).digest()
 
 
 def epoch_digest(weights: str) -> bytes:

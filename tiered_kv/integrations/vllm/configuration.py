@@ -273,7 +273,7 @@ class Configuration:
         hands over the one at a prompt's end then, and attention has all tokens before it.
         """
         sizes = {(group.block_size, group.hashes_per_block) for group in self.groups}
-        if not any(group.is_handed_over for group in self.groups) or len(sizes) > 1:
+        if not self.has_states or len(sizes) > 1:
             return 0
         ((block_size, num_hashes),) = sizes
         is_able = num_hashes > 1 and all(group.is_whole or group.is_handed_over for group in self.groups)
@@ -282,7 +282,17 @@ class Configuration:
     @cached_property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
-        return len(self.groups) == 1 and self.main.is_whole
+        return len(self.groups) == 1 and self.is_whole
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether every group is: then no request gives back a block before it ends."""
+        return all(group.is_whole for group in self.groups)
+
+    @cached_property
+    def has_states(self) -> bool:
+        """Whether there are groups whose blocks vLLM hands over."""
+        return any(group.is_handed_over for group in self.groups)
 
     @cached_property
     def main(self) -> EngineGroup:

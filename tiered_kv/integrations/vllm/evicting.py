@@ -7,6 +7,7 @@ vLLM's pool says what a block holds by a hash, and not whose salt it was; so wha
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -134,7 +135,10 @@ class Evicting:
         self._num_taken = self._num_seen = 0
         by_run: dict[int, list[tuple[int, int]]] = {}
         runs: dict[int, BlockKeys] = {}
-        for block in _ahead(pool, self._num_ahead):
+        queue = pool.free_block_queue
+        ahead = queue.fake_free_list_head.next_free_block
+        while self._num_seen < self._num_ahead and ahead is not None and ahead is not queue.fake_free_list_tail:
+            block, ahead = ahead, ahead.next_free_block
             self._num_seen += 1
             number = block.block_id
             if number not in self._turns:
@@ -151,9 +155,9 @@ class Evicting:
         found = []
         for run, blocks in by_run.items():
             blocks.sort()
-            for part in np.split(np.arange(len(blocks)), _breaks([at for at, _ in blocks])):
-                first, last = blocks[part[0]][0], blocks[part[-1]][0]
-                found.append((runs[run], first, last + 1, [blocks[each][1] for each in part.tolist()]))
+            for start, stop in _neighbours([at for at, _ in blocks]):
+                first, last = blocks[start][0], blocks[stop - 1][0]
+                found.append((runs[run], first, last + 1, [number for _, number in blocks[start:stop]]))
         return found
 
     def _copy_out(self, runs: list[BlockKeys], ids: list[list[int]]) -> None:
@@ -163,17 +167,17 @@ class Evicting:
         for keys, blocks in zip(runs, ids, strict=True):
             states = self._kv.membership(keys, tier=self._memory)
             missing = (states != BlockState.HIT).nonzero()[0]
-            is_worth = self._budget.drop(keys.words[missing])
-            self._counts.store(len(missing) - int(np.count_nonzero(is_worth)), 0)
-            missing = missing[is_worth]
-            for part in np.split(missing, _breaks(missing.tolist())):
-                if not len(part):
-                    continue
+            if not len(missing):
+                continue
+            wanted = missing[self._budget.drop(keys.words[missing])].tolist()
+            self._counts.store(len(missing) - len(wanted), 0)
+            for start, stop in _neighbours(wanted):
+                part = wanted[start:stop]
                 if numbers and len(numbers) + len(part) > 2 * MOST_DUE:
                     self._begin(together, numbers)
                     together, numbers = [], []
-                together.append(keys[int(part[0]) : int(part[-1]) + 1])
-                numbers += [blocks[each] for each in part.tolist()]
+                together.append(keys[part[0] : part[-1] + 1])
+                numbers += [blocks[each] for each in part]
         if numbers:
             self._begin(together, numbers)
 
@@ -198,17 +202,7 @@ def _by_salt(runs: list[BlockKeys]) -> Iterator[BlockKeys]:
         yield BlockKeys(digests, block_size=each[0].block_size, group=each[0].group, salt_id=salt)
 
 
-def _breaks(numbers: list[int]) -> list[int]:
-    """Return where ascending numbers do not follow one another."""
-    return [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
-
-
-def _ahead(pool: Any, most: int) -> Iterator[Any]:
-    """Yield the blocks that vLLM takes next, whether they hold anything or not."""
-    queue = pool.free_block_queue
-    block = queue.fake_free_list_head.next_free_block
-    for _ in range(most):
-        if block is None or block is queue.fake_free_list_tail:
-            return
-        yield block
-        block = block.next_free_block
+def _neighbours(numbers: list[int]) -> list[tuple[int, int]]:
+    """Return from where to where ascending numbers follow one another."""
+    breaks = [at for at in range(1, len(numbers)) if numbers[at] != numbers[at - 1] + 1]
+    return list(pairwise([0, *breaks, len(numbers)])) if numbers else []

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.cache.groups import GroupNeed, find_longest
 from tiered_kv.cache.planner import Planner
+from tiered_kv.catalog.table import counted
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Finding, Load, LoadOrder, Step, Tracked
@@ -147,7 +148,7 @@ class PendingLoads:
         if not tracked.is_counted:
             tracked.is_counted = True
             main = needs[wanted.main.number].keys
-            self._kv.count_lookup(main, np.arange(len(main)) < num_found // main.block_size)
+            self._kv.count_lookup(main, counted(len(main)) < num_found // main.block_size)
             self._want(tracked, first + num_found)
         until_s = 0.0 if may_come and self._comes(needs, num_found) else self._clock() + _TOLD_AGAIN_S
         if not num_found:
@@ -181,7 +182,7 @@ class PendingLoads:
             return self._kv.lookup_nowait(needs[0].keys).num_blocks * size, False, True
         if self._configuration.loads_parts:  # as most models: asked for each request, and again and again
             states = self._kv.membership(needs[0].keys, prefix_only=True).tobytes()
-            num_blocks = len(states) - len(states.lstrip(_HIT))
+            num_blocks = num_hits(states)
             behind = states[num_blocks : num_blocks + 1]
             return num_blocks * size, behind == _ASKING, behind == _PENDING
         is_asking = False
@@ -397,3 +398,8 @@ class PendingLoads:
         elif not load.not_ended and not load.is_short:
             num_tokens = load.num_tokens
         self._counts.load_ended(num_tokens, result.by_tier)
+
+
+def num_hits(states: bytes) -> int:
+    """Count the first of some blocks that can be loaded, by the states that `BlockCache.membership` says."""
+    return len(states) - len(states.lstrip(_HIT))

@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Final
 
-import numpy as np
 from vllm.distributed.kv_events import KVCacheEvent
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -26,7 +25,7 @@ from tiered_kv.integrations.vllm.configuration import STAGES_ARE_EQUAL, Configur
 from tiered_kv.integrations.vllm.counts import Counts, hit_sources
 from tiered_kv.integrations.vllm.evicting import Evicting
 from tiered_kv.integrations.vllm.hinting import Hinting
-from tiered_kv.integrations.vllm.loading import PendingLoads
+from tiered_kv.integrations.vllm.loading import PendingLoads, num_hits
 from tiered_kv.integrations.vllm.messages import Hello, Report, Step, Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
@@ -38,7 +37,6 @@ from tiered_kv.values.hints import evicts
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
-from tiered_kv.values.results import BlockState
 
 _MOST_USED: Final = 4
 """Requests that wait for the tiers to hear that they are used. The first of several costs as much as the other three:
@@ -343,13 +341,13 @@ class SchedulingSide:
             if (tracked := self._tracked.get(name)) is None:
                 continue
             num_known, done = tracked.request.num_computed_tokens + num_tokens, tracked.num_stored
-            if self._evicting is not None:
-                done = min(done, tracked.num_noted)
+            if self._evicting is not None and tracked.num_noted < done:
+                done = tracked.num_noted
             if tracked.num_here:
                 self._used[name] = tracked
             if num_known >= done - done % finest + finest:  # else no block more is full
                 self._gather_of(tracked, min(num_known, len(tracked.request.block_hashes) * hash_size), blocks)
-        if any(group.is_handed_over for group in wanted.groups):
+        if wanted.has_states:
             offered = blocks.boundary_state_offloads
             computed = {name: offered[name] for name in offered if name in scheduled.num_scheduled_tokens}
             # Of others no step fills the blocks: they may be another's by now.
@@ -381,7 +379,7 @@ class SchedulingSide:
 
     def _hold_leaving(self, scheduled: Any) -> None:
         """Hold what is due or being stored of requests that give it back in their next step."""
-        if all(group.is_whole for group in self._configuration.groups):
+        if self._configuration.is_whole:
             return
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is not None and tracked.leaving:
@@ -397,7 +395,7 @@ class SchedulingSide:
             if not keys:
                 continue
             self._describe(request, group, keys)
-            num_kept = int(np.argmin(np.append(self.kv.membership(keys) == BlockState.HIT, [False])))
+            num_kept = num_hits(self.kv.membership(keys).tobytes())
             if num_kept:
                 used.append(keys[:num_kept])
             if may_store and not group.is_handed_over and self._evicting is None:

@@ -170,13 +170,14 @@ class PendingStores:
             is_idle: Whether nothing is computed meanwhile: then there is nothing to spare.
         """
         self._num_steps += 1
-        copying = [store for store in self._stores.values() if store.num_unanswered and store.job.result is None]
-        self._num_copying = sum(store.num_blocks for store in copying)
-        for store in copying:
-            store.num_steps += store.is_told
+        self._num_copying, is_slow = 0, False
+        for store in self._stores.values():
+            if store.num_unanswered and store.job.result is None:
+                self._num_copying += store.num_blocks
+                store.num_steps += store.is_told
+                is_slow = is_slow or store.num_steps > _STEPS_OF_A_COPY
         if not self._num_due:
             return False
-        is_slow = any(store.num_steps > _STEPS_OF_A_COPY for store in copying)
         patience = PATIENCE if is_slow and not self.frees_soon else 1
         is_enough = self._num_due >= patience * MOST_DUE or self._num_steps >= patience * MOST_STEPS
         return is_enough or self._is_urgent or is_idle
