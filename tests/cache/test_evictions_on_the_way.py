@@ -158,6 +158,26 @@ async def test_what_waits_in_the_gpu_pool_for_memory(below: str) -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("is_written", [False, True])
+async def test_what_leaves_the_gpu_pool_while_it_is_copied_to_the_host(*, is_written: bool) -> None:
+    """It goes no further; but what storage is being given by then arrives there."""
+    engine, device, medium = Engine(), ScriptedDevice(), ScriptedSlotBackend(name="below")
+    async with open_cache(GPU, CPU, medium, engine=engine, device=device) as kv:
+        medium.on_write.hold()
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.step)
+        await until(lambda: device.pending > 0)
+        await until(lambda: not is_written or medium.on_write.num_held > 0, on_wait=device.run_all)
+        await kv.evict(KEYS, tier="gpu")
+        await kv.evict(KEYS, tier="cpu")
+        medium.on_write.release()
+        settling = asyncio.create_task((await storing).settled())
+        await until(settling.done, on_wait=device.run_all)
+        assert (await kv.lookup(KEYS)).num_blocks == (4 if is_written else 0)
+        assert await kv.drain(), "none was lost"
+        await until_idle(kv)
+
+
 @pytest.mark.parametrize(("num_slots", "write"), [(16, "through"), (16, "back"), (1, "through")])
 async def test_what_is_copied_out_of_the_gpu_pool(num_slots: int, write: str) -> None:
     """Evicted from the CPU tier, to stay there or to pass, before it is there: it does not come, nor has it failed."""

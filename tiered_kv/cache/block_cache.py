@@ -593,9 +593,9 @@ class BlockCache(TransferCalls):
         Their slots are freed when nobody reads them any more; what is being filled never becomes readable. Shared tiers
         are asked to delete. A tier that does not answer within its time is not waited for: the result names it.
 
-        What is evicted from memory while a tier below is being given it can be loaded once that has it, and meanwhile
-        is in no tier; what only waits there to go down goes no further. ``await flush()``, or ``settled()`` of its
-        store, comes first where it is to be found.
+        What is evicted from memory while a storage tier is being given it can be loaded once that has it, and meanwhile
+        is in no tier; what only waits there to go down, or is copied to the host, goes no further. ``await flush()``,
+        or ``settled()`` of its store, comes first where it is to be found.
 
         Args:
             keys: The blocks, in any order; those that are nowhere are no error.
