@@ -96,7 +96,7 @@ def transfer(setting: Setting, folder: pathlib.Path) -> dict[str, Any]:
 
 
 def answer(llm: Any, setting: Setting, number: int) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
-    """Answer the requests of a round; return how long that took, the 99th of 100 first tokens, and a digest."""
+    """Answer the requests of a round; return how long that and its first tokens took, its steps, and a digest."""
     from vllm import SamplingParams  # noqa: PLC0415 - takes seconds, and the environment is set first
 
     engine, seed = llm.llm_engine, 0 if setting.comes_again else number
@@ -112,11 +112,13 @@ def answer(llm: Any, setting: Setting, number: int) -> dict[str, Any]:  # noqa: 
     came: dict[str, float] = {}
     first: dict[str, float] = {}
     tokens: dict[str, list[int]] = {}
+    num_steps = 0
     began = time.perf_counter()
     while len(came) < len(names) or engine.has_unfinished_requests():
         for at in range(len(came), min(len(came) + setting.at_once, len(names))):
             came[names[at]] = time.perf_counter()
             engine.add_request(names[at], {"prompt_token_ids": waiting[at]}, sampling)
+        num_steps += 1
         for said in engine.step():
             name, generated = said.request_id, list(said.outputs[0].token_ids)
             if generated:
@@ -129,6 +131,7 @@ def answer(llm: Any, setting: Setting, number: int) -> dict[str, Any]:  # noqa: 
     in_order = sorted(first.values())
     return {
         "s": seconds,
+        "num_steps": num_steps,
         "ttft_p99_s": in_order[min(len(in_order) - 1, len(in_order) * 99 // 100)],
         "ttft_median_s": in_order[len(in_order) // 2],
         "digest": hashlib.sha256(repr(sorted(tokens.items())).encode()).hexdigest(),
