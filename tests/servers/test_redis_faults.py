@@ -572,6 +572,32 @@ class TestTopologies:
         for each in nodes:
             await each.aclose()
 
+    @pytest.mark.parametrize("has_arrived", [True, False], ids=["arrived", "on its way"])
+    async def test_a_listing_that_slots_have_moved_under_is_not_taken_for_whole(
+        self, cluster: list[RedisServer], certificates: Path, *, has_arrived: bool
+    ) -> None:
+        """Whoever deletes what is listed is told that there may be more."""
+        nodes, settings = clients_of(cluster, certificates), guarded_settings(cluster[0], certificates, cluster=True)
+        servers = Servers(RedisSettings.model_validate(settings))
+        first, *_, last = [[node.port for node in cluster].index(each.address.port) for each in await servers.all()]
+        await servers.aclose()
+        settings["prefix"] = prefix = await prefix_held_by(nodes, last)
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            await backend.write([block_key(n) for n in range(4)], blocks_of(4))
+        async with tenants.open_inventory(RedisSettings.model_validate(settings)) as inventory:
+            listing = inventory.found()
+            await anext(listing)  # of the first node
+            await move_keys(nodes, prefix, to=first)
+            if has_arrived:
+                await give_slot(nodes, prefix, first)
+            with pytest.raises(BackendUnavailableError, match="slots"):
+                assert [len(some) async for some in listing if some] == []
+            if not has_arrived:
+                await give_slot(nodes, prefix, first)
+            assert sum([len(some) async for some in inventory.found()]) == 4
+        for each in nodes:
+            await each.aclose()
+
     @pytest.mark.parametrize("at", [0, 2])  # the first is also the one that is asked who holds which keys
     async def test_a_stalled_node_costs_its_own_keys(
         self, at: int, cluster: list[RedisServer], certificates: Path

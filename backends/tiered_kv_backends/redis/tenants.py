@@ -16,7 +16,7 @@ from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import RECORD, salt_folder
-from tiered_kv_backends.redis.resp import command
+from tiered_kv_backends.redis.resp import Address, command
 from tiered_kv_backends.redis.servers import MOVING, RedisSettings, Server, Servers
 
 _LOOKED_AT_ONCE = 1000
@@ -35,7 +35,9 @@ class RedisInventory(Inventory):
         """Walk all keys, about a thousand at a time, and ask how long their values are: 0 of what is no string."""
         pattern = _GLOB.sub(rb"\\\1", self._prefix) + b"*"
         with self._doing("list blocks"):
-            for server in await self._servers.all():
+            servers = await self._servers.all()
+            holders = self._servers.holders
+            for server in servers:
                 cursor = -1
                 while cursor:
                     cursor, names = await server.client.scan(max(0, cursor), match=pattern, count=_LOOKED_AT_ONCE)
@@ -46,6 +48,10 @@ class RedisInventory(Inventory):
                     self._holders |= dict.fromkeys(paths, server)
                     found = zip(paths, lengths, strict=True)
                     yield [Found(path, Place.of(path), _length(n)) for path, n in found if n != 0]
+            if await _have_moved(self._servers, holders, self._prefix):
+                raise BackendUnavailableError(
+                    f"{self._servers}: its slots are moving, and what moved may not be listed"
+                )
 
     async def read(self, found: Found) -> bytes | bytearray | None:
         """Get one value, if it is still as long as it was; nothing of one that can be no record."""
@@ -144,10 +150,15 @@ async def _delete_everywhere(servers: Servers, prefix: bytes, folder: str) -> in
             num_gone, are_all_gone = await _delete(server, prefix, folder)
             num_deleted += num_gone
             is_whole &= are_all_gone
-        await servers.all()
-        if is_whole and servers.holders == holders and not await servers.are_moving(prefix):
+        if not await _have_moved(servers, holders, prefix) and is_whole:
             return num_deleted
     raise BackendUnavailableError(f"{servers}: its slots are moving: delete the tenant again once they do not")
+
+
+async def _have_moved(servers: Servers, holders: Mapping[int, Address], prefix: bytes) -> bool:
+    """Say whether a slot is not where it was before, or on its way."""
+    await servers.all()
+    return servers.holders != holders or await servers.are_moving(prefix)
 
 
 async def _delete(server: Server, prefix: bytes, folder: str) -> tuple[int, bool]:
