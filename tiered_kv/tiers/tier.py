@@ -95,7 +95,8 @@ class Naming:
     def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
         space = self.namespace(keys.salt_id, epoch)
         names = space.names(keys)
-        return Batch(space, names, keys.start + counted(len(names)))
+        positions = counted(len(names))
+        return Batch(space, names, keys.start + positions if keys.start else positions)
 
     def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
         """Return what a tenant's blocks, computed by weights of ``epoch``, share."""
