@@ -2,6 +2,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
+from transformers.generation.continuous_batching import PagedAttentionCache
 
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
@@ -323,6 +325,40 @@ def test_the_model_is_its_own_again_when_the_block_ends(
     assert cache.compute_free_capacity() == 1.0
     assert batch(model) == expected
     model.destroy_cached_continuous_batching_manager()
+
+
+def test_pages_of_a_batch_that_is_over_are_free(model: Model, tmp_path: Path) -> None:
+    """Whoever generates by many batches has the memory of one: the last one's pages go before others are made."""
+    alive = weakref.WeakSet[torch.Tensor]()
+    others = []
+    make = PagedAttentionCache.__init__
+
+    def count(cache: PagedAttentionCache, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - what it wraps
+        others.append(len(alive))
+        make(cache, *args, **kwargs)
+        alive.add(cache.cache_tensor)
+
+    with pytest.MonkeyPatch.context() as patched, opened(model, tmp_path):
+        patched.setattr(PagedAttentionCache, "__init__", count)
+        for _ in range(3):
+            batch(model)
+    assert others == [0, 0, 0]
+
+
+def test_tiers_serve_one_batch_at_a_time(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
+    """One that begins beside it is refused: what one has computed would be stored from the other's pages."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    with opened(model, tmp_path) as tiered:
+        with model.continuous_batching_context_manager(
+            generation_config=GREEDY, continuous_batching_config=config
+        ) as first:
+            with pytest.raises(ConfigurationError, match="one at a time"):
+                batch(model)
+            first.add_requests(PROMPTS)
+            for _ in PROMPTS:
+                assert next(iter(first)).error is None
+        assert generate(model, tiered) == (expected, [190, 140, 80])
+        assert batch(model) == expected
 
 
 def test_tenants_share_nothing(model: Model, tmp_path: Path) -> None:

@@ -6,8 +6,11 @@ computed them; blocks that a step has completed are stored beside the next step;
 still read is waited for. All three run in the thread of the generation loop, which so owns all that is kept here.
 """
 
-from collections.abc import Iterator
+import threading
+import weakref
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -34,26 +37,19 @@ BEGIN: Final = "init_continuous_batching"
 def tiered_batches(
     model: PreTrainedModel, kv: BlockingTieredKV, parts: ModelParts, salt: str | bytes
 ) -> Iterator[None]:
-    """Have every continuous batching of a model that begins in this block use the tiers."""
+    """Have every continuous batching of a model that begins in this block use the tiers, one after the other."""
     begin: Any = model.init_continuous_batching
-    managers: list[Any] = []
-    bound: list[tuple[Any, TieredBlocks]] = []
+    managers = weakref.WeakSet[Any]()
+    pages = _Pages(kv, salt)
 
     def begin_tiered(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what it wraps
         group = _group_of(parts)
         manager = begin(*args, **kwargs)
         _check(manager, group)
-        managers.append(manager)
-        create = manager._create_batch_processor  # noqa: SLF001 - no other call is made once its cache is there
-
-        def create_tiered() -> Any:  # noqa: ANN401 - what it wraps
-            processor = create()
-            if "search_prefix_match" not in vars(processor.cache):  # one that is used again is bound already
-                stream = processor.inputs_and_outputs.compute_stream
-                bound.append((manager, TieredBlocks(kv, group, salt, processor.cache, stream)))
-            return processor
-
-        manager._create_batch_processor = create_tiered  # noqa: SLF001 - as above
+        if manager not in managers:  # else it was kept for this session, and its call is ours
+            managers.add(manager)
+            create = manager._create_batch_processor  # noqa: SLF001 - no other call is made once its cache is there
+            manager._create_batch_processor = partial(pages.create, manager, create, group)  # noqa: SLF001 - as above
         return manager
 
     vars(model)[BEGIN] = begin_tiered  # of this one model; its class stays as it is
@@ -63,10 +59,54 @@ def tiered_batches(
         del vars(model)[BEGIN]
         for manager in managers:  # one that is kept may be used again, without tiers or with others
             vars(manager).pop("_create_batch_processor", None)
-        for manager, blocks in bound:
-            blocks.release()
-            if not manager.is_running():
-                blocks.let_go(wait=True)
+        pages.end()
+
+
+class _Pages:
+    """Which paged cache the tiers know: that of the continuous batching that has begun last, and no other."""
+
+    def __init__(self, kv: BlockingTieredKV, salt: str | bytes) -> None:
+        self._kv, self._salt = kv, salt
+        self._bound: tuple[Any, TieredBlocks] | None = None  # with whose it is
+        self._lock = threading.Lock()  # each begins in a thread of its own
+
+    def create(self, manager: Any, create: Callable[[], Any], group: KVGroup) -> Any:  # noqa: ANN401 - transformers'
+        """Return what a continuous batching makes its steps with, new or used again; its paged cache uses the tiers.
+
+        Raises:
+            ConfigurationError: Another one is running.
+        """
+        with self._lock:
+            if self._bound is None or self._bound[0] is not manager or manager.batch_processor is None:
+                self._part_from_last(manager)
+                processor = create()
+                stream = processor.inputs_and_outputs.compute_stream
+                self._bound = manager, TieredBlocks(self._kv, group, self._salt, processor.cache, stream)
+                return processor
+            return create()  # which goes on with the paged cache that it has
+
+    def end(self) -> None:
+        """Leave the paged cache as it was found."""
+        with self._lock:
+            if self._bound is not None:
+                manager, blocks = self._bound
+                blocks.release()
+                if not manager.is_running():
+                    blocks.let_go(wait=True)
+
+    def _part_from_last(self, manager: Any) -> None:  # noqa: ANN401 - transformers'
+        """Hold nothing of the last one's memory any more: another's is taken from what is free."""
+        if self._bound is None:
+            return
+        last, blocks = self._bound
+        if last is not manager and last.is_running():
+            raise ConfigurationError(
+                "another continuous batching of this model is running, and tiers serve one at a time: stop that first"
+            )
+        self._bound = None
+        blocks.release()
+        blocks.let_go(wait=True)
+        self._kv.unregister_kv_caches()
 
 
 class TieredBlocks:
