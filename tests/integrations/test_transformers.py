@@ -300,6 +300,18 @@ def test_what_its_own_pages_serve_is_not_forgotten_below(model: Model) -> None:
     model.destroy_cached_continuous_batching_manager()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 9])
+def test_what_the_last_step_has_computed_is_stored(model: Model, tmp_path: Path, num_tokens: int) -> None:
+    """A prompt that one step computes and answers, and a block that an answer's last step completes."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=1024)
+    asked = GenerationConfig(max_new_tokens=num_tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]  # transformers' is not
+    with opened(model, tmp_path) as tiered:
+        answers = model.generate_batch(PROMPTS, generation_config=asked, continuous_batching_config=config)
+        for prompt, answer in zip(PROMPTS, answers.values(), strict=True):
+            keys = hash_blocks((prompt + answer.generated_tokens)[:-1], block_size=SIZE)
+            assert tiered.kv.lookup(keys).num_blocks == len(keys)
+
+
 def test_memory_that_is_short_is_shared_with_stores(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
     """With pages for little more than one request at a time, all are served, cold and warm."""
     with opened(model, tmp_path) as tiered:

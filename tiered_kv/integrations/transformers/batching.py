@@ -18,6 +18,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.generation.continuous_batching import PagedAttentionCache
 from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
+from transformers.generation.continuous_batching.requests import RequestStatus
 
 from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.integrations.transformers.model_parts import ModelParts
@@ -176,11 +177,16 @@ class TieredBlocks:
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:  # noqa: ANN401 - a RequestState
         """Have the cache name the blocks that a step has completed, and store them."""
         self.let_go()
-        before = self._num_named(state.request_id)
+        before, tokens = self._num_named(state.request_id), state.initial_tokens + state.generated_tokens
         self._mark(state, complete_blocks)
+        if state.status == RequestStatus.FINISHED and state.request_id in self._allocator.block_table:
+            for (
+                num_blocks
+            ) in complete_blocks.values():  # which the cache leaves out, as the request ends with this step
+                self._allocator.mark_complete_blocks(state.request_id, tokens, num_blocks)
         after = self._num_named(state.request_id)
         if after > before:
-            keys = self._keys((state.initial_tokens + state.generated_tokens)[: after * self._group.block_size])
+            keys = self._keys(tokens[: after * self._group.block_size])
             self._store(keys[before:], self._allocator.block_table[state.request_id][before:after])
 
     def evict_cached_blocks(self) -> bool:
