@@ -4,7 +4,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,34 @@ def test_the_model_is_its_own_again_when_the_block_ends(
     cache.pool.try_to_free_sectors()
     assert cache.compute_free_capacity() == 1.0
     assert batch(model) == expected
+    model.destroy_cached_continuous_batching_manager()
+
+
+def test_a_batch_that_goes_on_without_tiers_has_all_its_pages(model: Model, expected: list[list[int]]) -> None:
+    """Where the block ends between two of its steps: also those that a store was reading."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    asked = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]  # transformers' is not
+    with ExitStack() as opening:
+        opening.enter_context(open_tiered(model, {"tiers": ["cpu://?capacity=4MiB"]}, block_size=SIZE))
+        manager = model.init_continuous_batching(generation_config=asked, continuous_batching_config=config)
+        manager.warmup()
+        manager.start()
+
+        def first_tokens() -> dict[str, int]:
+            ids = manager.add_requests(PROMPTS)
+            answers = [next(iter(manager)) for _ in ids]
+            return {answer.request_id: answer.generated_tokens[0] for answer in answers}
+
+        first_tokens()
+        with manager.pause():
+            opening.close()
+    assert sorted(first_tokens().values()) == sorted(answer[0] for answer in expected)
+    manager.stop(keep_for_next_session=True)
+    cache = manager.batch_processor.cache
+    assert not {"search_prefix_match", "mark_complete_blocks", "evict_cached_blocks"} & set(vars(cache))
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.compute_free_capacity() == 1.0
     model.destroy_cached_continuous_batching_manager()
 
 

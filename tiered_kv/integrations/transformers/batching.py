@@ -91,9 +91,10 @@ class _Pages:
         with self._lock:
             if self._bound is not None:
                 manager, blocks = self._bound
-                blocks.release()
-                if not manager.is_running():
-                    blocks.let_go(wait=True)
+                if manager.is_running():
+                    blocks.is_over = True  # its loop leaves by itself
+                else:
+                    blocks.leave()
 
     def _part_from_last(self, manager: Any) -> None:  # noqa: ANN401 - transformers'
         """Hold nothing of the last one's memory any more: another's is taken from what is free."""
@@ -105,13 +106,16 @@ class _Pages:
                 "another continuous batching of this model is running, and tiers serve one at a time: stop that first"
             )
         self._bound = None
-        blocks.release()
-        blocks.let_go(wait=True)
+        blocks.leave()
         self._kv.unregister_kv_caches()
 
 
 class TieredBlocks:
-    """Brings blocks from tiers into one paged cache, and stores those that it completes."""
+    """Brings blocks from tiers into one paged cache, and stores those that it completes.
+
+    Attributes:
+        is_over: Whether a generation loop is to go on without tiers, from its next call on.
+    """
 
     def __init__(
         self,
@@ -132,6 +136,7 @@ class TieredBlocks:
         """
         self._kv, self._group, self._salt, self._cache, self._stream = kv, group, salt, cache, stream
         (self._allocator,) = cache.cache_allocators.values()
+        self.is_over = False
         self._storing: list[tuple[StoreTicket, list[int]]] = []  # each block has a reference until it is stored
         self._names = ("search_prefix_match", "mark_complete_blocks", "evict_cached_blocks")
         self._search, self._mark, self._evict = (getattr(cache, name) for name in self._names)
@@ -141,10 +146,11 @@ class TieredBlocks:
         for name in self._names:
             setattr(cache, name, getattr(self, name))
 
-    def release(self) -> None:
-        """Leave the cache as it was found. A generation loop that still runs goes on without tiers."""
+    def leave(self) -> bool:
+        """Leave the cache as it was found, in its loop's thread or when that has ended; say if it has blocks back."""
         for name in self._names:
             vars(self._cache).pop(name, None)
+        return self.let_go(wait=True)
 
     def let_go(self, *, wait: bool = False) -> bool:
         """Give up the references to blocks whose stores have ended, or of all; say if there were any."""
@@ -163,19 +169,26 @@ class TieredBlocks:
 
         What is here is stored again: where a tier has it that is a use of it, so that it does not grow old there.
         """
+        if self.is_over:
+            self.leave()
+            return int(self._search(request_id, prompt_ids))
         self.let_go()
         here = self._allocator.match_prefix_blocks(prompt_ids)
         keys = self._keys(prompt_ids[:-1])  # one token at least is left to compute: the next one is sampled from it
         try:
             self._bring(keys[len(here) :], prompt_ids, here)
         except ClosedError:
-            self.release()
+            self.is_over = True
         found = int(self._search(request_id, prompt_ids))
         self._store(keys[: len(here)], self._allocator.block_table.get(request_id, [])[: len(here)])
         return found
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:  # noqa: ANN401 - a RequestState
         """Have the cache name the blocks that a step has completed, and store them."""
+        if self.is_over:
+            self.leave()
+            self._mark(state, complete_blocks)
+            return
         self.let_go()
         before, tokens = self._num_named(state.request_id), state.initial_tokens + state.generated_tokens
         self._mark(state, complete_blocks)
@@ -191,7 +204,7 @@ class TieredBlocks:
 
     def evict_cached_blocks(self) -> bool:
         """Wait for stores, whose blocks can't be had otherwise, then give up what nobody uses."""
-        freed = self.let_go(wait=True)
+        freed = self.leave() if self.is_over else self.let_go(wait=True)
         return bool(self._evict()) or freed
 
     # What they do.
@@ -205,7 +218,7 @@ class TieredBlocks:
             spec = GPULoadStoreSpec(blocks[:num_blocks])
             ticket = self._kv.submit_store(keys[:num_blocks], spec, after=self._event())
         except ClosedError:
-            self.release()
+            self.is_over = True
             return
         for block in blocks[:num_blocks]:
             self._allocator.ledger.acquire(block)
