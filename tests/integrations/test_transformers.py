@@ -28,6 +28,7 @@ from tests.support.shelf import Shelf
 from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
 from tiered_kv.integrations.transformers.model import identity_of
+from tiered_kv.integrations.transformers.model_parts import LayerPart
 
 SIZE = 16
 LENGTHS = (200, 150, 90)
@@ -194,6 +195,23 @@ def test_long_prompts_pass_through_little_memory(
     monkeypatch.setattr("tiered_kv.integrations.transformers.model._STAGING_BYTES", 1)
     with opened(model, tmp_path) as tiered:
         assert [generate(model, tiered) for _ in range(2)] == [(expected, [0, 0, 0]), (expected, [190, 140, 80])]
+
+
+def test_a_copy_that_fails_keeps_nobody_from_loading(model: Model, tmp_path: Path) -> None:
+    """As where a device has no memory left: staging memory is free again, while its error is looked at too."""
+    ids = torch.tensor(PROMPTS[:1])
+    with opened(model, tmp_path) as tiered:
+        generate(model, tiered)
+
+        def fail(_part: object, _into: object, _row: int, _num_tokens: int, pieces: Iterator[torch.Tensor]) -> int:
+            raise MemoryError(f"no memory for {len(next(pieces))} blocks")
+
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(LayerPart, "fill", fail)
+            with pytest.raises(MemoryError, match="12 blocks") as raised:
+                tiered.past(ids)
+        assert tiered.past(ids).num_loaded_tokens == [192]
+        assert raised.tb is not None  # which has the frames in which it failed
 
 
 def test_loaded_pages_are_what_is_computed_with(model: Model, expected: list[list[int]], tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ two has stored, the other finds.
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
+from contextlib import closing
 from functools import partial
 from typing import Any, Final, TypeGuard, cast
 
@@ -57,11 +58,11 @@ class ModelStaging:
         """Name the blocks of a part."""
         return hash_blocks(tokens, block_size=self.block_size, salt=self.salt, group=part.number)
 
-    def load(self, part: Part, keys: BlockKeys) -> Iterator[Tensor]:
+    def load(self, part: Part, keys: BlockKeys) -> Generator[Tensor, None, None]:
         """Load neighbouring blocks piece by piece, up to the first that can't be had.
 
         Yields:
-            Slots with the next blocks: to be copied at once.
+            Slots with the next blocks: to be copied at once. Nobody else has them until the next piece, or ``close()``.
         """
         slots = self._slots[part.number]
         for start in range(0, len(keys), len(slots)):
@@ -282,7 +283,8 @@ class TieredCache(DynamicCache):
                 for part, each, mask, into in zip(parts, keys[row], there[row], arrived, strict=True):
                     num_tokens = max(0, length - pad)
                     first, stop = part.first(num_tokens), -(-num_tokens // staging.block_size)
-                    num_blocks = part.fill(into, row, num_tokens, staging.load(part, each[first:stop]))
+                    with closing(staging.load(part, each[first:stop])) as pieces:  # lets go where a copy fails, too
+                        num_blocks = part.fill(into, row, num_tokens, pieces)
                     mask[first + num_blocks : stop] = False  # these did not come
             there = staging.ranks.agree(there)
             found, length = length, self._longest(there)
