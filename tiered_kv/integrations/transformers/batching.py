@@ -193,9 +193,7 @@ class TieredBlocks:
         before, tokens = self._num_named(state.request_id), state.initial_tokens + state.generated_tokens
         self._mark(state, complete_blocks)
         if state.status == RequestStatus.FINISHED and state.request_id in self._allocator.block_table:
-            for (
-                num_blocks
-            ) in complete_blocks.values():  # which the cache leaves out, as the request ends with this step
+            for num_blocks in complete_blocks.values():  # the cache leaves them out as the request ends with this step
                 self._allocator.mark_complete_blocks(state.request_id, tokens, num_blocks)
         after = self._num_named(state.request_id)
         if after > before:
