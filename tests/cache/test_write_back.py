@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 from structlog.testing import capture_logs
 
@@ -380,8 +381,10 @@ async def test_what_is_stored_later_is_not_waited_for(what: str) -> None:
     async with open_cache(cpu(16, max_capacity=16 * PAYLOAD_BYTES), keyed, engine=engine, limits=limits) as kv:
         first, second = prompt(4, seed=1), prompt(4, seed=2)
         await kv.store(first, engine.compute(first))
-        calling = asyncio.create_task(call(kv, what))
-        await until(lambda: len(keyed.writes) == 1)
+        calling, num_slots = asyncio.create_task(call(kv, what)), 12 if what == "resize" else 16
+        await until(lambda: len(keyed.writes) == 1 and kv.stats()["cpu"].num_slots == num_slots)
+        for _ in range(2):  # a resize waits for what is there when no slot can be given up any more
+            await checkpoint()
         await kv.store(second, engine.compute(second))
         await until(lambda: dirty(kv) == 0)  # taken by the cleaner
         keyed.writes[0].set()
