@@ -67,7 +67,7 @@ SETTINGS = {
     "prompts of less than a block": Setting(length=4, num_tokens=8, num_requests=192),
     "long prompts": Setting(length=700, num_tokens=8, num_requests=24),
     "all is in vLLM's own cache": Setting(comes_again=True, is_cached=True),
-    "preemption": Setting(num_tokens=64, at_once=8, engine={"kv_cache_memory_bytes": 5 << 20}),
+    "preemption": Setting(num_tokens=64, at_once=8, engine={"num_gpu_blocks_override": 75}),
     "every other request is given up": Setting(num_aborted=2),
     "a tiny CPU tier": Setting((TINY,)),
     "a tiny CPU tier over NVMe": Setting((TINY, NVME)),
