@@ -240,7 +240,8 @@ class BegunLoad(ABC):
         self._num_blocks = num_blocks
         self._over()
         if num_blocks:
-            chain.touch(request.batch[:num_blocks], but=but)
+            used = request.batch if num_blocks == len(request.pages) else request.batch[:num_blocks]
+            chain.touch(used, but=but)
         seconds = asyncio.get_running_loop().time() - self._started
         self._ended.set_result(request.result(num_blocks, counts, self._faults, seconds))
 
