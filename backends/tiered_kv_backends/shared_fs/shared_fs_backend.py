@@ -364,8 +364,6 @@ class SharedFSBackend(Backend):
         finally:
             if swept is None:
                 self._written += written
-            elif is_full:  # what was refused meanwhile has room now, too
-                self._is_full = False
         self._room.forget_free()
         return swept
 
