@@ -333,6 +333,33 @@ async def test_a_full_filesystem_is_swept_though_another_process_swept_before(
         assert await load(backend, keys_of(40)) == [Outcome.HIT]
 
 
+async def test_what_is_refused_while_a_sweep_makes_room_costs_no_more_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The room is there when that is done: the next sweep, whenever it is due, finds nothing to make it for."""
+    caplog.set_level("INFO")
+    async with opened(tmp_path) as backend:
+        while await backend.sweep() is None:  # the one at opening tells nobody
+            await a_while()
+        assert await store(backend, keys_of(*range(40))) == [Outcome.STORED] * 40
+        take_few_files(tmp_path, monkeypatch, 40, errno.EDQUOT)
+        with (tmp_path / "sweeper.lock").open("r+") as lock:  # so that what was taken from the ledger is not used
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert await store(backend, keys_of(40)) == [Outcome.REFUSED]
+            for _ in range(9):
+                await a_while()
+        with (tmp_path / "ledger").open("r+") as ledger:  # which the sweep waits for
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            for _ in range(3):
+                assert await store(backend, keys_of(40)) == [Outcome.REFUSED]
+        with fail_after(60):
+            while "shared_fs.swept" not in caplog.text:
+                await store(backend, keys_of(40))
+        while (swept := await backend.sweep()) is None:
+            await a_while()
+        assert swept.num_deleted == 0
+
+
 async def test_what_no_sweep_would_help_costs_no_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that may not write files as long as a record deletes none of others for it."""
     async with opened(tmp_path) as backend:

@@ -115,6 +115,7 @@ class SharedFSBackend(Backend):
             self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
         )
         self._written, self._is_full = Counter[str](), False  # since this process has swept last
+        self._num_made_room = 0  # how many sweeps have, for what was refused
         try:
             if settings.read_only:
                 probe = self._readers.run(files.probe_reading, self._root)
@@ -298,15 +299,16 @@ class SharedFSBackend(Backend):
     async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
         """Write some blocks; the room of those that were not stored can be used again."""
         writing = asyncio.ensure_future(_write_records(self._root, share, executor=self._writers))
-        writing.add_done_callback(partial(self._settle_room, share))  # also if nobody waits for it any more
+        settle = partial(self._settle_room, share, self._num_made_room)
+        writing.add_done_callback(settle)  # also if nobody waits for it any more
         return await asyncio.shield(writing)
 
-    def _settle_room(self, share: Sequence[Work], writing: "asyncio.Future[list[Moved]]") -> None:
+    def _settle_room(self, share: Sequence[Work], num_made_room: int, writing: "asyncio.Future[list[Moved]]") -> None:
         if not writing.cancelled() and writing.exception() is None:
             salts = set[str]()
             for work, moved in zip(share, writing.result(), strict=True):
                 self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
-                self._is_full |= _is_full(moved)
+                self._is_full |= _is_full(moved) and num_made_room == self._num_made_room
                 if moved is Outcome.STORED and self.settings.salt_quota is not None:
                     salts.add(salt := salt_folder(work.key.namespace.salt))
                     self._written[salt] += work.block.num_bytes
@@ -364,6 +366,8 @@ class SharedFSBackend(Backend):
         finally:
             if swept is None:
                 self._written += written
+            elif is_full:  # what was refused meanwhile has room now, too, whenever it hears of it
+                self._is_full, self._num_made_room = False, self._num_made_room + 1
         self._room.forget_free()
         return swept
 
