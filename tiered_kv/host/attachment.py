@@ -395,9 +395,8 @@ class Attachment:
         if self._num_seen != self._line.num_heard or not (self._waiting or self.transfers or self.is_silent):
             self._num_seen, self._num_quiet = self._line.num_heard, 0
             return
-        if not (
-            self.is_silent and self.num_unsent
-        ):  # it is asked already, and as long as it reads nothing that piles up
+        is_asked_yet = self.is_silent and self.num_unsent  # more of it would pile up, as long as nothing is read
+        if not is_asked_yet:
             self.send(protocol.Ping(self.number()))  # whatever comes ends the silence
         self._num_quiet += 1
         if self._num_quiet * every_s < self._patience_s:
