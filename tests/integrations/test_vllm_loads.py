@@ -1,5 +1,8 @@
-"""When the connector for vLLM loads: what is in memory in the step that computes the rest, all else beside steps."""
+"""When the connector for vLLM loads: what memory has in the step that computes the rest, what is much beside steps."""
 
+import asyncio
+import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -70,30 +73,162 @@ def test_every_rank_loads_first() -> None:
         engine.settle()
 
 
-@pytest.mark.parametrize("why", ["not planned in time", "more than a step loads", "on storage"])
-def test_what_takes_longer_goes_on_beside_steps(tmp_path: Path, why: str) -> None:
-    """Its request waits, and nobody else does."""
-    tiers: list[object] = [ROOMY]
-    if why == "on storage":
-        tiers = [{"medium": "cpu", "capacity": 16 * STRIDE}, {"medium": "nvme", "path": tmp_path, "capacity": "1MiB"}]
-    with stored_once(*tiers) as engine:
-        if why == "not planned in time":
-            engine.scheduling._loads._patience_s = 0.0  # noqa: SLF001 - ours
-        elif why == "more than a step loads":
-            engine.scheduling._loads._num_first_bytes = 6  # noqa: SLF001 - ours
+@contextmanager
+def stored_below(path: Path, **wanted: object) -> Iterator[SmallVLLM]:
+    """Open such a vLLM whose storage has that prompt, and whose memory has another."""
+    tiers = [{"medium": "cpu", "capacity": 16 * STRIDE}, {"medium": "nvme", "path": path, "capacity": "1MiB"}]
+    with stored_once(*tiers, **wanted) as engine:
+        fill_memory(engine, "b")
+        yield engine
+
+
+def fill_memory(engine: SmallVLLM, prompt: str) -> None:
+    """Have a prompt computed that takes all of the memory; all is on storage then."""
+    engine.scheduling.kv.flush()
+    engine.ask(prompt, 16 * BLOCK_SIZE, 1, prompt=prompt)
+    engine.settle()
+    engine.settle_loop()
+    engine.settle_copies()
+    engine.step()  # which tells of the copies
+    engine.settle_loop()
+    engine.scheduling.kv.flush()
+
+
+@contextmanager
+def nothing_planned(engine: SmallVLLM) -> Iterator[None]:
+    """Keep the cache's event loop busy, and have what was to be planned meanwhile planned behind that."""
+    kv, loads, ended = engine.scheduling.kv, engine.scheduling._loads, threading.Event()  # noqa: SLF001 - ours
+    kv.call(asyncio.get_running_loop).call_soon_threadsafe(ended.wait)
+    loads._patience_s = 0.0  # noqa: SLF001 - ours
+    try:
+        yield
+    finally:
+        ended.set()
+    assert engine.scheduling._planner.wait_planned([each.job for each in loads._bringing.values()], 30)  # noqa: SLF001
+
+
+@pytest.mark.parametrize("where", ["memory", "storage"])
+def test_what_takes_longer_is_brought_to_memory_before_its_request_has_blocks(tmp_path: Path, where: str) -> None:
+    """Nobody else waits for it, and its first token comes with the first step that begins once memory has it."""
+    with stored_once(ROOMY) if where == "memory" else stored_below(tmp_path) as engine:
+        loads, num_free = loads_of(engine), engine.num_free
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        with nothing_planned(engine):
+            engine.step(2)
+            assert (loads, engine.num_free, engine.scheduling.num_bringing) == ([], num_free, 6)
+        engine.step()
+        assert (loads, two.num_computed_tokens) == ([True], LENGTH)
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert engine.scheduling.num_bringing == 0
+
+
+def slow_to_compute(monkeypatch: pytest.MonkeyPatch, engine: SmallVLLM) -> None:
+    """Have storage be read once, so that it is known how long that takes, and computing take longer by far."""
+    monkeypatch.setattr(VLLM.loading, "_READ_PATIENCE_S", 60.0)
+    monkeypatch.setattr(type(engine.scheduling._paying), "tokens_per_s", 1.0)  # noqa: SLF001 - ours
+    read = engine.ask("read", LENGTH, 2, prompt="a")
+    engine.settle()
+    fill_memory(engine, "c")
+    found = engine.scheduling.kv.lookup_nowait(engine.scheduling.naming.keys(engine.groups[0], read, 0, 6))
+    assert found.by_tier == {"nvme": 6}
+
+
+def test_a_step_waits_for_storage_that_is_sooner_than_computing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A first token comes after one step, which takes no longer than without us."""
+    with stored_below(tmp_path) as engine:
+        slow_to_compute(monkeypatch, engine)
+        loads = loads_of(engine)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert (loads, two.num_computed_tokens) == ([True], LENGTH)
+        engine.settle()
+
+
+def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What it took before says nothing then; a second later one step tries again."""
+    with stored_below(tmp_path) as engine:
+        slow_to_compute(monkeypatch, engine)
+        monkeypatch.setattr(VLLM.messages.Bringing, "is_over", False)
+        looked, waits = Looked(engine), list[float]()
+
+        def wait(*_: object) -> bool:
+            waits.append(looked.now)
+            return False
+
+        engine.scheduling._planner.wait_planned = wait  # noqa: SLF001 - ours
+        for now in (0.0, 0.5, 1.5):
+            looked.now = now
+            engine.ask(f"at {now}", LENGTH, 1, prompt="a")
+            engine.step()
+            engine.abort(f"at {now}")
+        assert waits == [0.0, 1.5]
+
+
+@pytest.mark.parametrize(
+    ("why", "num_lost"), [("given up", 0), ("late", 6), ("other weights", 0), ("not asked for", 6)]
+)
+def test_what_is_brought_in_vain_is_let_go(monkeypatch: pytest.MonkeyPatch, why: str, num_lost: int) -> None:
+    """Its request ends, or computes it; its slots are others' again."""
+    monkeypatch.setattr(VLLM.messages.Bringing, "is_over", False)
+    with stored_once(ROOMY) as engine:
+        looked, loads = Looked(engine), engine.scheduling._loads  # noqa: SLF001 - ours
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        (bringing,) = loads._bringing.values()  # noqa: SLF001 - ours
+        engine.scheduling.counts.take()
+        if why == "given up":
+            engine.abort("two")
+        elif why == "other weights":
+            engine.scheduling.forget()
         else:
-            engine.scheduling.kv.flush()
-            engine.ask("other", 16 * BLOCK_SIZE, 1)
-            engine.settle()
-            engine.settle_loop()
+            looked.now = 60.0
+            engine.waiting = deque([two] if why == "late" else [])
+            engine.step()
+        assert (engine.scheduling.num_bringing, bringing.job.plan.moves) == (0, ())
+        said = engine.scheduling.counts.take()
+        assert (said.data.get("load_blocks_lost", 0) if said is not None else 0) == num_lost
+        assert two.num_computed_tokens == (LENGTH if why == "late" else 0)
+        engine.settle()
+
+
+def test_what_memory_has_no_room_for_is_computed() -> None:
+    """As much of a prompt is loaded as could be brought, and counted; the rest is not looked for again."""
+    with stored_once(ROOMY) as engine:
+        planner = engine.scheduling._planner  # noqa: SLF001 - ours
+        plan_load = planner.plan_load
+        planner.plan_load = lambda keys: plan_load(keys[:4])
+        engine.scheduling.counts.take()
+        loads = loads_of(engine)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert (loads, two.num_computed_tokens) == ([True], LENGTH)
+        said = engine.scheduling.counts.take().data
+        assert (said["load_blocks"], said["load_blocks_lost"]) == (4, 2)
+        assert not engine.scheduling._tracked["two"].may_load  # noqa: SLF001 - ours
+        engine.settle()
+
+
+@pytest.mark.parametrize("why", ["more than any step loads", "more than this step loads"])
+def test_what_is_much_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    """Its request waits, and nobody else does."""
+    with stored_once(ROOMY) as engine:
+        if why == "more than any step loads":
+            monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 6)
+        else:
+            engine.scheduling._loads._num_first_bytes = 6  # noqa: SLF001 - ours
         loads = loads_of(engine)
         engine.ask("two", LENGTH, 2, prompt="a")
         engine.settle()
         assert loads == [False]
 
 
-def test_a_load_beside_begins_before_the_step_computes() -> None:
+def test_a_load_beside_begins_before_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the end of that step it can be over: vLLM itself would have it begin then."""
+    monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 6)
     with stored_once(ROOMY) as engine:
         engine.scheduling._loads._patience_s = 0.0  # noqa: SLF001 - its plan comes with the next step
         worker, begun = engine.workers[0], list[int]()
@@ -127,7 +262,7 @@ def test_what_was_planned_for_a_request_without_blocks_is_let_go() -> None:
         engine.scheduling._planner.plan_load = noted  # noqa: SLF001 - ours
         engine.ask("two", LENGTH, 2, prompt="a")
         engine.step(4)
-        assert (len(planned), engine.scheduling._loads._hurrying) == (1, {})  # noqa: SLF001 - ours
+        assert (len(planned), engine.scheduling._loads._bringing) == (1, {})  # noqa: SLF001 - ours
         assert planned[0].plan.moves == ()  # type: ignore[attr-defined]
         engine.settle()
         assert loads == [False]
@@ -309,12 +444,12 @@ def test_shared_tiers_are_asked_when_a_request_comes_and_not_when_it_has_its_tur
         listened = Counted(monkeypatch, VLLM.loading.PendingLoads, "_listen")
         (tier,) = inside(engine.scheduling.kv.cache).chains[0].shared
         for number in range(24):
-            request = engine.ask(f"request {number}", LENGTH, 1, prompt=f"prompt {number % 12}")
+            engine.ask(f"request {number}", LENGTH, 1, prompt=f"prompt {number % 12}")
             engine.settle_loop()
             while tier.answers._asked:  # noqa: SLF001 - ours
                 engine.settle_loop()
             engine.step()
-            assert not engine.waiting or request.is_loading
+            assert not engine.waiting or engine.scheduling.num_bringing
             engine.settle()
             engine.settle_copies()
             engine.scheduling.kv.flush()

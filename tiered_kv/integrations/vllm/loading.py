@@ -1,10 +1,12 @@
 """Loads: how much of a prompt is to be had, which loads a step begins with, and which go on beside steps.
 
-A load of one KV group that is small, and in memory, is planned while vLLM asks what is there: the step that computes
-the rest of the prompt loads it first. All others are planned once vLLM has chosen blocks, and their requests wait.
-Called by the scheduler's thread only, which waits for none of it, but for a moment.
+A load of one KV group that is small is planned while vLLM asks what is there, and told once host memory has it: the
+step that computes the rest of the prompt copies it first. Until then its request has no blocks of vLLM's. All others
+are planned once vLLM has chosen blocks, and their requests wait. Called by the scheduler's thread only, which waits for
+none of it, but for a moment.
 """
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
@@ -19,19 +21,23 @@ from tiered_kv.cache.planner import Planner
 from tiered_kv.catalog.table import counted
 from tiered_kv.integrations.vllm.configuration import Configuration, EngineGroup
 from tiered_kv.integrations.vllm.counts import Counts
-from tiered_kv.integrations.vllm.messages import Finding, Load, LoadOrder, Step, Tracked
+from tiered_kv.integrations.vllm.messages import Bringing, Finding, Load, LoadOrder, Step, Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.plan import JobResult, Outcomes
-from tiered_kv.values.results import BlockState
+from tiered_kv.values.results import BlockState, LookupResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 _HIT: Final = bytes([BlockState.HIT])
 _ASKING, _PENDING = bytes([BlockState.ASKING]), bytes([BlockState.PENDING])
 _PATIENCE_S: Final = 0.002
 """A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
+_READ_PATIENCE_S: Final = 0.005
+"""And so long for what this cache's own storage is likely to have read by then, if computing it takes twice as long."""
+_READ_AGAIN_S: Final = 1.0
+"""After a wait for storage that was in vain no step waits for it: it may have come to hang."""
 _LOOK_AGAIN_S: Final = 0.0003
 _TOLD_AGAIN_S: Final = 0.02
 """For so long who waits for blocks of vLLM's is told what was found, and not looked for anew: that would take some
@@ -39,7 +45,7 @@ tenths of a millisecond of each step. What is gone by then is computed; what has
 _WAITS_AGAIN_S: Final = 0.25
 """Likewise, who waits for room in memory: by then loading may pay no more, as a tier may have come to hang."""
 _FIRST_BYTES: Final = 64 << 20
-"""A step loads so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
+"""A step copies so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
 
 
 class PendingLoads:
@@ -83,8 +89,13 @@ class PendingLoads:
         self._moving: dict[int, Load] = {}
         self.know(memory)
         self._beginning: list[Job] = []  # in this step, of what these have
-        self._hurrying: dict[str, Job] = {}  # planned for the requests that this step may compute
-        self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES  # what is left of them in this step
+        self._bringing: dict[str, Bringing] = {}  # for requests that have no blocks of vLLM's yet
+        self._read_again_s = -math.inf
+        self._renew()
+
+    def _renew(self) -> None:
+        """Give a step what a step may take."""
+        self._patience_s, self._read_patience_s, self._num_first_bytes = _PATIENCE_S, _READ_PATIENCE_S, _FIRST_BYTES
 
     def know(self, memory: Mapping[str, int]) -> None:
         """Take note of the cache's own memory tiers, and of what they hold."""
@@ -111,13 +122,20 @@ class PendingLoads:
         tracked.num_found = tracked.num_noted = 0
         if not can_load or not self._configuration.loads or not tracked.may_load:
             return 0, False
+        bringing = self._bringing.get(tracked.request.request_id)
+        if bringing is not None and bringing.of == (first, tracked.request.num_tokens):
+            return self._brought(bringing)
+        if bringing is not None:  # vLLM's own cache has more of it by now, or less
+            self.let_go(tracked)
         said = tracked.said
         again = said if said is not None and self._holds(said, tracked.request, first) else None
         tracked.said = again or self._find(tracked, first)
         if not (num_found := tracked.said.num_found):
             return num_found, False
         tracked.num_found = num_found
-        return num_found, again is not None or not self._plan_first(tracked, num_found)
+        if again is not None or (bringing := self._bring(tracked, num_found)) is None:
+            return num_found, True
+        return self._brought(bringing)
 
     def _holds(self, said: Finding, request: Any, first: int) -> bool:
         """Say whether what was found is to be told again: vLLM, or memory, has had no room for the request since."""
@@ -277,35 +295,74 @@ class PendingLoads:
     def num_bringing(self) -> int:
         """Blocks that memory holds, or is to hold, for requests that wait for them."""
         loads = {id(load): load for load in chain(self._loads.values(), self._moving.values())}
-        return sum(len(ids) for load in loads.values() for _, ids in load.parts)
+        num_begun = sum(len(ids) for load in loads.values() for _, ids in load.parts)
+        return num_begun + sum(each.num_blocks for each in self._bringing.values())
 
-    def _plan_first(self, tracked: Tracked, num_found: int) -> bool:
-        """Plan a load that the step itself begins with, if it is small and in memory; return whether that is done.
-
-        Its plan is there before vLLM has chosen blocks. Where there are none vLLM asks again in the next step, and
-        so on: then the request waits for its load as any other does.
-        """
+    def _bring(self, tracked: Tracked, num_found: int) -> Bringing | None:
+        """Begin to bring what was found to host memory, if it is little; wait for that if it takes a moment only."""
         wanted, request, first = self._configuration, tracked.request, tracked.num_stored
-        if not (self._memory and wanted.loads_parts and tracked.may_hurry and self._patience_s > 0):
-            return False
+        if not (self._memory and wanted.loads_parts and tracked.may_hurry):
+            return None
         keys = self._naming.need(wanted.main, request, first, first + num_found).needed
         num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
-        if num_bytes > self._num_first_bytes or not self._is_in_memory(tracked, keys, num_found):
-            return False
-        tracked.may_hurry = False
-        job = self._planner.plan_load(keys)
-        self._wait_planned([job])
-        if job.result is not None or (plan := job.plan) is None or plan.num_blocks < len(keys):
-            job.cancel(undelivered=True)
-            return False
-        self._hurrying[request.request_id] = job
-        self._num_first_bytes -= num_bytes
-        return True
+        if num_bytes > _FIRST_BYTES:
+            return None
+        found = self._note_tiers(tracked, keys)
+        job, is_in_memory = self._planner.plan_load(keys), self._are_in_memory(tracked, num_found)
+        bringing = Bringing(tracked, job, (first, request.num_tokens), len(keys), num_bytes, self._clock())
+        self._bringing[request.request_id] = bringing
+        if is_in_memory:
+            self._wait_planned([job])
+        else:
+            self._wait_read(job, found, num_found)
+        return bringing
 
-    def _is_in_memory(self, tracked: Tracked, keys: BlockKeys, num_tokens: int) -> bool:
-        """Take note of which tiers have the blocks, and say whether it is those whose blocks are planned at once."""
-        by_tier, size = self._kv.lookup_nowait(keys).by_tier, self._configuration.main.block_size
-        tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in by_tier.items()}
+    def _brought(self, bringing: Bringing) -> tuple[int | None, bool]:
+        """Say what host memory has for a request; see `find`. Let go if vLLM has no blocks for it in this step."""
+        tracked, job, size = bringing.tracked, bringing.job, self._configuration.main.block_size
+        if not bringing.is_over:
+            if not self._is_late(bringing):
+                return None, False
+            self._give_up(bringing)
+            return 0, False
+        num_blocks = job.plan.num_blocks if job.result is None and job.plan is not None else 0
+        if not num_blocks:
+            self._give_up(bringing)
+            return 0, False
+        bringing.is_told, bringing.comes_first = True, bringing.num_bytes <= self._num_first_bytes
+        if bringing.comes_first:
+            self._num_first_bytes -= bringing.num_bytes
+        tracked.num_found = num_blocks * size
+        return tracked.num_found, not bringing.comes_first
+
+    def _is_late(self, bringing: Bringing) -> bool:
+        num_tokens = bringing.num_blocks * self._configuration.main.block_size
+        return self._clock() - bringing.begun_s > self._paying.patience_s(num_tokens)
+
+    def _give_up(self, bringing: Bringing) -> None:
+        """Have a request compute what does not come."""
+        bringing.tracked.may_load = False
+        self._counts.load(bringing.num_blocks, 0, self._clock() - bringing.begun_s)
+        self.let_go(bringing.tracked)
+
+    def let_go(self, tracked: Tracked) -> None:
+        """Bring no more to host memory for a request, and hold no more of it there, until it has blocks of vLLM's."""
+        if (bringing := self._bringing.pop(tracked.request.request_id, None)) is not None:
+            bringing.job.cancel(undelivered=True)
+
+    def forget(self) -> None:
+        """Let go of what was computed by other weights."""
+        for bringing in list(self._bringing.values()):
+            self.let_go(bringing.tracked)
+
+    def _note_tiers(self, tracked: Tracked, keys: BlockKeys) -> LookupResult:
+        """Take note of which tiers have the blocks."""
+        found, size = self._kv.lookup_nowait(keys), self._configuration.main.block_size
+        tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
+        return found
+
+    def _are_in_memory(self, tracked: Tracked, num_tokens: int) -> bool:
+        """Say whether the tiers that have so many tokens are those whose blocks are planned at once."""
         return sum(tracked.by_tier.get(tier, 0) for tier in self._memory) >= num_tokens
 
     def _wait_planned(self, jobs: list[Job]) -> None:
@@ -315,12 +372,27 @@ class PendingLoads:
             self._planner.wait_planned(jobs, self._patience_s)
             self._patience_s -= time.monotonic() - began_s
 
+    def _wait_read(self, job: Job, found: LookupResult, num_tokens: int) -> None:
+        """Wait for a read of storage if it is likely to take less than half of what the step would take to compute it.
+
+        Others would wait for that; and to be computed in a step to come would cost the request this one.
+        """
+        per_s = self._paying.tokens_per_s
+        wait_s = min(self._read_patience_s, num_tokens / per_s / 2 if per_s else 0.0)
+        is_known = found.num_blocks * self._configuration.main.block_size >= num_tokens
+        if not is_known or not 0 < found.estimated_load_s <= wait_s or self._clock() < self._read_again_s:
+            return
+        began_s = time.monotonic()
+        if not self._planner.wait_planned([job], wait_s):
+            self._read_again_s = self._clock() + _READ_AGAIN_S
+        self._read_patience_s -= time.monotonic() - began_s
+
     def begin(self, tracked: Tracked, tables: Sequence[list[int]], num_external_tokens: int) -> None:
         """Plan to load what was found, now that its request has its blocks; by block table, these."""
         wanted, request = self._configuration, tracked.request
         first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
         parts, is_in_memory = [], False
-        planned = self._hurrying.pop(request.request_id, None)
+        brought = self._bringing.get(request.request_id)
         for group in wanted.groups:
             keys = self._naming.need(group, request, first, first + num_tokens).needed
             if not len(keys):
@@ -328,16 +400,21 @@ class PendingLoads:
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
             self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
             blocks = GPULoadStoreSpec(ids, group.number)
-            if planned is not None:
-                planned.bind(blocks)
+            if brought is not None:
+                brought.job.bind(blocks)
             elif group is wanted.main:
-                is_in_memory = self._is_in_memory(tracked, keys, num_tokens)
-            parts.append((planned or self._planner.plan_load(keys, blocks), ids))
+                self._note_tiers(tracked, keys)
+                is_in_memory = self._are_in_memory(tracked, num_tokens)
+            parts.append((brought.job if brought is not None else self._planner.plan_load(keys, blocks), ids))
         jobs = [job for job, _ in parts]
-        self._loads[request.request_id] = Load(
-            tuple(parts), tracked, first, num_tokens, time.monotonic(), comes_first=planned is not None,
-            not_ended={job.number for job in jobs},
-        )  # fmt: skip
+        load = self._loads[request.request_id] = Load(
+            tuple(parts), tracked, first, num_tokens, self._clock(), not_ended={job.number for job in jobs}
+        )
+        if brought is not None:
+            del self._bringing[request.request_id]
+            load.begun_s, load.comes_first = brought.begun_s, brought.comes_first
+            load.num_lost = brought.num_blocks - tracked.num_found // wanted.main.block_size
+            tracked.may_load = not load.num_lost
         self._beginning += jobs if is_in_memory else []
         tracked.num_stored = first + num_tokens
 
@@ -346,15 +423,23 @@ class PendingLoads:
         self._wait_planned(self._beginning)
 
     def begin_step(self) -> None:
-        """Let go of what was planned for this step and has no blocks of vLLM's, and forget what the step has taken."""
-        for job in self._hurrying.values():
-            job.cancel(undelivered=True)
-        self._hurrying, self._beginning = {}, []
-        self._patience_s, self._num_first_bytes = _PATIENCE_S, _FIRST_BYTES
+        """Let go of what was to be loaded in this step and has no blocks of vLLM's, and forget what the step has taken.
+
+        Where there are none vLLM asks again in the next step, and so on: then the request waits for its load as those
+        do that bring much.
+        """
+        for bringing in list(self._bringing.values()):
+            if bringing.is_told:
+                bringing.tracked.may_hurry = False
+                self.let_go(bringing.tracked)
+            elif self._is_late(bringing):  # vLLM does not ask for it, and may never again
+                self._give_up(bringing) if not bringing.is_over else self.let_go(bringing.tracked)
+        self._beginning = []
+        self._renew()
 
     def deliver(self, step: Step) -> None:
         """Have the workers do, in a step, what is planned."""
-        now = time.monotonic()
+        now = self._clock()
         for name, load in list(self._loads.items()):
             jobs, waited_s = [job for job, _ in load.parts], now - load.begun_s
             is_late = waited_s > self._paying.patience_s(load.num_tokens)
@@ -379,7 +464,7 @@ class PendingLoads:
             step.loads.append(LoadOrder(name, tuple(parts), load.comes_first))
             if held != wanted:
                 load.fall_short()
-            self._counts.load(sum(wanted), sum(held), waited_s)
+            self._counts.load(sum(wanted) + load.num_lost, sum(held), waited_s)
 
     def took(self, outcomes: Outcomes) -> None:
         """Take note of what a worker has moved, if it is of a load."""

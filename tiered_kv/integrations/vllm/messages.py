@@ -107,7 +107,7 @@ class Tracked:
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
         num_stored: Of its first tokens, how many have blocks in place that are stored, being stored, due, or not to be.
         num_noted: Of its first tokens, of how many the blocks are known to be in vLLM's cache.
-        may_hurry: Whether to try to load what was found in the very step that computes the rest: tried once.
+        may_hurry: Whether to bring what was found to host memory before vLLM has blocks for it: until it had none then.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         may_store: False once other weights are served than those that have computed what it has.
         is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
@@ -158,6 +158,32 @@ class Finding:
     num_more: int = 0
 
 
+@dataclass(eq=False)
+class Bringing:
+    """What is brought to host memory for a request that has no blocks of vLLM's yet, nor was told that it is there.
+
+    Attributes:
+        of: Behind how many tokens it was found, of how many.
+        num_bytes: Of each rank.
+        is_told: Whether vLLM was told in this step that it is to be loaded.
+        comes_first: See `LoadOrder`; decided then.
+    """
+
+    tracked: Tracked
+    job: Job
+    of: tuple[int, int]
+    num_blocks: int
+    num_bytes: int
+    begun_s: float
+    is_told: bool = False
+    comes_first: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what there is of it is in host memory."""
+        return self.job.result is not None or self.job.plan is not None
+
+
 @dataclass
 class Load:
     """What is to be loaded for a request, of which ``first`` tokens come before.
@@ -167,6 +193,7 @@ class Load:
         num_tokens: That are in place once all of it is.
         comes_first: See `LoadOrder`.
         not_ended: Jobs whose end is not told yet.
+        num_lost: Blocks that were found as well, and could not be brought to host memory.
     """
 
     parts: tuple[tuple[Job, tuple[int, ...]], ...]
@@ -177,6 +204,7 @@ class Load:
     comes_first: bool = False
     is_given_up: bool = False
     not_ended: set[int] = field(default_factory=set)
+    num_lost: int = 0
     is_short: bool = False
 
     def num_blocks_of(self, number: int) -> int:

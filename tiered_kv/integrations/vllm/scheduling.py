@@ -274,6 +274,7 @@ class SchedulingSide:
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._paying.end(request.request_id)
+            self._loads.let_go(tracked)
             if self._used.pop(request.request_id, None) is not None and self._kv is not None:
                 self._tell_used(self._gather_here(tracked, tables))
         is_kept = tracked is not None and self._planner is not None and self._storing.end(tracked)
@@ -288,6 +289,7 @@ class SchedulingSide:
         Requests that go on have begun with the old ones: what they fill from now on is nobody's.
         """
         if self._kv is not None:
+            self._loads.forget()
             self._storing.forget()
             if self._evicting is not None:
                 self._evicting.forget()
