@@ -9,7 +9,8 @@ engine's on a CPU: the prompt computed in one thread, and its blocks loaded from
 decoding is the time of 128 requests over that of an engine without one: `_engines_decode` says how.
 
 Apart, one vLLM computes prompts and stores, and another beside it loads them over a shared directory. Hostile is what
-the connector costs where it can help nobody: `_engines_hostile` has the settings.
+the connector costs where it can help nobody: `_engines_hostile` has the settings. Again is what it gives where prompts
+come again while others are computed, beside vLLM's own offloading: `_engines_again`.
 
 vLLM is in an environment of its own, which `make test-engines` builds.
 """
@@ -57,6 +58,8 @@ HURT_LONGER = (
 ROUNDS_LONGER = 3
 HOSTILE_BARS = {"throughput": 0.97, "ttft_p99": 1.05}
 """Over an engine without a connector, in the worst of all settings."""
+
+PARTS = ("tiers", "first-token", "again", "apart", "decode", "hostile")
 
 Cells = dict[str, dict[str, float]]
 
@@ -237,12 +240,32 @@ def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[st
     return {name: round(ratio, 3) for name, ratio in (found | worst).items()}
 
 
+def again(vllm: Environment, num_rounds: int, share: float) -> dict[str, float]:
+    """Return first tokens and throughput of prompts that come again, ours over those without and over vLLM's `fs`."""
+    suffix, sizes = HURT["22ms"]
+    with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
+        vllm.run("make_llama.py", f"{folder}/model", 0, *sizes)
+        rounds = vllm.run(str(HERE / "_engines_again.py"), f"{folder}/model", num_rounds, share, timeout_s=3000)
+    names = {"ttft_median": "ttft_median_s", "ttft_p99": "ttft_p99_s", "time": "s"}
+    print(f"{'of 64 prompts':20}{'first token, median':>22}{'p99':>10}{'all, s':>10}")
+    for engine in ("none", "ours", "fs"):
+        median, p99, took_s = (statistics.median(each[engine][name] for each in rounds) for name in names.values())
+        print(f"{engine:20}{median * 1e3:19.1f} ms{p99 * 1e3:7.1f} ms{took_s:10.2f}")
+    return {
+        f"again_{what}_over_{other}{suffix}": round(
+            statistics.median(each["ours"][name] / each[other][name] for each in rounds), 3
+        )
+        for what, name in names.items()
+        for other in ("none", "fs")
+    }
+
+
 def main() -> None:
     """Measure, print tables, and JSON last."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--smoke", action="store_true", help="a little of it, to see that it runs")
-    parser.add_argument("--only", choices=("tiers", "first-token", "apart", "decode", "hostile"), help="a part of it")
+    parser.add_argument("--only", choices=PARTS, help="a part of it")
     parser.add_argument("--settings", nargs="+", default=[], help="of hostile: these only")
     parser.add_argument(
         "--models", nargs="+", choices=HURT, default=["tiny"],
@@ -263,6 +286,9 @@ def main() -> None:
         layers, hidden_size = DECODED[""] if arguments.smoke else (LAYERS, HIDDEN_SIZE)
         num_prompts, length = (1, 300) if arguments.smoke else (5, PROMPT_TOKENS)
         print(json.dumps(apart(vllm, num_prompts, length, layers, hidden_size)))
+        return
+    if arguments.only == "again":
+        print(json.dumps(again(vllm, *((1, 0.1) if arguments.smoke else (arguments.rounds, 1.0)))))
         return
     if arguments.only == "hostile":
         num_rounds, share = (1, 0.1) if arguments.smoke else (min(arguments.rounds, 5), 1.0)

@@ -29,6 +29,17 @@ def test_it_runs(vllm: Environment) -> None:
     assert all(value > 0 for value in said.values())
 
 
+def test_what_comes_again_is_measured(vllm: Environment) -> None:
+    """First tokens and all of the time, over an engine without a connector and over vLLM's own tiers."""
+    assert vllm.is_built
+    command = [sys.executable, str(ROOT / "benchmarks" / "engines.py"), "--only", "again", "--smoke"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    figures = [f"again_{what}_over" for what in ("ttft_median", "ttft_p99", "time")]
+    assert said.keys() == {f"{figure}_{other}_22ms" for figure in figures for other in ("none", "fs")}
+    assert all(value > 0 for value in said.values())
+
+
 def test_what_cannot_be_helped_is_measured(vllm: Environment) -> None:
     """Of each setting and model the throughput and the first token, and the worst; the last line is flat."""
     assert vllm.is_built
