@@ -9,6 +9,7 @@ import torch
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorTransferResults
 
 from tiered_kv.integrations.vllm import TieredKVConnector
+from tiered_kv.values.keys import BlockKeys
 
 
 class WipingConnector(TieredKVConnector):
@@ -41,15 +42,20 @@ class WipingConnector(TieredKVConnector):
 
 
 class EvictingConnector(TieredKVConnector):
-    """Evicts the fifth block of what was found, and those behind it, before it is loaded."""
+    """Evicts the fifth block of what was found, and those behind it, before it is planned to be loaded."""
 
-    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Evict, then go on."""
-        if num_external_tokens:
-            side = self._in_scheduler()
-            for group in side._configuration.groups:  # noqa: SLF001 - ours
-                side.kv.evict(side.naming.keys(group, request, 4, len(request.block_hashes)))
-        super().update_state_after_alloc(request, blocks, num_external_tokens)
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Mapping[tuple[int, int], Any]) -> None:
+        """Open the cache, and have it evict before it plans."""
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        side = self._in_scheduler()
+        planner: Any = side._planner  # noqa: SLF001 - ours
+        plan_load = planner.plan_load
+
+        def evict_and_plan(keys: BlockKeys, *blocks: object) -> object:
+            side.kv.evict(keys[max(0, 4 - keys.start) :])
+            return plan_load(keys, *blocks)
+
+        planner.plan_load = evict_and_plan
 
 
 class DyingConnector(TieredKVConnector):

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
-from tests.integrations.test_vllm_stores import ROOMY, Copies, Counted, opened, step_settled
+from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, opened, step_settled
 from tests.support.caches import inside
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 from tiered_kv import Outcomes
@@ -76,22 +76,24 @@ def test_every_rank_loads_first() -> None:
 @contextmanager
 def stored_below(path: Path, **wanted: object) -> Iterator[SmallVLLM]:
     """Open such a vLLM whose storage has that prompt, and whose memory has another."""
-    tiers = [{"medium": "cpu", "capacity": 16 * STRIDE}, {"medium": "nvme", "path": path, "capacity": "1MiB"}]
+    capacity = (64 if "groups" in wanted else 16) * STRIDE
+    tiers = [{"medium": "cpu", "capacity": capacity}, {"medium": "nvme", "path": path, "capacity": "4MiB"}]
     with stored_once(*tiers, **wanted) as engine:
         fill_memory(engine, "b")
         yield engine
 
 
 def fill_memory(engine: SmallVLLM, prompt: str) -> None:
-    """Have a prompt computed that takes all of the memory; all is on storage then."""
+    """Have prompts computed that take all of the memory; all is on storage then."""
     engine.scheduling.kv.flush()
-    engine.ask(prompt, 16 * BLOCK_SIZE, 1, prompt=prompt)
-    engine.settle()
-    engine.settle_loop()
-    engine.settle_copies()
-    engine.step()  # which tells of the copies
-    engine.settle_loop()
-    engine.scheduling.kv.flush()
+    for number in range(4 if len(engine.groups) > 1 else 1):
+        engine.ask(f"{prompt} {number}", 16 * BLOCK_SIZE, 1, prompt=f"{prompt} {number}")
+        engine.settle()
+        engine.settle_loop()
+        engine.settle_copies()
+        engine.step()  # which tells of the copies
+        engine.settle_loop()
+        engine.scheduling.kv.flush()
 
 
 @contextmanager
@@ -145,6 +147,19 @@ def test_a_step_waits_for_storage_that_is_sooner_than_computing(
         two = engine.ask("two", LENGTH, 2, prompt="a")
         engine.step()
         assert (loads, two.num_computed_tokens) == ([True], LENGTH)
+        engine.settle()
+
+
+def test_of_several_groups_such_a_load_begins_in_the_step_that_plans_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """VLLM cannot take a part of it, so that its request waits for the end; it is no step later than it has to be."""
+    with stored_below(tmp_path, groups=SHAPES["windows"]) as engine:
+        slow_to_compute(monkeypatch, engine)
+        loads = loads_of(engine)
+        engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert loads == [False]
         engine.settle()
 
 

@@ -27,7 +27,7 @@ from tiered_kv.integrations.vllm.paying import Paying
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.plan import JobResult, Outcomes
-from tiered_kv.values.results import BlockState, LookupResult
+from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 _HIT: Final = bytes([BlockState.HIT])
@@ -89,6 +89,7 @@ class PendingLoads:
         self._moving: dict[int, Load] = {}
         self.know(memory)
         self._beginning: list[Job] = []  # in this step, of what these have
+        self._reading: list[tuple[list[Job], float, int]] = []  # likewise of storage: in how long, so many tokens
         self._bringing: dict[str, Bringing] = {}  # for requests that have no blocks of vLLM's yet
         self._read_again_s = -math.inf
         self._renew()
@@ -307,14 +308,14 @@ class PendingLoads:
         num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
         if num_bytes > _FIRST_BYTES:
             return None
-        found = self._note_tiers(tracked, keys)
+        load_s = self._note_tiers(tracked, keys)
         job, is_in_memory = self._planner.plan_load(keys), self._are_in_memory(tracked, num_found)
         bringing = Bringing(tracked, job, (first, request.num_tokens), len(keys), num_bytes, self._clock())
         self._bringing[request.request_id] = bringing
         if is_in_memory:
             self._wait_planned([job])
         else:
-            self._wait_read(job, found, num_found)
+            self._wait_read([job], load_s, num_found)
         return bringing
 
     def _brought(self, bringing: Bringing) -> tuple[int | None, bool]:
@@ -355,11 +356,11 @@ class PendingLoads:
         for bringing in list(self._bringing.values()):
             self.let_go(bringing.tracked)
 
-    def _note_tiers(self, tracked: Tracked, keys: BlockKeys) -> LookupResult:
-        """Take note of which tiers have the blocks."""
+    def _note_tiers(self, tracked: Tracked, keys: BlockKeys) -> float:
+        """Take note of which tiers have the blocks; return how long loading them is likely to take, 0 if unknown."""
         found, size = self._kv.lookup_nowait(keys), self._configuration.main.block_size
         tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
-        return found
+        return found.estimated_load_s if found.num_blocks == len(keys) else 0.0
 
     def _are_in_memory(self, tracked: Tracked, num_tokens: int) -> bool:
         """Say whether the tiers that have so many tokens are those whose blocks are planned at once."""
@@ -372,18 +373,17 @@ class PendingLoads:
             self._planner.wait_planned(jobs, self._patience_s)
             self._patience_s -= time.monotonic() - began_s
 
-    def _wait_read(self, job: Job, found: LookupResult, num_tokens: int) -> None:
-        """Wait for a read of storage if it is likely to take less than half of what the step would take to compute it.
+    def _wait_read(self, jobs: list[Job], load_s: float, num_tokens: int) -> None:
+        """Wait for reads of storage if they are likely to take less than half of what it would take to compute them.
 
         Others would wait for that; and to be computed in a step to come would cost the request this one.
         """
         per_s = self._paying.tokens_per_s
         wait_s = min(self._read_patience_s, num_tokens / per_s / 2 if per_s else 0.0)
-        is_known = found.num_blocks * self._configuration.main.block_size >= num_tokens
-        if not is_known or not 0 < found.estimated_load_s <= wait_s or self._clock() < self._read_again_s:
+        if not 0 < load_s <= wait_s or self._clock() < self._read_again_s:
             return
         began_s = time.monotonic()
-        if not self._planner.wait_planned([job], wait_s):
+        if not self._planner.wait_planned(jobs, wait_s):
             self._read_again_s = self._clock() + _READ_AGAIN_S
         self._read_patience_s -= time.monotonic() - began_s
 
@@ -391,7 +391,7 @@ class PendingLoads:
         """Plan to load what was found, now that its request has its blocks; by block table, these."""
         wanted, request = self._configuration, tracked.request
         first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
-        parts, is_in_memory = [], False
+        parts, load_s, is_in_memory = [], 0.0, False
         brought = self._bringing.get(request.request_id)
         for group in wanted.groups:
             keys = self._naming.need(group, request, first, first + num_tokens).needed
@@ -403,8 +403,10 @@ class PendingLoads:
             if brought is not None:
                 brought.job.bind(blocks)
             elif group is wanted.main:
-                self._note_tiers(tracked, keys)
+                load_s += self._note_tiers(tracked, keys)
                 is_in_memory = self._are_in_memory(tracked, num_tokens)
+            else:
+                load_s += self._kv.lookup_nowait(keys).estimated_load_s
             parts.append((brought.job if brought is not None else self._planner.plan_load(keys, blocks), ids))
         jobs = [job for job, _ in parts]
         load = self._loads[request.request_id] = Load(
@@ -415,12 +417,17 @@ class PendingLoads:
             load.begun_s, load.comes_first = brought.begun_s, brought.comes_first
             load.num_lost = brought.num_blocks - tracked.num_found // wanted.main.block_size
             tracked.may_load = not load.num_lost
-        self._beginning += jobs if is_in_memory else []
+        elif is_in_memory:
+            self._beginning += jobs
+        else:
+            self._reading.append((jobs, load_s, num_tokens))
         tracked.num_stored = first + num_tokens
 
     def wait_planned(self) -> None:
-        """Wait a moment for the plans of loads from memory that begin in this step: in the next they would be late."""
+        """Wait a moment for the plans of loads that begin in this step: in the next they would be late."""
         self._wait_planned(self._beginning)
+        for jobs, load_s, num_tokens in self._reading:
+            self._wait_read(jobs, load_s, num_tokens)
 
     def begin_step(self) -> None:
         """Let go of what was to be loaded in this step and has no blocks of vLLM's, and forget what the step has taken.
@@ -434,7 +441,7 @@ class PendingLoads:
                 self.let_go(bringing.tracked)
             elif self._is_late(bringing):  # vLLM does not ask for it, and may never again
                 self._give_up(bringing) if not bringing.is_over else self.let_go(bringing.tracked)
-        self._beginning = []
+        self._beginning, self._reading = [], []
         self._renew()
 
     def deliver(self, step: Step) -> None:
