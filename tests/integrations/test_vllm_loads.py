@@ -227,18 +227,18 @@ def test_what_memory_has_no_room_for_is_computed() -> None:
         engine.settle()
 
 
-@pytest.mark.parametrize("why", ["more than any step loads", "more than this step loads"])
-def test_what_is_much_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch, why: str) -> None:
-    """Its request waits, and nobody else does."""
+def test_what_is_much_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is copied once memory has it; until then its request has no blocks, and then it waits alone."""
+    monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 6)
     with stored_once(ROOMY) as engine:
-        if why == "more than any step loads":
-            monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 6)
-        else:
-            engine.scheduling._loads._num_first_bytes = 6  # noqa: SLF001 - ours
-        loads = loads_of(engine)
-        engine.ask("two", LENGTH, 2, prompt="a")
+        loads, num_free = loads_of(engine), engine.num_free
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        with nothing_planned(engine):
+            engine.step(2)
+            assert (loads, engine.num_free) == ([], num_free)
+        engine.step()
+        assert (loads, two.num_computed_tokens, engine.num_free) == ([False], 6 * BLOCK_SIZE, num_free - 6)
         engine.settle()
-        assert loads == [False]
 
 
 def test_a_load_beside_begins_before_the_step_computes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,9 @@
 """Loads: how much of a prompt is to be had, which loads a step begins with, and which go on beside steps.
 
-A load of one KV group that is small is planned while vLLM asks what is there, and told once host memory has it: the
-step that computes the rest of the prompt copies it first. Until then its request has no blocks of vLLM's. All others
-are planned once vLLM has chosen blocks, and their requests wait. Called by the scheduler's thread only, which waits for
-none of it, but for a moment.
+A load of one KV group is planned while vLLM asks what is there, and told once host memory has it; until then its
+request has no blocks of vLLM's. If it is small, the step that computes the rest of the prompt copies it first. Where
+vLLM had no blocks then, and of several groups, loads are planned once it has chosen some. Called by the scheduler's
+thread only, which waits for none of it, but for a moment.
 """
 
 import math
@@ -300,14 +300,12 @@ class PendingLoads:
         return num_begun + sum(each.num_blocks for each in self._bringing.values())
 
     def _bring(self, tracked: Tracked, num_found: int) -> Bringing | None:
-        """Begin to bring what was found to host memory, if it is little; wait for that if it takes a moment only."""
+        """Begin to bring what was found to host memory, but of several groups; wait for that if it takes a moment."""
         wanted, request, first = self._configuration, tracked.request, tracked.num_stored
         if not (self._memory and wanted.loads_parts and tracked.may_hurry):
             return None
         keys = self._naming.need(wanted.main, request, first, first + num_found).needed
         num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
-        if num_bytes > _FIRST_BYTES:
-            return None
         load_s = self._note_tiers(tracked, keys)
         job, is_in_memory = self._planner.plan_load(keys), self._are_in_memory(tracked, num_found)
         bringing = Bringing(tracked, job, (first, request.num_tokens), len(keys), num_bytes, self._clock())
