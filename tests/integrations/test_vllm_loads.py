@@ -106,7 +106,8 @@ def nothing_planned(engine: SmallVLLM) -> Iterator[None]:
         yield
     finally:
         ended.set()
-    assert engine.scheduling._planner.wait_planned([each.job for each in loads._bringing.values()], 30)  # noqa: SLF001
+    jobs = [job for each in loads._bringing.values() for job in each.jobs.values()]  # noqa: SLF001 - likewise
+    assert engine.scheduling._planner.wait_planned(jobs, 30)  # noqa: SLF001 - likewise
 
 
 @pytest.mark.parametrize("where", ["memory", "storage"])
@@ -203,7 +204,7 @@ def test_what_is_brought_in_vain_is_let_go(monkeypatch: pytest.MonkeyPatch, why:
             looked.now = 60.0
             engine.waiting = deque([two] if why == "late" else [])
             engine.step()
-        assert (engine.scheduling.num_bringing, bringing.job.plan.moves) == (0, ())
+        assert (engine.scheduling.num_bringing, bringing.jobs[0].plan.moves) == (0, ())
         said = engine.scheduling.counts.take()
         assert (said.data.get("load_blocks_lost", 0) if said is not None else 0) == num_lost
         assert two.num_computed_tokens == (LENGTH if why == "late" else 0)

@@ -28,6 +28,12 @@ ROOMY = {"medium": "cpu", "capacity": 1024 * STRIDE}
 opened = contextmanager(small_vllm)
 
 
+@pytest.fixture(autouse=True)
+def _no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step waits for plans however long they take: here it is no matter of the machine's speed."""
+    monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 60.0)
+
+
 def stored(engine: SmallVLLM) -> int:
     """Count the blocks that were stored."""
     count: int = engine.scheduling.kv.stats().stored
@@ -544,14 +550,14 @@ def test_a_load_that_lacks_a_block_of_one_group_is_computed(shape: str) -> None:
         one = engine.waiting[0]
         engine.settle()
         engine.settle_loop()
-        begin = engine.scheduling.begin
+        planner, num_tokens = engine.scheduling._planner, 12 * BLOCK_SIZE  # noqa: SLF001 - ours
+        plan_load = planner.plan_load
 
-        def evict_and_begin(request: Request, tables: list[list[int]], num_tokens: int) -> None:
-            for of in engine.groups[-1:] if num_tokens else ():
-                engine.scheduling.kv.evict(engine.scheduling.naming.need(of, one, 0, num_tokens).at(num_tokens))
-            begin(request, tables, num_tokens)
+        def evict_and_plan(*args: object) -> object:
+            engine.scheduling.kv.evict(engine.scheduling.naming.need(engine.groups[-1], one, 0, num_tokens).needed)
+            return plan_load(*args)
 
-        engine.scheduling.begin = evict_and_begin
+        planner.plan_load = evict_and_plan
         num_free = engine.num_free
         engine.ask("two", 12 * BLOCK_SIZE + 1, 1, prompt="a")
         engine.settle()
@@ -560,6 +566,29 @@ def test_a_load_that_lacks_a_block_of_one_group_is_computed(shape: str) -> None:
         assert engine.num_free == num_free
         assert engine.scheduling.counts.take().data["load_blocks_lost"] > 0
         assert [(tier.leased, tier.pending) for tier in engine.scheduling.kv.stats().tiers] == [(0, 0)]
+
+
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_vllm_may_take_less_than_it_was_told_of(shape: str | None) -> None:
+    """Of windows and states other blocks are needed then."""
+    with opened(ROOMY, groups=SHAPES[shape] if shape else ()) as engine:
+        engine.ask("one", 12 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.settle_copies()
+        find, size = engine.scheduling.find, max(each.block_size for each in engine.groups)
+
+        def found(request: Request, num_tokens: int) -> tuple[int | None, bool]:
+            num_found, is_async = find(request, num_tokens)
+            return max(0, num_found - size) if num_found else num_found, is_async
+
+        engine.scheduling.find = found
+        engine.ask("two", 12 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()
+        engine.settle_loop()
+        engine.step()
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 12 * BLOCK_SIZE - size
+        assert [tier.leased for tier in engine.scheduling.kv.stats().tiers] == [0]
 
 
 @pytest.mark.slow

@@ -1,14 +1,15 @@
 """Loads: how much of a prompt is to be had, which loads a step begins with, and which go on beside steps.
 
-A load of one KV group is planned while vLLM asks what is there, and told once host memory has it; until then its
-request has no blocks of vLLM's. If it is small, the step that computes the rest of the prompt copies it first. Where
-vLLM had no blocks then, and of several groups, loads are planned once it has chosen some. Called by the scheduler's
-thread only, which waits for none of it, but for a moment.
+A load is planned while vLLM asks what is there, and told once host memory has it; until then its request has no blocks
+of vLLM's. If it is small, and of one KV group, the step that computes the rest of the prompt copies it first; else the
+request waits for its copy, beside steps. Where vLLM had no blocks then, or a host's server plans, that is done once it
+has chosen some. Called by the scheduler's thread only, which waits for none of it, but for a moment.
 """
 
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
 
@@ -46,6 +47,19 @@ _WAITS_AGAIN_S: Final = 0.25
 """Likewise, who waits for room in memory: by then loading may pay no more, as a tier may have come to hang."""
 _FIRST_BYTES: Final = 64 << 20
 """A step copies so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Jobs that were begun in this step, of so many tokens.
+
+    Attributes:
+        load_s: How long they are likely to take: 0 from memory, None if it is not known.
+    """
+
+    jobs: list[Job]
+    load_s: float | None
+    num_tokens: int
 
 
 class PendingLoads:
@@ -88,8 +102,7 @@ class PendingLoads:
         self._loads: dict[str, Load] = {}  # not handed to the workers yet
         self._moving: dict[int, Load] = {}
         self.know(memory)
-        self._beginning: list[Job] = []  # in this step, of what these have
-        self._reading: list[tuple[list[Job], float, int]] = []  # likewise of storage: in how long, so many tokens
+        self._beginning: list[Beginning] = []  # in this step
         self._bringing: dict[str, Bringing] = {}  # for requests that have no blocks of vLLM's yet
         self._read_again_s = -math.inf
         self._renew()
@@ -300,43 +313,44 @@ class PendingLoads:
         return num_begun + sum(each.num_blocks for each in self._bringing.values())
 
     def _bring(self, tracked: Tracked, num_found: int) -> Bringing | None:
-        """Begin to bring what was found to host memory, but of several groups; wait for that if it takes a moment."""
-        wanted, request, first = self._configuration, tracked.request, tracked.num_stored
-        if not (self._memory and wanted.loads_parts and tracked.may_hurry):
+        """Begin to bring what was found to host memory; wait for that if it is likely to take a moment only."""
+        request, first = tracked.request, tracked.num_stored
+        if not (self._memory and tracked.may_hurry):
             return None
-        keys = self._naming.need(wanted.main, request, first, first + num_found).needed
-        num_bytes = len(keys) * wanted.main.page_bytes * len(wanted.main.layer_names)
-        load_s = self._note_tiers(tracked, keys)
-        job, is_in_memory = self._planner.plan_load(keys), self._are_in_memory(tracked, num_found)
-        bringing = Bringing(tracked, job, (first, request.num_tokens), len(keys), num_bytes, self._clock())
-        self._bringing[request.request_id] = bringing
-        if is_in_memory:
-            self._wait_planned([job])
-        else:
-            self._wait_read([job], load_s, num_found)
+        needed = self._needed(request, first, num_found)
+        load_s = self._note_tiers(tracked, needed)
+        bringing = self._bringing[request.request_id] = Bringing(
+            tracked,
+            {group.number: self._planner.plan_load(keys) for group, keys in needed},
+            (first, request.num_tokens),
+            num_found,
+            sum(len(keys) for _, keys in needed),
+            sum(len(keys) * group.page_bytes * len(group.layer_names) for group, keys in needed),
+            self._clock(),
+        )
+        self._wait(Beginning(list(bringing.jobs.values()), load_s, num_found))
         return bringing
 
     def _brought(self, bringing: Bringing) -> tuple[int | None, bool]:
         """Say what host memory has for a request; see `find`. Let go if vLLM has no blocks for it in this step."""
-        tracked, job, size = bringing.tracked, bringing.job, self._configuration.main.block_size
         if not bringing.is_over:
             if not self._is_late(bringing):
                 return None, False
             self._give_up(bringing)
             return 0, False
-        num_blocks = job.plan.num_blocks if job.result is None and job.plan is not None else 0
-        if not num_blocks:
+        loads_parts, num_blocks = self._configuration.loads_parts, bringing.num_held
+        if not num_blocks or (num_blocks < bringing.num_blocks and not loads_parts):
             self._give_up(bringing)
             return 0, False
-        bringing.is_told, bringing.comes_first = True, bringing.num_bytes <= self._num_first_bytes
+        bringing.is_told, bringing.comes_first = True, loads_parts and bringing.num_bytes <= self._num_first_bytes
         if bringing.comes_first:
             self._num_first_bytes -= bringing.num_bytes
-        tracked.num_found = num_blocks * size
-        return tracked.num_found, not bringing.comes_first
+        size = self._configuration.main.block_size
+        bringing.tracked.num_found = num_blocks * size if loads_parts else bringing.num_tokens
+        return bringing.tracked.num_found, not bringing.comes_first
 
     def _is_late(self, bringing: Bringing) -> bool:
-        num_tokens = bringing.num_blocks * self._configuration.main.block_size
-        return self._clock() - bringing.begun_s > self._paying.patience_s(num_tokens)
+        return self._clock() - bringing.begun_s > self._paying.patience_s(bringing.num_tokens)
 
     def _give_up(self, bringing: Bringing) -> None:
         """Have a request compute what does not come."""
@@ -347,85 +361,94 @@ class PendingLoads:
     def let_go(self, tracked: Tracked) -> None:
         """Bring no more to host memory for a request, and hold no more of it there, until it has blocks of vLLM's."""
         if (bringing := self._bringing.pop(tracked.request.request_id, None)) is not None:
-            bringing.job.cancel(undelivered=True)
+            for job in bringing.jobs.values():
+                job.cancel(undelivered=True)
 
     def forget(self) -> None:
         """Let go of what was computed by other weights."""
         for bringing in list(self._bringing.values()):
             self.let_go(bringing.tracked)
 
-    def _note_tiers(self, tracked: Tracked, keys: BlockKeys) -> float:
-        """Take note of which tiers have the blocks; return how long loading them is likely to take, 0 if unknown."""
-        found, size = self._kv.lookup_nowait(keys), self._configuration.main.block_size
-        tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
-        return found.estimated_load_s if found.num_blocks == len(keys) else 0.0
+    def _needed(self, request: Any, first: int, num_tokens: int) -> list[tuple[EngineGroup, BlockKeys]]:
+        """Return what is needed of each KV group for so many tokens behind the first ones."""
+        needs = (
+            (group, self._naming.need(group, request, first, first + num_tokens))
+            for group in self._configuration.groups
+        )
+        return [(group, need.needed) for group, need in needs if len(need.needed)]
 
-    def _are_in_memory(self, tracked: Tracked, num_tokens: int) -> bool:
-        """Say whether the tiers that have so many tokens are those whose blocks are planned at once."""
-        return sum(tracked.by_tier.get(tier, 0) for tier in self._memory) >= num_tokens
+    def _note_tiers(self, tracked: Tracked, needed: list[tuple[EngineGroup, BlockKeys]]) -> float | None:
+        """Take note of which tiers have the main group's blocks; return how long loading all is likely to take.
 
-    def _wait_planned(self, jobs: list[Job]) -> None:
-        """Wait for plans for what is left of this step's patience: what is late comes in the next one."""
-        if jobs and self._patience_s > 0:
-            began_s = time.monotonic()
-            self._planner.wait_planned(jobs, self._patience_s)
-            self._patience_s -= time.monotonic() - began_s
+        From memory that is 0; None if it is not known.
+        """
+        size, load_s, is_known = self._configuration.main.block_size, 0.0, True
+        for group, keys in needed:
+            found = self._kv.lookup_nowait(keys)
+            in_memory = sum(found.by_tier.get(tier, 0) for tier in self._memory)
+            load_s += found.estimated_load_s
+            is_measured = found.num_blocks == len(keys) and found.estimated_load_s > 0
+            is_known = is_known and (in_memory == len(keys) or is_measured)
+            if group is self._configuration.main:
+                tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
+        return load_s if is_known else None
 
-    def _wait_read(self, jobs: list[Job], load_s: float, num_tokens: int) -> None:
-        """Wait for reads of storage if they are likely to take less than half of what it would take to compute them.
+    def _wait(self, *beginning: "Beginning") -> None:
+        """Wait for plans for what is left of this step's patience: what is late comes in the next one.
 
-        Others would wait for that; and to be computed in a step to come would cost the request this one.
+        For a read of storage only if it is likely to take less than half of what it would take to compute it: others
+        would wait for that, and to be computed in a step to come would cost the request this one.
         """
         per_s = self._paying.tokens_per_s
-        wait_s = min(self._read_patience_s, num_tokens / per_s / 2 if per_s else 0.0)
-        if not 0 < load_s <= wait_s or self._clock() < self._read_again_s:
-            return
-        began_s = time.monotonic()
-        if not self._planner.wait_planned(jobs, wait_s):
-            self._read_again_s = self._clock() + _READ_AGAIN_S
-        self._read_patience_s -= time.monotonic() - began_s
+        for each in beginning:
+            began_s = time.monotonic()
+            if each.load_s == 0.0:
+                if self._patience_s > 0:
+                    self._planner.wait_planned(each.jobs, self._patience_s)
+                    self._patience_s -= time.monotonic() - began_s
+                continue
+            wait_s = min(self._read_patience_s, each.num_tokens / per_s / 2 if per_s else 0.0)
+            if each.load_s is None or each.load_s > wait_s or self._clock() < self._read_again_s:
+                continue
+            if not self._planner.wait_planned(each.jobs, wait_s):
+                self._read_again_s = self._clock() + _READ_AGAIN_S
+            self._read_patience_s -= time.monotonic() - began_s
 
     def begin(self, tracked: Tracked, tables: Sequence[list[int]], num_external_tokens: int) -> None:
-        """Plan to load what was found, now that its request has its blocks; by block table, these."""
-        wanted, request = self._configuration, tracked.request
+        """Have what was found copied, now that its request has its blocks; by block table, these."""
+        request, size = tracked.request, self._configuration.main.block_size
         first, num_tokens = tracked.num_stored, min(tracked.num_found, num_external_tokens)
-        parts, load_s, is_in_memory = [], 0.0, False
+        needed, parts = self._needed(request, first, num_tokens), []
+        if num_tokens < tracked.num_found and not self._configuration.loads_parts:
+            self.let_go(tracked)  # other blocks of windows and states are needed
         brought = self._bringing.get(request.request_id)
-        for group in wanted.groups:
-            keys = self._naming.need(group, request, first, first + num_tokens).needed
-            if not len(keys):
-                continue
+        for group, keys in needed:
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
             self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
             blocks = GPULoadStoreSpec(ids, group.number)
-            if brought is not None:
-                brought.job.bind(blocks)
-            elif group is wanted.main:
-                load_s += self._note_tiers(tracked, keys)
-                is_in_memory = self._are_in_memory(tracked, num_tokens)
+            if brought is None:
+                job = self._planner.plan_load(keys, blocks)
             else:
-                load_s += self._kv.lookup_nowait(keys).estimated_load_s
-            parts.append((brought.job if brought is not None else self._planner.plan_load(keys, blocks), ids))
+                job = brought.jobs[group.number]
+                job.bind(blocks)
+            parts.append((job, ids))
         jobs = [job for job, _ in parts]
         load = self._loads[request.request_id] = Load(
             tuple(parts), tracked, first, num_tokens, self._clock(), not_ended={job.number for job in jobs}
         )
-        if brought is not None:
+        if brought is None:
+            self._beginning.append(Beginning(jobs, self._note_tiers(tracked, needed), num_tokens))
+        else:
             del self._bringing[request.request_id]
             load.begun_s, load.comes_first = brought.begun_s, brought.comes_first
-            load.num_lost = brought.num_blocks - tracked.num_found // wanted.main.block_size
-            tracked.may_load = not load.num_lost
-        elif is_in_memory:
-            self._beginning += jobs
-        else:
-            self._reading.append((jobs, load_s, num_tokens))
+            if tracked.num_found < brought.num_tokens:
+                load.num_lost = (brought.num_tokens - tracked.num_found) // size
+                tracked.may_load = False
         tracked.num_stored = first + num_tokens
 
     def wait_planned(self) -> None:
         """Wait a moment for the plans of loads that begin in this step: in the next they would be late."""
-        self._wait_planned(self._beginning)
-        for jobs, load_s, num_tokens in self._reading:
-            self._wait_read(jobs, load_s, num_tokens)
+        self._wait(*self._beginning)
 
     def begin_step(self) -> None:
         """Let go of what was to be loaded in this step and has no blocks of vLLM's, and forget what the step has taken.
@@ -439,7 +462,7 @@ class PendingLoads:
                 self.let_go(bringing.tracked)
             elif self._is_late(bringing):  # vLLM does not ask for it, and may never again
                 self._give_up(bringing) if not bringing.is_over else self.let_go(bringing.tracked)
-        self._beginning, self._reading = [], []
+        self._beginning = []
         self._renew()
 
     def deliver(self, step: Step) -> None:

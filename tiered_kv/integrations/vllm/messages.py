@@ -163,15 +163,19 @@ class Bringing:
     """What is brought to host memory for a request that has no blocks of vLLM's yet, nor was told that it is there.
 
     Attributes:
+        jobs: By KV group.
         of: Behind how many tokens it was found, of how many.
+        num_tokens: That were found.
+        num_blocks: Of all groups.
         num_bytes: Of each rank.
         is_told: Whether vLLM was told in this step that it is to be loaded.
         comes_first: See `LoadOrder`; decided then.
     """
 
     tracked: Tracked
-    job: Job
+    jobs: dict[int, Job]
     of: tuple[int, int]
+    num_tokens: int
     num_blocks: int
     num_bytes: int
     begun_s: float
@@ -181,7 +185,13 @@ class Bringing:
     @property
     def is_over(self) -> bool:
         """Whether what there is of it is in host memory."""
-        return self.job.result is not None or self.job.plan is not None
+        return all(job.result is not None or job.plan is not None for job in self.jobs.values())
+
+    @property
+    def num_held(self) -> int:
+        """Blocks of it that host memory holds, once it is over."""
+        plans = [job.plan for job in self.jobs.values() if job.result is None]
+        return sum(plan.num_blocks for plan in plans if plan is not None)
 
 
 @dataclass
