@@ -166,14 +166,14 @@ class ByteLedger:
             return books
 
     def end_sweep(self, begun: LedgerCounts, num_bytes: int) -> None:
-        """Set right what is there: ``num_bytes`` were found and not deleted since ``begun``.
+        """Set right what is there, unless another sweep has: ``num_bytes`` were found and not deleted since ``begun``.
 
         Raises:
             OSError: The filesystem fails; `BlockingIOError`: others have it locked.
         """
         with self._locked() as file:
-            if (books := _read(file)) is None:
-                return
+            if (books := _read(file)) is None or books.num_sweeps != begun.num_sweeps:
+                return  # what was taken since is not to be told then
             unwritten = sum(each for each, _ in begun.writers.values())
             taken_since = books.total - begun.total
             total = num_bytes + unwritten + taken_since
@@ -194,7 +194,7 @@ class ByteLedger:
         file = open_own(self._root, LEDGER_NAME, flags)
         try:
             until = time.monotonic() + _LOCK_S
-            while not _lock(file):
+            while not try_lock(file):
                 if time.monotonic() > until:
                     raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
                 time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret; in a thread
@@ -203,7 +203,8 @@ class ByteLedger:
             os.close(file)
 
 
-def _lock(file: int) -> bool:
+def try_lock(file: int) -> bool:
+    """Say whether nobody else has a file locked: it is ours until it is closed."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

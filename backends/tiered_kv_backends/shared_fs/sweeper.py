@@ -1,12 +1,12 @@
 """Keeps a shared directory of block files within its limits. Runs in a thread of any process that writes to it.
 
-One process sweeps at a time, whoever has the lock. No limit depends on that: the ledger lets nobody write more than
-fits, and a sweep makes room. What does not look like ours is never touched, and no link is followed.
+One process sweeps at a time, whoever has the lock, and dates it meanwhile; that of one which was stopped at it is
+replaced. No limit depends on that: the ledger lets nobody write more than fits, and a sweep makes room. What does not
+look like ours is never touched, and no link is followed.
 """
 
 import contextlib
 import errno
-import fcntl
 import math
 import os
 import re
@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv_backends.paths import HASH, NAMESPACE
-from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
+from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, try_lock
 from tiered_kv_backends.shared_fs.files import (
     FOLDER_DIGITS,
     FOLDER_FLAGS,
@@ -36,7 +36,9 @@ _FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _DEAD_NS, _STALE_NS = 600 * 10**9, 60 * 10**9
 """Age of a temporary file at which its writer is taken to be dead; and at which it goes before any record does, where
-something has to go. A writer that was only slow drops its block."""
+something has to go. A writer that was only slow drops its block. Likewise of the lock, where it was not dated for so
+long by who has it; and how often that is done."""
+_NEXT_LOCK_NAME = f"{LOCK_NAME}.new"
 KEPT_FRACTION = 0.9
 """Of the capacity: the rest is room for what is written until the next sweep."""
 _DUE_FRACTION = 15 / 16
@@ -107,6 +109,7 @@ class Sweeper:
         self._min_free_fraction = min_free_fraction
         self._wall_clock_ns = wall_clock_ns
         self._stopped = threading.Event()
+        self._dated_ns = 0  # the lock, when it was last ours
 
     def stop(self) -> None:
         """Let a sweep end at its next folder. For good, and from any thread."""
@@ -141,31 +144,55 @@ class Sweeper:
         """
         failed = deque[OSError](maxlen=1)
         with contextlib.ExitStack() as held:
-            lock = open_own(self._root, LOCK_NAME)
-            held.callback(os.close, lock)
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if (lock := self._take_lock(held)) is None:
                 return None
             begun = self._ledger.begin_sweep(self._unwritten)
             if unless_after is not None and begun.num_sweeps > unless_after:
                 self._ledger.num_sweeps = begun.num_sweeps  # who is refused from now on has not been helped by these
                 return None
-            swept = self._sweep(failed, is_full=is_full)
+            swept = self._sweep(lock, failed, is_full=is_full)
             if not self._stopped.is_set():  # else not all was counted
                 self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
         if failed:
             raise failed[-1]
         return swept
 
-    def _sweep(self, failed: deque[OSError], *, is_full: bool) -> Swept:
+    def _take_lock(self, held: contextlib.ExitStack) -> int | None:
+        """Return the lock, which is let go of with ``held``; None if another process has it."""
+        lock = open_own(self._root, LOCK_NAME)
+        held.callback(os.close, lock)
+        if not try_lock(lock):
+            if os.fstat(lock).st_mtime_ns > self._wall_clock_ns() - _DEAD_NS:
+                return None
+            lock = open_own(self._root, _NEXT_LOCK_NAME, os.O_CREAT)
+            held.callback(os.close, lock)
+            if not try_lock(lock):
+                return None
+            with contextlib.suppress(FileNotFoundError):  # who had it just now has put it there
+                Path(self._root, _NEXT_LOCK_NAME).rename(Path(self._root, LOCK_NAME))
+        self._date(lock)
+        return lock
+
+    def _date(self, lock: int) -> None:
+        self._dated_ns = self._wall_clock_ns()
+        os.utime(lock, ns=(self._dated_ns, self._dated_ns))
+
+    def _visit(self, lock: int, visit: Callable[[int, str], bool]) -> None:
+        def visit_and_date(folder: int, salt: str) -> bool:
+            if self._wall_clock_ns() > self._dated_ns + _STALE_NS:
+                self._date(lock)
+            return visit(folder, salt)
+
+        _visit_folders(self._root, _FOLDERS, visit_and_date, self._stopped)
+
+    def _sweep(self, lock: int, failed: deque[OSError], *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
-        _visit_folders(self._root, _FOLDERS, count.visit, self._stopped)
+        self._visit(lock, count.visit)
         share = math.ceil(count.num_bytes * _FREED_FRACTION) if is_full else 0
         over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(), share)
         deletion = _Deletion(over, count, self._salt_quota)
         if deletion.is_needed:
-            _visit_folders(self._root, _FOLDERS, deletion.visit, self._stopped)
+            self._visit(lock, deletion.visit)
         self.salt_bytes = {salt: count.of_salt[salt] - deletion.of_salt[salt] for salt in count.of_salt}
         num_temporaries = count.num_temporaries + deletion.num_temporaries
         return Swept(

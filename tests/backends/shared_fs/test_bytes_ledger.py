@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import fcntl
 import os
 import shutil
 from collections.abc import Callable, Sequence
@@ -301,6 +302,44 @@ def make_records(root: str, salt: int, num_records: int) -> None:
         file.parent.mkdir(parents=True)
         file.write_bytes(bytes(BLOCK))
         os.utime(file, ns=(0, n))
+
+
+def test_a_process_that_was_stopped_in_a_sweep_keeps_nobody_from_the_next_ones(root: str, clock: Clock) -> None:
+    """Nor does it set anything right once it goes on: what others took after their sweep stays taken."""
+    make_records(root, 1, 4)
+    stopped, ledger = ledger_in(root, clock), ledger_in(root, clock)
+    with Path(root, "sweeper.lock").open("r+") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        os.utime(lock.fileno(), ns=(0, clock.now_ns))
+        ledger.take(900 * BLOCK, 0)
+        begun = stopped.begin_sweep(lambda: 0)
+        clock.now_ns += 10 * MINUTE_NS - 1
+        assert sweeper_in(root, clock, ledger).sweep() is None  # it may be at it still
+        clock.now_ns += 1
+        for num_sweeps in (1, 2):
+            assert sweeper_in(root, clock, ledger).sweep() == Swept(4 * BLOCK, 0, 0, 0)
+            assert (books_of(ledger).total, books_of(ledger).num_sweeps) == (4 * BLOCK, num_sweeps)
+    ledger.take(7, 0)
+    stopped.end_sweep(begun, 4 * BLOCK)
+    assert (books_of(ledger).total, books_of(ledger).num_sweeps) == (4 * BLOCK + 7, 2)
+
+
+def test_a_sweep_that_goes_on_for_long_is_left_to_it(root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many folders there are: each of them that it looks into shows that it has not been stopped."""
+    make_records(root, 1, 20)
+    sweeper, other = (sweeper_in(root, clock, ledger_in(root, clock)) for _ in range(2))
+    looked_into: list[Swept | None] = []
+    stat = os.stat
+
+    def look_slowly(path: str | int, **options: Any) -> os.stat_result:  # noqa: ANN401 - whatever it takes
+        if isinstance(path, str) and len(path) == 64:
+            clock.now_ns += MINUTE_NS + 1
+            looked_into.append(other.sweep())
+        return stat(path, **options)
+
+    monkeypatch.setattr(os, "stat", look_slowly)
+    assert sweeper.sweep() == Swept(20 * BLOCK, 0, 0, 0)
+    assert looked_into == [None] * 20
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
