@@ -543,12 +543,15 @@ async def test_a_server_records_no_trace(tmp_path: Path) -> None:
 
 
 @contextmanager
-def answering(path: Path, answer: Callable[[Any], wire.Message], *, is_last: bool = False) -> Iterator[None]:
-    """Have a server without memory listen at ``path`` for one client, whose first request has this answer.
+def answering(path: Path, answer: Callable[[Any], wire.Message], *, is_last: bool = False) -> Iterator[list[object]]:
+    """Have a server with memory for one block listen at ``path`` for one client, whose first request has this answer.
 
-    If that ``is_last`` the server is gone with it.
+    If that ``is_last`` the server is gone with it. Yields what it hears after that.
     """
-    attached_as = wire.frame(Attached(b"", (), "none", (), (), 600.0, 600.0, 0, 4096, is_read_only=False))
+    slab, heard = Slab("slab", 1, STRIDE, SMALL.groups[0].payload_bytes, 0, 0), list[object]()
+    attached_as = wire.frame(Attached(b"", (slab,), "none", (), (), 600.0, 600.0, 0, 4096, is_read_only=False))
+    memory = os.memfd_create("slab")
+    os.ftruncate(memory, STRIDE)
 
     def answer_once() -> None:
         connection, _ = listener.accept()
@@ -556,21 +559,23 @@ def answering(path: Path, answer: Callable[[Any], wire.Message], *, is_last: boo
             connection.sendall(wire.greeting())
             connection.recv(wire.GREETING_BYTES)
             hear(connection)
-            connection.sendall(attached_as)
+            socket.send_fds(connection, [attached_as], [memory])
+            os.close(memory)
             connection.sendall(wire.frame(answer(protocol.request_from(hear(connection)))))
-            while not is_last and connection.recv(4096):
-                pass
+            while not is_last and (said := hear(connection)):
+                heard.append(protocol.request_from(said))
 
     def hear(connection: socket.socket) -> bytes:
-        (length,) = wire.LENGTH.unpack(connection.recv(wire.LENGTH.size, socket.MSG_WAITALL))
-        return connection.recv(length, socket.MSG_WAITALL)
+        if not (size := connection.recv(wire.LENGTH.size, socket.MSG_WAITALL)):
+            return b""
+        return connection.recv(wire.LENGTH.unpack(size)[0], socket.MSG_WAITALL)
 
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(os.fspath(path))
         listener.listen()
         thread = threading.Thread(target=answer_once)
         thread.start()
-        yield
+        yield heard
         thread.join()
 
 
@@ -596,6 +601,22 @@ async def test_a_lease_whose_server_is_gone_as_its_answer_is_taken_is_of_nothing
             await asyncio.sleep(0)
             assert not (kv.membership(KEYS) == BlockState.HIT).any()
             assert await leasing == 0
+
+
+@pytest.mark.parametrize(("pool", "slots"), [("slab", b"\1" * 8), ("slab", b"1"), ("another", bytes(8))])
+async def test_a_lease_of_slots_that_are_not_there_is_of_nothing(pool: str, slots: bytes, tmp_path: Path) -> None:
+    """Past the end of what the server has passed on, of no number, of other memory; and the server hears its end."""
+    number = []
+
+    def lease(asked: protocol.Lease) -> protocol.Leased:
+        number.append(asked.id)
+        return protocol.Leased(asked.id, pool, slots)
+
+    with answering(tmp_path / "kv.sock", lease) as heard:
+        async with attached(tmp_path / "kv.sock") as kv:
+            async with kv.lease(KEYS) as held:
+                assert held.num_blocks == 0
+            await until(lambda: protocol.Cancel(number[0]) in heard)
 
 
 async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ from tiered_kv.cache.checks import (
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, LONG_S, AskedCalls, Asking
+from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
@@ -49,7 +50,7 @@ from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, Seque
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
-from tiered_kv.values.log import guarded, log_event
+from tiered_kv.values.log import guarded, log, log_event
 from tiered_kv.values.results import CacheStatistics, LoadResult, PinResult, PrefetchResult, StoreResult, SwapOutResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
@@ -155,9 +156,8 @@ class FarCalls(AskedCalls):
         if there is None or not there.is_open or not isinstance(answer, protocol.Leased):  # it may be gone by now
             yield HostLease([])
             return
-        slab = there.slabs[answer.pool]
         try:
-            yield HostLease([slab.payload(slot).toreadonly() for slot in wire.as_ids(answer.slots).tolist()])
+            yield HostLease(_views(there, answer))
         finally:
             there.send(protocol.Cancel(answer.id))
 
@@ -224,6 +224,16 @@ class FarCalls(AskedCalls):
             raise ConfigurationError(f"rank {rank} of {len(self._shards)}: this cache has no such rank")
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
+
+
+def _views(there: Attachment, answer: protocol.Leased) -> list[memoryview]:
+    """Return the blocks that are leased, or none where the server names slots that it has not."""
+    try:
+        slab = there.slabs[answer.pool]
+        return [slab.payload(slot).toreadonly() for slot in wire.as_ids(answer.slots).tolist()]
+    except (KeyError, wire.WireError, ConfigurationError) as error:
+        log("error", "host.server_broken", error=f"a lease of slots that are not there: {error}")
+        return []
 
 
 _SCHEME: Final = "unix"
