@@ -12,6 +12,7 @@ from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import Outcomes, Snapshot
+from tiered_kv.host import wire
 
 KEYS = prompt(8)
 
@@ -68,6 +69,23 @@ async def test_loads_that_new_weights_overtake_are_counted_as_missed(tmp_path: P
             kv.advance_epoch("w2")
             stats = kv.stats()
             assert (stats.requested, stats.missed_because, stats.tiers[0].hits) == (14, {"epoch advanced": 12}, 2)
+
+
+async def test_what_is_too_long_to_say_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of loads and stores, with a plan or without: the server never hears of them."""
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, engine := AnyEngine()) as kv:
+            planner = kv.planner()
+            planner.register_worker()
+            with monkeypatch.context() as patch:
+                patch.setattr(wire, "MOST_FRAME_BYTES", 200)
+                await kv.store(KEYS, engine.spec(range(8)))
+                await kv.load(KEYS, engine.spec(range(8)))
+                for job in (planner.plan_store(KEYS, engine.spec(range(8))), planner.plan_load(KEYS)):
+                    assert "fewer keys" in (await job.ended()).errors[0]
+            stats = kv.stats()
+            assert (stats.store_requested, stats.dropped_because) == (16, {"too many keys": 16})
+            assert (stats.requested, stats.missed_because) == (16, {"too many keys": 16})
 
 
 async def test_pins_of_all_clients_are_counted(tmp_path: Path) -> None:

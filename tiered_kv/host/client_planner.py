@@ -425,6 +425,7 @@ class FarJobs(JobBook):
             there.send(PlanJob(far.number, *said))
         except TieredKVError as error:  # more keys than a message may have
             self._forget(far)
+            request.untold[Reason.TOO_MANY_KEYS] += len(request.keys)
             self._end(far, str(error))
 
     def _say_moved(self, outcomes: Outcomes) -> None:
