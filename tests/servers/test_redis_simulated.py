@@ -11,9 +11,11 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
+from redis.asyncio.cluster import ClusterNode
 
 from tests.support.virtual import VirtualLoop
 from tiered_kv.media.backend import BackendContext, Block, Outcome
@@ -22,8 +24,8 @@ from tiered_kv.testing.helpers import GROUPS
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis.resp import Pool, RESPConnection, Socket, command, log_in
-from tiered_kv_backends.redis.servers import Server
+from tiered_kv_backends.redis.resp import Address, Pool, RESPConnection, Socket, command, log_in
+from tiered_kv_backends.redis.servers import Server, Servers
 
 NUM_SEEDS: Final = 40
 NUM_CALLS: Final = 60
@@ -320,6 +322,73 @@ def test_a_server_that_took_no_connection_is_asked_by_the_next_call(monkeypatch:
                 with pytest.raises(BackendUnavailableError, match="no answer in time"):
                     await backend.lookup(KEYS)
             assert await backend.lookup(KEYS) == [Outcome.MISS] * NUM_KEYS
+
+    loop = VirtualLoop()
+    loop.is_busy = lambda: False
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
+class SimulatedCluster:
+    """What redis-py says of two nodes, which hold the keys in turn."""
+
+    def __init__(self) -> None:
+        self._nodes = [ClusterNode(f"node{n}", 6379) for n in range(2)]
+        self.nodes_manager = SimpleNamespace(slots_cache={n: [node] for n, node in enumerate(self._nodes)})
+
+    async def initialize(self) -> None:
+        """Find out who holds which keys."""
+
+    async def aclose(self) -> None:
+        """Close every connection."""
+
+    def get_primaries(self) -> list[ClusterNode]:
+        """Return the nodes."""
+        return self._nodes
+
+    def keyslot(self, name: bytes) -> int:
+        """Return which node holds a key."""
+        return sum(name) % 2
+
+
+def test_a_node_that_hangs_is_asked_again_by_one_call_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long that one waits beside the pause, all others are answered; cancelled, it is followed by another."""
+    num_asking = 0
+
+    async def main() -> None:
+        server = SimulatedServer(0)
+        server.well_from = 0.0
+        monkeypatch.setattr(Servers, "_make_cluster", lambda _: SimulatedCluster())
+        async with opened(server, monkeypatch, cluster=True, timeout_s=20.0, connect_timeout_s=20.0) as backend:
+            connect = Socket.connect
+
+            async def connect_or_hang(address: Address, *args: Any) -> Any:  # noqa: ANN401 - as it is
+                nonlocal num_asking
+                if address.host == "node0":
+                    return await connect(address, *args)
+                num_asking += 1
+                try:
+                    await asyncio.Event().wait()
+                finally:
+                    num_asking -= 1
+
+            for each in server.sockets:
+                each.close()
+            monkeypatch.setattr(Socket, "connect", connect_or_hang)
+            expected = await backend.lookup(KEYS)
+            assert set(expected) == {Outcome.MISS, Outcome.FAILED}
+            for _ in range(3):
+                most, looking = 0, list[asyncio.Task[list[Outcome]]]()
+                for _ in range(70):  # seven seconds: more than one pause, and less than one node may take
+                    await asyncio.sleep(0.1)
+                    looking.append(asyncio.create_task(backend.lookup(KEYS)))
+                    most = max(most, num_asking)
+                assert most == 1
+                (waiting,) = [each for each in looking[:-1] if not each.done()]
+                assert all(each.result() == expected for each in looking[:-1] if each is not waiting)
+                waiting.cancel()
+                await asyncio.wait(looking)
+                assert num_asking == 0
 
     loop = VirtualLoop()
     loop.is_busy = lambda: False

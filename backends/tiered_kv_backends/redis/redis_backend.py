@@ -189,13 +189,14 @@ class RedisBackend(Backend):
 
     async def _ask_one(self, server: Server, which: list[int], ask: Ask, answers: list[Answer]) -> None:
         limit_s = _NODE_SHARE * self.settings.timeout_s if self.settings.cluster else None
+        if not server.may_be_asked(self._clock()):
+            for i in which:
+                answers[i] = f"{_AWAY} {server.address} a moment ago"
+            return
         try:
-            if server.may_be_asked(self._clock()):
-                async with asyncio.timeout(limit_s):
-                    found = await ask(server, which)
-                server.answered()
-            else:
-                found = [f"{_AWAY} {server.address} a moment ago"] * len(which)
+            async with asyncio.timeout(limit_s):
+                found = await ask(server, which)
+            server.answered()
         except TimeoutError:
             if self.settings.cluster:  # when to ask a single server again is for its tier to decide
                 server.was_away(self._clock())
@@ -206,6 +207,8 @@ class RedisBackend(Backend):
             if self.settings.cluster and isinstance(error, ConnectionRefusedError):
                 server.was_away(self._clock())  # else every call has the others say anew who holds which keys
             found = [f"{_LOST} {server.address}: {_said(error)}"] * len(which)
+        finally:
+            server.ended(self._clock())
         for i, answer in zip(which, found, strict=True):
             answers[i] = answer
 

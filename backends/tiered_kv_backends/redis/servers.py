@@ -4,6 +4,7 @@ How much redis-py may be told: it keeps whatever a server sends, until a reply i
 """
 
 import asyncio
+import math
 import ssl
 from collections.abc import Sequence
 from contextlib import suppress
@@ -163,11 +164,17 @@ class Server:
     _ask_at: float = 0.0
 
     def may_be_asked(self, now: float) -> bool:
-        """Say whether to ask it. One that was away is asked again after a pause, by one call."""
+        """Say whether to ask it; `ended` follows. One that was away is asked again after a pause, by one call."""
         if now < self._ask_at:
             return False
-        self._ask_at = now + self._pause_s
+        if self._pause_s:
+            self._ask_at = math.inf  # what that call waits for may take longer than any pause
         return True
+
+    def ended(self, now: float) -> None:
+        """Who asked has gone, and did not hear that it is well: another may ask after a pause."""
+        if self._ask_at == math.inf:
+            self._ask_at = now + self._pause_s
 
     def answered(self) -> None:
         """It answers in time."""
