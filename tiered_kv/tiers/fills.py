@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.table import hash_names
+from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, HostTier, Mask, ReadReport
@@ -27,6 +27,7 @@ class Fill:
         names: ``(n, 4)``, of its blocks.
         is_done: Whether nothing more will arrive in time.
         arrived: By position of the batch, what came in time and right; its slot may have been given up since.
+        slots: By position, where what arrived is held for those who wait; -1 of what did not come, or was removed.
         gone: By position, what its tier did not have any more when it was read.
         refused: Why, by position, of what is sealed otherwise than its tier's keys say.
         source: By position, which tier it comes from (a number that the chain gives tiers).
@@ -41,6 +42,7 @@ class Fill:
         self.is_done = False
         self._then: list[Callable[[], object]] = []
         self.arrived: Mask = np.zeros(n, np.bool_)
+        self.slots: Slots = np.full(n, -1, np.int64)
         self.gone: Mask = np.zeros(n, np.bool_)
         self.refused: dict[int, str] = {}
         self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
@@ -313,6 +315,7 @@ class _TierRead:
         fill.keep(lease)
         if not is_late:
             fill.arrived |= arrived
+            fill.slots[self._at] = lease.slots[self._at]
             fill.num_open -= 1
         fill.num_reading -= 1
         self._fills.part_ended(fill, self._reservation)

@@ -90,8 +90,8 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
 def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
     """Start a load of what is in these slots of one memory tier."""
     if may_copy_at_once(request, len(slots)):  # without a lease: what could evict it comes in later turns of the loop
-        return ReadyLoad(request, tier).copy_at_once(slots)
-    return ReadyLoad(request, tier, tier.index.lease(request.batch.names)).start()
+        return ReadyLoad(request, tier, slots).copy_at_once()
+    return ReadyLoad(request, tier, slots, tier.index.lease(request.batch.names)).start()
 
 
 def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.uint8]) -> LoadHandle | None:
@@ -118,7 +118,7 @@ def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.ui
             chain.release(held)
         return None
     fill = chain.fills.start(part, sources, reservation, waiter)
-    return ReadyLoad(request, chain.host, held, fill, missing).start()
+    return ReadyLoad(request, chain.host, slots, held, fill, missing).start()
 
 
 def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle | None:
@@ -307,34 +307,35 @@ class ReadyLoad(BegunLoad):
         self,
         request: LoadRequest,
         tier: MemoryTier,
+        slots: NDArray[np.int64],
         held: Lease | None = None,
         fill: Fill | None = None,
         filled: NDArray[np.intp] | None = None,
     ) -> None:
-        """Take over ``held``, which holds blocks in ``tier``: all of them, but for those ``filled`` by ``fill``."""
+        """Take over ``held``: it holds the blocks in ``slots`` of ``tier``, all but those ``filled`` by ``fill``."""
         super().__init__(request)
         self._tier = tier
+        self._slots = slots
         self._leases = [] if held is None else [held]
         self._fill = fill
         self._filled = np.empty(0, np.intp) if filled is None else filled
-        self._has_let_go = False
         self._copy: LaneCopy | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> LoadHandle:
         """Copy, or have it done by the stream, once all is in memory."""
         if self._fill is None:
-            self._submit(self._leases[0].slots)
+            self._submit(self._slots)
         else:
             self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived)
             self._fill.when_done(self._arrived)
         return self.handle()
 
-    def copy_at_once(self, slots: NDArray[np.int64]) -> LoadHandle:
-        """Copy what is in these slots in this turn of the loop."""
-        self._copy_now(slots)
+    def copy_at_once(self) -> LoadHandle:
+        """Copy what is there in this turn of the loop."""
+        self._copy_now(self._slots)
         if self._ended.result().num_blocks:
-            self._tier.index.use(slots)  # as else the end of a lease would be one
+            self._tier.index.use(self._slots)  # as else the end of a lease would be one
         return self.handle()
 
     @override
@@ -368,8 +369,9 @@ class ReadyLoad(BegunLoad):
             names = sorted({chain.names[number] for number in fill.source.tolist()})
             self._faults.append(TierFault(",".join(names), Reason.DEADLINE, n))
         self._faults += chain.fills.faults_of(fill)
-        slots, states = self._tier.index.find(self._request.batch.names)
-        num_blocks = prefix_of(states == READY)
+        slots = self._slots.copy()
+        slots[self._filled] = fill.slots
+        num_blocks = prefix_of(slots >= 0)
         is_short = num_blocks < n and (not self._faults or (self._request.gaps and fill.is_done))
         if is_short:  # what was brought has left already; or what comes after what did not come is wanted too
             self._faults.clear()
@@ -378,8 +380,7 @@ class ReadyLoad(BegunLoad):
         elif not num_blocks or may_copy_at_once(self._request, num_blocks):
             self._copy_now(slots[:num_blocks])
         else:
-            self._leases.append(self._tier.index.lease(self._request.batch.names[:num_blocks]))
-            self._submit(self._leases[-1].slots)
+            self._submit(slots[:num_blocks])
 
     def _copy_now(self, slots: NDArray[np.int64]) -> None:
         error = attempt(self._copy_of_slots(slots)) if len(slots) else None
@@ -389,9 +390,10 @@ class ReadyLoad(BegunLoad):
             raise_the_programs(error)
 
     def _submit(self, slots: NDArray[np.int64]) -> None:
-        """Have the stream copy what has been found, and is leased."""
+        """Have the stream copy what is in these slots, which are held until then."""
         request, loop = self._request, asyncio.get_running_loop()
-        self._let_go_of_fill()
+        if self._timer is not None:
+            self._timer.cancel()
         self._admit(len(slots))
         self._copy = request.chain.copy(request.lane, self._copy_of_slots(slots))
         self._copy.ended.add_done_callback(self._stream_copied)
@@ -402,16 +404,12 @@ class ReadyLoad(BegunLoad):
         return partial(self._request.binding.scatter, self._tier.rows, slots, pages)
 
     def _let_go(self, *, is_use: bool = False) -> None:
-        self._let_go_of_fill()
-        if self._leases or self._fill is not None:
-            self._request.chain.release(*self._leases, is_use=is_use)
-
-    def _let_go_of_fill(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._fill is not None and not self._has_let_go:
-            self._has_let_go = True
+        if self._fill is not None:
             self._fill.let_go()
+        if self._leases or self._fill is not None:
+            self._request.chain.release(*self._leases, is_use=is_use)
 
     def _revoke_late(self) -> None:
         self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))
