@@ -25,13 +25,14 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.policies.make_policy import guarded_policy
 from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
-from tiered_kv.catalog.table import Slots, ascending, first_occurrences, names_at, unique
+from tiered_kv.catalog.table import Slots, absent_from, ascending, first_occurrences, names_at, unique
 from tiered_kv.system import system
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
+_NO_NAMES: Final[Names] = np.empty((0, 4), dtype=np.uint64)
 _MOST_TAKERS: Final = 128
 _UNWANTED: Final = 1
 """By a hint."""
@@ -109,8 +110,9 @@ class Occupancy(Books):
 
     def room_for(self, names: Names) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
-        if len(names) <= len(self._free) or not self.num_slots:
-            return min(len(names), len(self._free))
+        num_free = len(self._free)
+        if len(names) <= num_free or not self.num_slots:
+            return min(len(names), num_free)
         return int(np.count_nonzero(self.find(names)[0][: self.num_fitting(names)] < 0))
 
     def num_fitting(self, names: Names) -> int:
@@ -148,8 +150,9 @@ class Occupancy(Books):
     # Leases.
 
     def _hold(self, slots: Slots) -> None:
-        self._leased += int(np.count_nonzero(self._num_leases[slots] == 0))
-        self._num_leases[slots] += 1
+        num_leases = self._num_leases[slots]
+        self._leased += len(slots) - len(num_leases.nonzero()[0])
+        self._num_leases[slots] = num_leases + 1
 
     def _release(self, held: Slots, *, is_use: bool) -> None:
         tail_first = held[::-1].copy()  # of a prefix the head is the most useful: it goes last
@@ -159,8 +162,9 @@ class Occupancy(Books):
         num_leases = self._num_leases[tail_first] - 1
         self._num_leases[tail_first] = num_leases
         any_goes = self._goes_when_idle or (self._any_goes_first and self._goes_first[own].any())
-        is_plain = len(own) == len(tail_first) and not num_leases.any() and not any_goes
-        if is_plain and (self._states[tail_first] == READY).all():  # as a rule: nobody else has them, and all stay
+        is_plain = len(own) == len(tail_first) and not len(num_leases.nonzero()[0]) and not any_goes
+        states = self._states[tail_first].tobytes() if is_plain else b""
+        if is_plain and states.count(READY) == len(states):  # as a rule: nobody else has them, and all stay
             self._leased -= len(tail_first)
             self._policy.unpark(tail_first)
             return
@@ -168,8 +172,8 @@ class Occupancy(Books):
         self._leased -= len(idle)
         is_ready, is_own = self._states[idle] == READY, ~self.is_transient(idle)
         stays = is_ready & is_own
-        if stays.any():
-            self._unpark(idle[stays])
+        if len(staying := idle[stays]):
+            self._unpark(staying)
         if self._goes_when_idle and len(beyond := idle[stays & (idle >= self.num_slots)]):
             self._gone_when_idle.append(self._remove(beyond, Change.EVICTED))
         passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
@@ -199,7 +203,7 @@ class Occupancy(Books):
         """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
         shortage = max(0, n - len(self._free))
         if not shortage:
-            return self._table.names(NO_SLOTS), self._free.take(n)
+            return _NO_NAMES, self._free.take(n)
         keep = self._idle(keep)
         num_evictable = len(self._policy) - len(keep)
         if shortage > num_evictable:
@@ -243,6 +247,7 @@ class Occupancy(Books):
         return there
 
     def _make_ready(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Return ``slots``, which are the caller's, with -1 for those that are not pending, and those that were."""
         is_live = self._states[slots] == PENDING
         filled = slots[is_live]
         with self.lock:
@@ -258,7 +263,8 @@ class Occupancy(Books):
             if self._expiry is not None:
                 self._expiry.start(own)
             self._tell(Change.ADDED, names)
-        return np.where(is_live, slots, -1), filled
+        slots[~is_live] = -1
+        return slots, filled
 
     def _give_back(self, slots: Slots) -> None:
         if not len(slots):
@@ -451,16 +457,13 @@ class TierIndex(Occupancy):
         Is no use of them: see `Lease.release`, and `touch`.
         """
         slots, states = self.find(names)
-        is_ready = states == READY
-        if is_ready.all():
-            held = unique(slots)
-        else:
-            slots = np.where(is_ready, slots, -1)
-            held = unique(slots[is_ready])
+        if states.tobytes().count(READY) < len(slots):
+            slots = np.where(states == READY, slots, -1)
+        held = unique(slots[slots >= 0])
         if not len(held):
             return Lease(slots, held, self._release)
         num_leases = self._num_leases[held]
-        idle = held if not num_leases.any() else held[num_leases == 0]
+        idle = held[num_leases == 0] if len(num_leases.nonzero()[0]) else held
         self._want(held)
         self._policy.park(self._own(idle)[::-1])
         self._leased += len(idle)
@@ -481,7 +484,7 @@ class TierIndex(Occupancy):
             return
         self._want(used)
         num_leases = self._num_leases[used]
-        if not num_leases.any():
+        if not len(num_leases.nonzero()[0]):
             self._policy.touch(used)
             return
         idle = used[num_leases == 0]
@@ -518,7 +521,7 @@ class TierIndex(Occupancy):
         """
         here = self._here(names)
         idle = here[self._num_leases[here] == 0]
-        absent = _absent(names, self.find(names)[0])[::-1]
+        absent = absent_from(names, self.find(names)[0])[::-1]
         self._any_goes_first = True
         self._goes_first[here] |= _RESIDENT
         self._policy.park(idle)
@@ -558,14 +561,14 @@ class TierIndex(Occupancy):
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
         """
         found, states = self.find(names)
-        wanted = _absent(names, found)
+        wanted = absent_from(names, found)
         with self.lock:
             self._found = None  # and once more in the end: a policy may raise in between
             if transient:
-                evicted, taken = self._table.names(NO_SLOTS), self._take_transient(len(wanted), taker)
+                evicted, taken = _NO_NAMES, self._take_transient(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
-            self._table.insert(names_at(names, wanted), taken)
+            self._table.insert(names if len(wanted) == len(names) else names_at(names, wanted), taken)
             self._states[taken] = PENDING
             self._found = None
         self._pending += len(taken)
@@ -580,7 +583,7 @@ class TierIndex(Occupancy):
         """Say if `reserve` would find room now for what is absent of a batch, and so many more. Changes nothing."""
         found, states = self.find(names)
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
-        return len(_absent(names, found)) + num_more <= len(self._free) + num_evictable
+        return len(absent_from(names, found)) + num_more <= len(self._free) + num_evictable
 
     def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there.
@@ -685,7 +688,7 @@ class TierIndex(Occupancy):
         self._ready = self._pending = 0
         self._doomed = int(np.count_nonzero(states))
         if self.on_change is not None:
-            self.on_change(Change.CLEARED, self._table.names(NO_SLOTS))
+            self.on_change(Change.CLEARED, _NO_NAMES)
 
     def restore(self, names: Names, slots: Slots, *, ages_s: NDArray[np.float32] | None = None) -> None:
         """Enter blocks that outlived a restart. Takes time in their number, about a second a million.
@@ -777,9 +780,3 @@ class TierIndex(Occupancy):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, self._release)
-
-
-def _absent(names: Names, found: Slots) -> Slots:
-    """Return the positions of those names, each once, for which no slot was ``found``."""
-    absent = (found < 0).nonzero()[0]
-    return absent[first_occurrences(names_at(names, absent))] if len(absent) else absent

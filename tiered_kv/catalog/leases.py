@@ -143,7 +143,9 @@ class Reservation:
     def _chosen(self, ok: NDArray[np.bool_] | None) -> Slots:
         if self._is_closed:
             raise ClosedError("a reservation that is closed: its slots may be another's by now")
-        return np.where(self._is_open if ok is None else self._is_open & ok, self.slots, -1)
+        chosen = self.slots.copy()
+        chosen[~(self._is_open if ok is None else self._is_open & ok)] = -1
+        return chosen
 
     def close(self) -> None:
         """Give back what was not committed; a second call does nothing."""

@@ -89,6 +89,14 @@ def first_occurrences(names: Names) -> Slots:
     return np.array(first, dtype=np.int64)
 
 
+def absent_from(names: Names, found: Slots) -> Slots:
+    """Return the positions of those names, each once, for which no slot was ``found``."""
+    absent = (found < 0).nonzero()[0]
+    if len(absent) == len(names):
+        return first_occurrences(names)
+    return absent[first_occurrences(names_at(names, absent))] if len(absent) else absent
+
+
 def unique(slots: Slots) -> Slots:
     """Drop repeats, keep the order of first occurrences."""
     if len(slots) <= _FEW_SLOTS and len(set(slots.tolist())) == len(slots):
@@ -188,7 +196,7 @@ class NameTable:
         while len(left):
             places = (buckets[left] << _LANE_BITS) + _first_zeros(self._entries_of(buckets[left]))
             full = flat[places] != 0
-            if full.any():
+            if len(full.nonzero()[0]):
                 self._spill(names, slots, buckets, left[full])
                 left, places = left[~full], places[~full]
             flat[places] = entries[left]

@@ -356,12 +356,12 @@ class LHDPolicy(Policy):
         self._begin_moment(is_use=False)
         num_uses, used_at, kinds = self._ghosts.recall(names)
         self._let_go(slots)
-        if (was_held := (kinds & _HELD > 0) & (num_uses > 0)).any():
+        if self._any_held and (was_held := (kinds & _HELD > 0) & (num_uses > 0)).any():
             self._add_dropped(slots[was_held], num_uses[was_held], used_at[was_held])
             others = (~was_held).nonzero()[0]
             slots, num_uses, used_at, kinds = slots[others], num_uses[others], used_at[others], kinds[others]
-        if num_uses.any():
-            known = num_uses.nonzero()[0]
+        known = num_uses.nonzero()[0]
+        if len(known):
             ended, used_at = self._classes(kinds[known], num_uses[known]), used_at[known]
             self._lives.end(ended, self._now - used_at)
             num_uses = at_least_as_often(num_uses)
@@ -680,8 +680,9 @@ def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
     """Return the slots of each number that has some of them, in the order given."""
     if not len(slots):
         return []
-    if len(slots) == 1 or (numbers == numbers[0]).all():
-        return [(int(numbers[0]), slots)]
+    first = int(numbers[0])
+    if numbers.tobytes().count(first) == len(slots):
+        return [(first, slots)]
     if len(slots) <= _FEW:
         batches: dict[int, list[int]] = {}
         for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
