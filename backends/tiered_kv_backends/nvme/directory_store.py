@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -321,7 +320,7 @@ class DirectoryStore:
             raise ClosedError(f"the NVMe tier at {self.path} is not open")
         files = self._groups[group]
         slab = files.slab
-        if len(slots) and not 0 <= int(slots.min()) <= int(slots.max()) < slab.num_slots:
+        if len(slots) and not 0 <= np.minimum.reduce(slots) <= np.maximum.reduce(slots) < slab.num_slots:
             raise ConfigurationError(f"slots {slots.min()} to {slots.max()} of a slab of {slab.num_slots}")
         if blocks is not None:
             check_lengths(slots, blocks)
@@ -375,12 +374,14 @@ class DirectoryStore:
             return
 
         def outcomes(ended: _Ended) -> list[Outcome]:
-            moved = ended()
-            outcomes = list(chain.from_iterable([part.outcomes for part in moved]))
+            outcomes: list[Outcome] = []
+            error: OSError | None = None
+            for part in ended():
+                outcomes += part.outcomes
+                error = part.error or error
             if positions != list(range(end)):
                 outcomes = [outcome for _, outcome in sorted(zip(positions, outcomes, strict=True))]
-            errors = [part.error for part in moved if part.error is not None]
-            return self._seen(outcomes, errors[-1] if errors else None)
+            return self._seen(outcomes, error)
 
         def moved(ended: _Ended) -> None:
             self._num_moving[workers] -= len(jobs)
@@ -472,7 +473,7 @@ class _Write:
         self.enters = enters
         self.problem: OSError | None = None
         self._opened, self._calls = opened, calls
-        self._end = int(slots.max()) + 1 if len(slots) else 0
+        self._end = int(np.maximum.reduce(slots)) + 1 if len(slots) else 0
         self.error: OSError | None = None
         self._files = files
         self._slots, self._names, self._sequences = slots, names, sequences

@@ -50,6 +50,8 @@ class NVMeBackend(SlotBackend):
     def __init__(self, settings: NVMeSettings | Mapping[str, Any] | str) -> None:
         self.settings = self.Settings.of(settings)
         self._open_disks: Disks | None = None
+        self._only_store: DirectoryStore | None = None
+        """The directory in use of a tier that has only one, which is never let go of."""
         self._shapes: tuple[RecordShape, ...] = ()
 
     @classmethod
@@ -81,6 +83,7 @@ class NVMeBackend(SlotBackend):
         self._open_disks = disks = Disks(self.settings, context)
         try:
             found = await disks.open()
+            self._only_store = found[0][0].store if len(disks) == 1 else None
             return [
                 await self._merged(n, [(disk, each[n]) for disk, each in found]) for n in range(len(context.groups))
             ]
@@ -131,12 +134,6 @@ class NVMeBackend(SlotBackend):
         if (store := self._only_store) is None:
             return False
         return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), then, make)
-
-    @property
-    def _only_store(self) -> DirectoryStore | None:
-        """The directory in use of a tier that has only one."""
-        disks = self._open_disks
-        return next(iter(disks)).store if disks is not None and len(disks) == 1 else None
 
     async def peek(self, group: int, slots: Slots, into: Sequence[Block]) -> list[Outcome]:
         """See `SlotBackend.peek`: slots that are gone by now are misses.
@@ -240,7 +237,7 @@ class NVMeBackend(SlotBackend):
 
     async def aclose(self) -> None:
         """Close the files and release the directories, or leave that to the last call still under way."""
-        disks, self._open_disks = self._open_disks, None
+        disks, self._open_disks, self._only_store = self._open_disks, None, None
         if disks is not None:
             await disks.aclose()
 
