@@ -204,18 +204,15 @@ class Chain:
         self.count_use(batch, came)
 
     def touch_there(self, batch: Batch, *, but: Tier | None = None) -> None:
-        """Count a use of the blocks in every tier that has them, so that hot heads do not rot below.
+        """Count a use of the blocks in every tier with books that has them, so that hot heads do not rot below.
 
-        In ``but`` it is counted already.
+        In ``but`` it is counted already. Shared media keep their own recency, by what is read.
         """
         if not len(batch.names):
             return
-        for memory in self.memory:
-            if memory is not but:
-                memory.index.touch(batch.names)
-        for storage in self.storage:
-            if storage is not but:
-                storage.touch(batch)
+        for booked in self.booked:
+            if booked is not but:
+                booked.index.touch(batch.names)
 
     def count_use(self, batch: Batch, came: int | None = None) -> None:
         """Count one use of the blocks, for the tiers that want some before they take a block.
@@ -299,9 +296,11 @@ class Chain:
 
     def _set_aside(self, source: int) -> int:
         """Count the transient slots that are left to the storage tiers other than ``source``."""
-        taken, first = self.host.index.num_transient_taken, len(self.memory)
-        others = (number for number in range(first, len(self.tiers)) if number != source)
-        return sum(max(0, self._least_share - taken(number)) for number in others)
+        left = 0
+        for number in range(len(self.memory), len(self.tiers)):
+            if number != source:
+                left += max(0, self._least_share - self.host.index.num_transient_taken(number))
+        return left
 
     def release(self, *leases: Lease, is_use: bool = False) -> None:
         """Give leases back, see `Lease.release`, and let whoever waits for slots have them."""

@@ -30,22 +30,24 @@ class Fill:
         slots: By position, where what arrived is held for those who wait; -1 of what did not come, or was removed.
         gone: By position, what its tier did not have any more when it was read.
         refused: Why, by position, of what is sealed otherwise than its tier's keys say.
-        source: By position, which tier it comes from (a number that the chain gives tiers).
+        source: By position, which tier it comes from (a number that the chain gives tiers), or -1.
         waiter: Its place in the lines of the tiers; a joiner may hurry it.
         ends_unwanted: Whether it begins no read any more once nobody waits for it: the cache is closing.
         num_open: How many tiers are neither done nor late.
         num_reading: How many have not let go of their slots.
     """
 
-    def __init__(self, names: Names, waiter: Waiter) -> None:
+    def __init__(self, names: Names, waiter: Waiter, source: NDArray[np.int8] | None = None) -> None:
+        """Make one of blocks that come from the engine, unless it is said which tier is their ``source``."""
         n, self.names = len(names), names
         self.is_done = False
         self._then: list[Callable[[], object]] = []
         self.arrived: Mask = np.zeros(n, np.bool_)
-        self.slots: Slots = np.full(n, -1, np.int64)
+        self.slots: Slots = np.empty(n, np.int64)
+        self.slots.fill(-1)
         self.gone: Mask = np.zeros(n, np.bool_)
         self.refused: dict[int, str] = {}
-        self.source: NDArray[np.int8] = np.full(n, -1, np.int8)
+        self.source = np.full(n, -1, np.int8) if source is None else source
         self.waiter = waiter
         self.late_tiers: set[str] = set()
         self.ends_unwanted = False
@@ -212,21 +214,19 @@ class Fills:
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
-        fill = Fill(batch.names, waiter)
-        fill.source[:] = sources
+        fill = Fill(batch.names, waiter, sources)
         fill.ends_unwanted = self._is_closing
         self.announce(fill, reservation)
-        parts = [self._part(number, fill, batch, reservation) for number in sorted({*sources.tolist()} - {-1})]
+        parts: list[_TierRead] = []
+        for number in sorted({*sources.tolist()} - {-1}):
+            tier = self._tiers[number]
+            assert tier is not None  # noqa: S101 - blocks are read from storage
+            at = ((sources == number) & (reservation.slots >= 0)).nonzero()[0]
+            parts.append(_TierRead(self, self._host, tier, fill, batch, at, reservation))
         fill.num_reading = fill.num_open = len(parts)
         for part in parts:
             part.start()
         return fill
-
-    def _part(self, number: int, fill: Fill, batch: Batch, reservation: Reservation) -> "_TierRead":
-        tier = self._tiers[number]
-        assert tier is not None  # noqa: S101 - blocks are read from storage
-        at = ((fill.source == number) & (reservation.slots >= 0)).nonzero()[0]
-        return _TierRead(self, self._host, tier, fill, batch, at, reservation)
 
     def faults_of(self, fill: Fill, wanted: Names | None = None) -> list[TierFault]:
         """Name what kept blocks of a fill from arriving; what befell the first one of them comes last.
@@ -311,7 +311,7 @@ class _TierRead:
         lease = self._reservation.commit(arrived)
         if host.can_keep:
             kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
-            host.counters.promoted += int(np.count_nonzero(kept))
+            host.counters.promoted += len(kept.nonzero()[0])
         fill.keep(lease)
         if not is_late:
             fill.arrived |= arrived

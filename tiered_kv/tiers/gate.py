@@ -536,7 +536,8 @@ class ReadSpeed:
         if not is_well:
             return
         self._given_up_s = 0.0
-        x, y, self._seen_at = float(read.ahead), self.clock() - read.started, self.clock()
+        self._seen_at = now = self.clock()
+        x, y = float(read.ahead), now - read.started
         self._weight = _FADE * self._weight + 1.0
         for at, value in enumerate((x, y, x * x, x * y)):
             self._sums[at] = _FADE * self._sums[at] + value

@@ -105,13 +105,15 @@ class LatencyAverage:
 
     def saw(self, seconds: float) -> None:
         """Take one more call into account."""
-        self.seconds = 0.7 * self.now() + 0.3 * seconds
-        self.seen_at = self.clock()
+        now = self.clock()
+        self.seconds, self.seen_at = 0.7 * self._at(now) + 0.3 * seconds, now
 
     def now(self) -> float:
         """The average at this moment."""
-        age: float = max(0.0, self.clock() - self.seen_at)
-        return self.seconds * float(0.5 ** (age / _HALF_LIFE_S))
+        return self._at(self.clock())
+
+    def _at(self, now: float) -> float:
+        return self.seconds * float(0.5 ** (max(0.0, now - self.seen_at) / _HALF_LIFE_S))
 
 
 class StorageHealth:

@@ -130,8 +130,10 @@ class OwnedTier(StorageTier, BookedTier):
 
         def end(outcomes: list[Outcome], refused: Refusals) -> None:
             report = self._report(wanted, at, slots, outcomes, refused, n)
-            lease.release(is_use=is_use and bool(report.right.all()))
-            self._see_missing()
+            is_well = outcomes.count(Outcome.HIT) == n
+            lease.release(is_use=is_use and is_well)
+            if not is_well:
+                self._see_missing()
             io.then(report)
 
         begin = partial(self.backend.begin_read, self.group, slots.copy()) if self.backend.makes_records else None
@@ -268,11 +270,14 @@ class OwnedTier(StorageTier, BookedTier):
             writing.reservation.close()
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
-        self._see_missing()
         report = writing.report
         is_refused = writing.reservation is not None and report.dropped.any()
         because = self._refusal if is_refused else Reason.NO_ROOM
-        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
+        masks = report.written, report.present, report.dropped
+        ended = WriteReport(*masks, because, report.unwanted, report.num_removed)
+        if len(ended.failed.nonzero()[0]):
+            self._see_missing()
+        return ended
 
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
@@ -293,10 +298,6 @@ class OwnedTier(StorageTier, BookedTier):
     @override
     def lacks(self, batch: Batch) -> Mask:
         return ~self.index.ready(batch.names)
-
-    @override
-    def touch(self, batch: Batch) -> None:
-        self.index.touch(batch.names)
 
     @override
     def hint(self, batch: Batch, hint: ReuseHint) -> None:

@@ -603,9 +603,6 @@ class SharedTier(StorageTier):
         """Say that every block may be news: nothing is known."""
         return np.ones(len(batch), np.bool_)
 
-    def touch(self, batch: Batch) -> None:
-        """Do nothing: such a medium keeps its own recency, by what is read."""
-
     def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
         """Make blocks unfindable at once. What the medium does not delete stays so here, and it is tried again.
 

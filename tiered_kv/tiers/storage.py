@@ -171,7 +171,7 @@ class StorageTier(Tier):
             then: Told on the event loop, once, when the medium has let go of the buffers: perhaps before this returns.
             is_use: Whether it counts as a use of the blocks, if all of them are right.
         """
-        n, started = len(batch.names), self.health.clock()
+        n = len(batch.names)
         num_bytes = self._num_bytes(n)
         read = self.speed.begin(num_bytes, goes_first=waiter.priority is Priority.LOAD)
 
@@ -184,7 +184,7 @@ class StorageTier(Tier):
             then(report)
 
         def go(turn: Turn | None) -> None:
-            self.counters.read_queue_s += self.health.clock() - started
+            self.counters.read_queue_s += self.health.clock() - read.started
             if turn is not None:
                 self._read_blocks(turn, BlockIO(batch, blocks, late, end), is_use=is_use)
                 return
@@ -264,10 +264,6 @@ class StorageTier(Tier):
     @abstractmethod
     def lacks(self, batch: Batch) -> Mask:
         """Say which blocks would be news to this tier, as far as is known without asking."""
-
-    @abstractmethod
-    def touch(self, batch: Batch) -> None:
-        """Note that the blocks were used, wherever they were served from."""
 
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
         """Note what a caller says of the blocks."""

@@ -21,7 +21,7 @@ Ids = Sequence[int] | NDArray[np.integer[Any]]
 def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
     given = as_ints(name, ids)
     array = given.astype(np.int64)  # always a copy: the caller may reuse its own
-    if array.size and int(array.min()) < 0:  # uint64 beyond int64 included
+    if array.size and np.minimum.reduce(array) < 0:  # uint64 beyond int64 included
         at = int(array.argmin())
         raise ConfigurationError(f"{name} must lie in [0, 2**63), got {int(given[at])} at position {at}")
     array.flags.writeable = False
