@@ -235,7 +235,7 @@ class Fills:
             fill: Which one.
             wanted: The blocks that are meant; all of them by default.
         """
-        if not fill.is_done or fill.arrived.all():
+        if not fill.is_done or not len((~fill.arrived).nonzero()[0]):
             return []
         faults: list[tuple[int, TierFault]] = []  # each with the first block that it befell
         is_lost = (fill.source >= 0) & ~fill.arrived

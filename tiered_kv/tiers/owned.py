@@ -24,6 +24,7 @@ from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer, Turn
+from tiered_kv.tiers.gate import Give
 from tiered_kv.tiers.journal import Journal
 from tiered_kv.tiers.records import Encoded, Refusals
 from tiered_kv.tiers.shared import Tombstones
@@ -178,7 +179,7 @@ class OwnedTier(StorageTier, BookedTier):
             finally:
                 io.then(self._end_write(writing))
 
-        def encoded(made: Encoded, give_back: Callable[[], None]) -> None:
+        def encoded(made: Encoded, give_back: Give) -> None:
             def ended(outcomes: list[Outcome], error: str) -> None:
                 if error != CLOSED:
                     give_back()
@@ -254,7 +255,7 @@ class OwnedTier(StorageTier, BookedTier):
         ok = np.zeros(len(is_fresh), np.bool_)
         ok[is_fresh] = stored
         doomed = stored & (reservation.keep(ok)[is_fresh] < 0)
-        writing.report.num_removed = int(np.count_nonzero(doomed))
+        writing.report.num_removed = len(doomed.nonzero()[0])
         doomed |= ~stored & ~refused  # there may be anything
         if len(reservation.evicted):  # of which the medium still has what was not overwritten
             doomed |= refused
@@ -271,7 +272,7 @@ class OwnedTier(StorageTier, BookedTier):
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
         report = writing.report
-        is_refused = writing.reservation is not None and report.dropped.any()
+        is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
         masks = report.written, report.present, report.dropped
         ended = WriteReport(*masks, because, report.unwanted, report.num_removed)

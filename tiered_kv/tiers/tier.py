@@ -58,7 +58,7 @@ class Batch:
             if not at.start and at.step is None and (at.stop is None or at.stop >= len(self.names)):
                 return self
             names = self.names[at]
-        elif at.dtype == np.bool_ and at.all():
+        elif at.dtype == np.bool_ and len(at.nonzero()[0]) == len(self.names):
             return self
         else:
             names = names_at(self.names, at)
@@ -440,15 +440,18 @@ class WriteReport:
     @property
     def num_worn(self) -> int:
         """How many blocks the medium may have written: of what failed nobody knows how much."""
-        return int(np.count_nonzero(self.written | self.failed))
+        return len((self.written | self.failed).nonzero()[0])
 
     def counts(self) -> dict[str, int]:
         """How many blocks, by what became of them; the dropped ones apart."""
-        counts = {name: int(np.count_nonzero(getattr(self, name))) for name in ("written", "present", "failed")}
-        return counts | {"written": counts["written"] - self.num_removed}
+        return {
+            "written": len(self.written.nonzero()[0]) - self.num_removed,
+            "present": len(self.present.nonzero()[0]),
+            "failed": len(self.failed.nonzero()[0]),
+        }
 
     def drops(self) -> dict[Reason, int]:
         """How many blocks were dropped, by reason."""
-        num_dropped = int(np.count_nonzero(self.dropped))
-        num_unwanted = 0 if self.unwanted is None else int(np.count_nonzero(self.dropped & self.unwanted))
+        num_dropped = len(self.dropped.nonzero()[0])
+        num_unwanted = 0 if self.unwanted is None else len((self.dropped & self.unwanted).nonzero()[0])
         return {Reason.REMOVED: num_unwanted + self.num_removed, self.because: num_dropped - num_unwanted}

@@ -80,11 +80,12 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
         if tier is chain.host and gpu is not None and chain.limits.promote:
             return None  # what is on the host is to be in the GPU pool too
         slots, states = tier.index.find(request.batch.names)
-        if (states == READY).all():
+        num_ready = states.tobytes().count(READY)
+        if num_ready == n:
             return _start_resident(request, tier, slots)
     if request.order != "front" or gpu is not None:
         return None
-    return _bring(request, slots, states) if request.binding.direct is None else _read_in_place(request, slots)
+    return _bring(request, slots, num_ready) if request.binding.direct is None else _read_in_place(request, slots)
 
 
 def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.int64]) -> LoadHandle:
@@ -94,24 +95,27 @@ def _start_resident(request: LoadRequest, tier: MemoryTier, slots: NDArray[np.in
     return ReadyLoad(request, tier, slots, tier.index.lease(request.batch.names)).start()
 
 
-def _bring(request: LoadRequest, slots: NDArray[np.int64], states: NDArray[np.uint8]) -> LoadHandle | None:
-    """Begin to read what the host lacks; None, with nothing changed, if not all of it can be read now."""
+def _bring(request: LoadRequest, slots: NDArray[np.int64], num_ready: int) -> LoadHandle | None:
+    """Begin to read what the host lacks; None, with nothing changed, if not all of it can be read now.
+
+    It has ``num_ready`` blocks ready in these slots; others that have a slot there are on their way.
+    """
     chain, batch, index, n = request.chain, request.batch, request.chain.host.index, len(slots)
     missing = (slots < 0).nonzero()[0]
-    is_coming = len(missing) + np.count_nonzero(states == READY) < n
+    is_coming = len(missing) + num_ready < n
     if is_coming or n > chain.window_blocks or not chain.tasks.goes_on():
         return None
     part = batch if len(missing) == n else batch[missing]
     if (sources := _owned_sources(chain, part.names)) is None:
         return None
     keep = chain.limits.promote and index.room_for(batch.names) >= len(missing)
-    waiter, lowest = Waiter(Kind.LOAD, request.priority), int(sources.max())
+    waiter, lowest = Waiter(Kind.LOAD, request.priority), max(sources.tolist())
     if chain.room.is_wanted((lowest, FROM_ENGINE)):
         return None
     # First: to make room must not take what is there.
     held = index.lease(batch.names) if part is not batch else None
     reservation = chain.reserve_host_now(part, waiter, keep=keep, source=lowest)
-    if reservation is None or (reservation.slots < 0).any():  # of a block that is asked for twice, there is one slot
+    if reservation is None or min(reservation.slots.tolist()) < 0:  # what is asked for twice has one slot
         if reservation is not None:
             reservation.close()
         if held is not None:
@@ -142,7 +146,7 @@ def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
         if (books := tier.books) is None:
             return None
         sources[(sources < 0) & books.ready(names)] = number
-        if (sources >= 0).all():
+        if min(sources.tolist()) >= 0:
             return sources
     return None
 

@@ -164,7 +164,8 @@ class Store(Revocable):
     def start_at_once(self) -> StoreHandle | None:
         """Start without a task, if one tier has room for all now; None, with nothing changed, if not."""
         batch, request, chain = self._batch, self._request, self._chain
-        if not 0 < len(batch) <= min(MOST_AT_ONCE, self._window()) or self._refusal() or self._has_to_ask:
+        n = len(batch.names)
+        if not 0 < n <= min(MOST_AT_ONCE, self._window()) or self._refusal() or self._has_to_ask:
             return None
         part, pages = (batch, request.pages) if self._keeps else self._unknown_below()
         try:
@@ -177,8 +178,9 @@ class Store(Revocable):
         loop = asyncio.get_running_loop()
         started, ended = loop.time(), loop.create_future()
         chain.count_use(batch, self._came)
-        self._count_known(len(batch) - len(part))
-        is_quick = may_copy_at_once(request, len(part))
+        num_new = len(part.names)
+        self._count_known(n - num_new)
+        is_quick = may_copy_at_once(request, num_new)
         placed = self._begin(*placing, part, pages, can_join=not is_quick)
 
         def end(_: object = None) -> None:
@@ -229,8 +231,9 @@ class Store(Revocable):
         raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
 
     def _result(self, seconds: float) -> StoreResult:
+        num_blocks = len(self._batch.names)
         result = StoreResult(
-            len(self._batch),
+            num_blocks,
             self._num_stored,
             self._num_present,
             sum(self._dropped.values()),
@@ -240,7 +243,7 @@ class Store(Revocable):
             self._wait,
         )
         self._chain.fates.count_store(
-            len(self._batch), stored=result.num_stored, present=result.num_present, dropped=result.drop_reasons
+            num_blocks, stored=result.num_stored, present=result.num_present, dropped=result.drop_reasons
         )
         self._chain.fates.store_seconds.saw(seconds)
         self._chain.fates.use("store", self._batch.names)
@@ -284,14 +287,14 @@ class Store(Revocable):
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, in the fastest tier that has room."""
-        chain = self._chain
+        chain, names = self._chain, part.names
         for tier in self._memory:
             room = self._may_keep[tier.name]
-            if tier is chain.host and room >= len(part):
-                chain.fills.make_way(part.names, if_they_fit=True)
-            is_short = room < len(part) and np.count_nonzero(tier.index.find(part.names)[0] < 0) > room
+            if tier is chain.host and room >= len(names):
+                chain.fills.make_way(names, if_they_fit=True)
+            is_short = room < len(names) and len((tier.index.find(names)[0] < 0).nonzero()[0]) > room
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
-                self._may_keep[tier.name] -= int(np.count_nonzero(reservation.slots >= 0))
+                self._may_keep[tier.name] -= len((reservation.slots >= 0).nonzero()[0])
                 return tier, reservation
         return None
 
@@ -359,12 +362,13 @@ class Store(Revocable):
     ) -> "Placed | None":
         """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
         names, fresh = part.names, reservation.slots >= 0
-        if not fresh.all():
-            self._count_present(part[~fresh])
-            self._present.append(part[~fresh])
-            self._head.hold(tier, part.names[~fresh])
+        if len(there := (~fresh).nonzero()[0]):
+            present = part[there]
+            self._count_present(present)
+            self._present.append(present)
+            self._head.hold(tier, present.names)
             part, pages = part[fresh], pages[fresh]
-        if not len(part):
+        if not len(part.names):
             reservation.close()
             return None
         fill = None
@@ -384,7 +388,7 @@ class Store(Revocable):
         return copy
 
     def _copied_out(self, error: BaseException | None, placed: "Placed") -> None:
-        chain, n = self._chain, len(placed.batch)
+        chain, n = self._chain, len(placed.batch.names)
         tier, reservation, batch, fresh = placed.tier, placed.reservation, placed.batch, placed.fresh
         lease, there = None, reservation.slots
         if error is None and tier is chain.tiers[-1]:
@@ -411,8 +415,8 @@ class Store(Revocable):
         self._num_stored += n
         self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
         slots = there[fresh]
-        num_passing = int(np.count_nonzero(tier.index.is_transient(slots))) if tier.index.num_transient else 0
-        num_removed = int(np.count_nonzero(slots < 0))  # by name, while they were copied
+        num_passing = len(tier.index.is_transient(slots).nonzero()[0])
+        num_removed = len((slots < 0).nonzero()[0])  # by name, while they were copied
         dropped = {Reason.NO_ROOM: num_passing, Reason.REMOVED: num_removed}
         self._tally.add(tier, written=n - num_passing - num_removed, dropped=dropped)
         if num_removed:

@@ -380,9 +380,9 @@ class WriteDown:
         """
         chain, batch, slots = self._chain, self._batch, self._slots
         mine = self._is_for(storage, batch)
-        if not mine.all():
+        if num_others := len((~mine).nonzero()[0]):
             chain.fates.note(batch.names[~chain.admitted([storage], batch)], Fate.UNADMITTED, storage.name)
-            self._tally.add(storage, deferred=int(np.count_nonzero(~mine)))
+            self._tally.add(storage, deferred=num_others)
             batch, slots = batch[mine], slots[mine]
         is_settled = False
 
@@ -395,7 +395,7 @@ class WriteDown:
                 finally:
                     settled()
 
-        def is_wanted() -> NDArray[np.bool_]:
+        def is_wanted() -> Mask:
             return self._is_wanted(storage, batch, slots)
 
         def end(report: WriteReport) -> None:
@@ -419,8 +419,8 @@ class WriteDown:
         """Count what became of the blocks in one tier; what waited for it and failed waits again."""
         has_waited = self._kind is Kind.CLEAN and storage.is_written_back  # else it only passes by, from the GPU pool
         waiting = self._chain.waiting.get(self._tier) if has_waited else None
-        num_again, is_done = 0, not report.dropped.any() and not report.failed.any()
-        if waiting is not None and not is_done:
+        num_again, lost = 0, report.dropped | report.failed
+        if waiting is not None and lost.any():
             failed = (report.failed & self._is_wanted(storage, batch, slots)).nonzero()[0]
             again = waiting.again(batch[failed], slots[failed], self._lease, self._came, most_tries=_MOST_TRIES)
             num_again = int(np.count_nonzero(again))
@@ -430,8 +430,9 @@ class WriteDown:
                 waiting.put_back(batch[report.dropped], slots[report.dropped], self._lease, self._came)
                 num_again += int(np.count_nonzero(report.dropped))
                 report.dropped[:] = False
+            lost = report.dropped | report.failed
         self._tally.add(storage, deferred=num_again, dropped=report.drops(), **report.counts())
-        if (lost := report.dropped | report.failed).any():
+        if len(lost.nonzero()[0]):
             wanted = self._is_wanted(storage, batch[lost], slots[lost])
             self._chain.unwritten.has_lost |= bool(wanted.any())
             self._chain.admit_again(storage, batch[lost][wanted])
