@@ -14,6 +14,7 @@ import pytest
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
 from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, opened, step_settled
 from tests.support.caches import inside
+from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
 from tiered_kv import Outcomes
 
@@ -62,6 +63,22 @@ def test_what_is_in_memory_is_loaded_by_the_step_that_computes_the_rest(*, is_as
         engine.settle_loop()
         engine.step()
         assert engine.scheduling.num_bringing == 0
+
+
+def test_what_a_server_has_in_memory_is_loaded_first_too(tmp_path: Path) -> None:
+    """Its plans come by a socket, sooner than a step."""
+    with serving(tmp_path, ROOMY), opened(connect=f"unix://{tmp_path / 'kv.sock'}") as engine:
+        engine.step()
+        engine.ask("one", LENGTH, 1, prompt="a")
+        engine.settle()
+        engine.settle_copies()
+        engine.step()  # which tells of the copies
+        engine.scheduling.kv.flush()
+        loads = loads_of(engine)
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        engine.step()
+        assert (loads, two.num_computed_tokens) == ([True], LENGTH)
+        engine.settle()
 
 
 def test_every_rank_loads_first() -> None:
@@ -446,7 +463,7 @@ def test_what_comes_back_is_heard_of_though_few_ask(monkeypatch: pytest.MonkeyPa
         assert (asked[0], sum(asked[-32:])) == (True, 2)
         for number in range(32):
             serve(str(number))
-        assert sum(asked[-32:]) >= 16
+        assert sum(asked[-32:]) >= 10
         assert all(asked[-4:])
         assert engine.scheduling.counts.take().data["load_requests"] >= 4
 

@@ -2,8 +2,8 @@
 
 A load is planned while vLLM asks what is there, and told once host memory has it; until then its request has no blocks
 of vLLM's. If it is small, and of one KV group, the step that computes the rest of the prompt copies it first; else the
-request waits for its copy, beside steps. Where vLLM had no blocks then, or a host's server plans, that is done once it
-has chosen some. Called by the scheduler's thread only, which waits for none of it, but for a moment.
+request waits for its copy, beside steps. Where vLLM had no blocks then, a load is planned once it has chosen some.
+Called by the scheduler's thread only, which waits for none of it, but for a moment.
 """
 
 import math
@@ -114,8 +114,7 @@ class PendingLoads:
     def know(self, memory: Mapping[str, int]) -> None:
         """Take note of the cache's own memory tiers, and of what they hold."""
         self._most_bringing = sum(memory.values()) // 2  # blocks that memory holds at once for requests that wait
-        # Tiers whose blocks are planned at once: a server's answers come later.
-        self._memory = list(memory) if self._configuration.below.settings is not None else []
+        self._memory = list(memory)
 
     def come(self, tracked: Tracked) -> None:
         """Have shared tiers asked for what a request will want, if that may pay: by its turn they may have answered."""
