@@ -56,31 +56,29 @@ class Books:
         self.lock = system().rlock()  # re-entrant: a signal's handler that reads, on the owning thread, must not wait
         self._table = NameTable(total)
         self._states = np.full(total + 1, FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
-        self._found: tuple[Names, Slots, NDArray[np.uint8]] | None = None
-        """What `find` said last, until what can be found changes: a transfer asks again and again about its names."""
+        self._found: tuple[Names, Slots] | None = None
+        """Where `find` found names last, until others come or go: a transfer asks again and again about its own."""
 
     def find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
         """Return each name's slot, or -1, and the `SlotState` of that slot: PENDING, READY, or FREE where absent.
 
-        Both are read-only, and may be returned again. ``names`` are not changed any more by whoever asks.
+        The slots are read-only, and may be returned again. ``names`` are not changed any more by whoever asks.
         """
         found = self._found
         if found is None or (found[0] is not names and not _are_same(found[0], names)):
-            slots, states = self._find(names)
-            slots.flags.writeable = states.flags.writeable = False
-            self._found = found = names, slots, states
-        return found[1], found[2]
+            slots = self._find(names)
+            slots.flags.writeable = False
+            self._found = found = names, slots
+        return found[1], self._states[found[1]]
 
-    def _find(self, names: Names) -> tuple[Slots, NDArray[np.uint8]]:
+    def _find(self, names: Names) -> Slots:
         if len(names) == 1:
-            slots = np.array([self._table.find_one(names)])
-            return slots, self._states[slots]
+            return np.array([self._table.find_one(names)])
         if len(names):
             first, run = self._ready_run(names)
             if run == len(names):
-                return first + counted(run), self._states[first : first + run].copy()
-        slots = self._table.find(names)
-        return slots, self._states[slots]
+                return first + counted(run)
+        return self._table.find(names)
 
     def first_state(self, names: Names) -> int:
         """Return the `SlotState` of a non-empty batch's first name, which alone is looked for."""

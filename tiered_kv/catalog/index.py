@@ -252,7 +252,6 @@ class Occupancy(Books):
         filled = slots[is_live]
         with self.lock:
             self._states[filled] = READY
-            self._found = None
         self._pending -= len(filled)
         self._ready += len(filled)
         self._want(filled)
@@ -570,7 +569,8 @@ class TierIndex(Occupancy):
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names if len(wanted) == len(names) else names_at(names, wanted), taken)
             self._states[taken] = PENDING
-            self._found = None
+            taken.flags.writeable = False
+            self._found = (names, taken) if len(taken) == len(names) else None
         self._pending += len(taken)
         self._tell(Change.EVICTED, evicted)
         slots = taken

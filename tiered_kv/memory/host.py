@@ -226,7 +226,7 @@ class LentBlocks(Blocks):
 
     def give_back(self) -> None:
         """End the lending, once: the headers are lent again."""
-        self._made = [None] * len(self)  # whoever keeps this must not keep the memory mapped
+        self._made = [None] * len(self._taken)  # whoever keeps this must not keep the memory mapped
         self._headers.give(self._taken)
 
 

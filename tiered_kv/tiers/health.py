@@ -224,8 +224,8 @@ class StorageHealth:
             self._write_latency.saw(seconds)
         if is_late:
             self.let_go(doing)
-        was_tripped = breaker.is_tripped
         if has_failed:
+            was_tripped = breaker.is_tripped
             breaker.failed(doing)
             if breaker.is_tripped and not was_tripped:
                 self._tripped_at[breaker] = self.clock()
@@ -234,8 +234,8 @@ class StorageHealth:
                     each()
             return
         breaker.succeeded(doing)
-        if not breaker.is_tripped and (since := self._tripped_at.pop(breaker, None)) is not None:
-            self.emit(TierResumed(self.name, self.clock() - since))
+        if breaker in self._tripped_at and not breaker.is_tripped:
+            self.emit(TierResumed(self.name, self.clock() - self._tripped_at.pop(breaker)))
 
     def let_go(self, doing: str) -> None:
         """A late call is waited for no more: it has returned, or what it hangs on is not used any more."""
