@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.memory.engines import NUM_SLOTS, ORDERS, Engine, engines, places
+from tests.support.fake_cuda import fake_cuda
 from tiered_kv.memory import CPUDevice, PagedCaches, gather_blocks, scatter_blocks, staging
 from tiered_kv.memory.codec import FP8Codec, make_codec
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
@@ -129,6 +130,21 @@ def test_sizes(group: KVGroup, num_bytes: int) -> None:
     assert codec.stored_bytes == num_bytes
     payloads = torch.zeros(2, group.payload_bytes, dtype=torch.uint8)
     assert codec.encode(payloads).shape == (2, num_bytes // 8)
+
+
+def test_a_gpu_keeps_the_same_bytes() -> None:
+    """As a CPU of the same block, though it divides by numbers otherwise."""
+    pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
+    payloads = torch.randn(32, NHD.payload_bytes // 2, generator=torch.Generator().manual_seed(0)).bfloat16()
+    payloads, codec = payloads.view(torch.uint8), FP8Codec(NHD)
+    with fake_cuda() as fake:
+        theirs = torch.empty(payloads.shape, dtype=torch.uint8, device="cuda:0")
+        theirs.copy_(payloads)
+        with torch.cuda.stream(torch.cuda.Stream("cuda:0")):  # type: ignore[no-untyped-call]  # of torch
+            stored = codec.encode(theirs)
+        fake.run()
+        assert stored.device.type == "cuda"
+        assert torch.equal(stored, codec.encode(payloads))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn", "int8"])

@@ -259,6 +259,8 @@ class _Enqueueing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
         queue = self._current_stream().queue
         if func is torch.ops.aten.copy_.default:
             return _copy(fake, queue, args[0], args[1])
+        if func is torch.ops.aten.div.Tensor and not isinstance(args[1], torch.Tensor):  # as torch's kernel divides
+            func, args = torch.ops.aten.mul.Tensor, (args[0], 1 / torch.tensor(args[1], dtype=args[0].dtype).item())
         if aliases:
             fake.enqueue(queue, functools.partial(func, *args, **kwargs))
             return args[0]

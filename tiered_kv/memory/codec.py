@@ -100,7 +100,8 @@ class FP8Codec(Codec):
         values = payloads.view(self._dtype).view(len(payloads), -1, *self._shape).float()
         is_finite = values.isfinite()
         largest = values.abs().where(is_finite, 0).amax(self._covered, keepdim=True)
-        scales = (largest / _LARGEST).clamp_min_(_SMALLEST_SCALE)
+        # A GPU divides by a number as by its reciprocal, a bit off: by a tensor it divides as a CPU does.
+        scales = (largest / largest.new_full((), _LARGEST)).clamp_min_(_SMALLEST_SCALE)
         kept = values.div_(scales).where(is_finite, torch.nan).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn)
         parts = [part.reshape(*values.shape[:2], -1).view(torch.uint8) for part in (scales, kept)]
         padded = [torch.nn.functional.pad(part, (0, -part.shape[-1] % 8)) for part in parts]
