@@ -70,7 +70,7 @@ def _torch(run: Run) -> None:
     memory = torch.zeros(4 << 20, dtype=torch.uint8)
     memory = memory[-memory.data_ptr() % 4096 :]
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # of torch
-    run.report.note("torch", "page_locked_1_mib", str(runtime.cudaHostRegister(memory.data_ptr(), 1 << 20, 0)))
+    run.report.note("torch", "page_locking_1_mib_code", int(runtime.cudaHostRegister(memory.data_ptr(), 1 << 20, 0)))
     run.report.note("torch", "is_pinned_behind_it", memory[2 << 20 :].is_pinned())
     runtime.cudaHostUnregister(memory.data_ptr())
 

@@ -35,6 +35,7 @@ from tiered_kv.memory.gpu import MOST_AHEAD
 from tiered_kv.memory.lanes import wait_in
 from tiered_kv.memory.staging import Staging
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.events import HostMemoryPageable
 from tiered_kv.values.layout import KVGroup
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
@@ -160,6 +161,16 @@ class TestPageableMemory:
             await goes_round(kv, engine)
             await goes_round(kv, engine, layerwise=True)
         assert not fake.failure
+
+    def test_a_reason_has_the_number_of_the_error(self, fake: FakeDriver) -> None:
+        """Torch has names for none of them."""
+        fake.refusals = [2]
+        device, slab, said = CUDADevice(GPU), HostSlab(4, 4096, 4096), Recorder()
+        locking = device.page_lock(slab, emit=said)
+        assert locking.wait(60) is PageLockState.PAGEABLE
+        (pageable,) = said.of(HostMemoryPageable)
+        assert pageable.reason == "could not page-lock 16384 bytes: CUDA error 2"
+        assert device.close(60)
 
     async def test_what_is_admitted_can_be_waited_for(self, fake: FakeDriver) -> None:
         """A layer-wise load is admitted once its copies are enqueued: the engine's stream has events to wait for."""

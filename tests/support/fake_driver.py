@@ -43,6 +43,13 @@ class Queue:
     items: deque[tuple[Marker | None, Work | None]] = field(default_factory=deque)
 
 
+class Code(int):
+    """What the runtime library answers, as torch hands it on: an enum that has a name for 0 alone."""
+
+    def __str__(self) -> str:
+        return "cudaError.???" if self else "cudaError.success"
+
+
 class PerThread(threading.local):
     """What CUDA keeps for each thread."""
 
@@ -282,20 +289,20 @@ class FakeDriver:
         """Page-lock memory."""
         self.use_context()
         if code := self.failure or self.unsafe():
-            return code
+            return Code(code)
         if self.refusals and (code := self.refusals.pop(0)):
-            return code
+            return Code(code)
         if not num_bytes:
-            return INVALID_VALUE
+            return Code(INVALID_VALUE)
         if any(start < address + num_bytes and address < start + n for start, n in self.registered.items()):
-            return ALREADY_REGISTERED
+            return Code(ALREADY_REGISTERED)
         self.registered[address] = num_bytes
-        return 0
+        return Code(0)
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - CUDA's
         """Undo it."""
         self.use_context()
-        return self.failure or self.unsafe() or (0 if self.registered.pop(address, None) else NOT_REGISTERED)
+        return Code(self.failure or self.unsafe() or (0 if self.registered.pop(address, None) else NOT_REGISTERED))
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:  # noqa: ANN401, N802 - a reference of C
         """Swap the thread's mode."""

@@ -445,7 +445,8 @@ def _runtime() -> Any:  # noqa: ANN401 - a module without stubs
 
 
 def _check(code: Any, doing: str) -> None:  # noqa: ANN401 - torch's cudaError, an enum without stubs
-    if int(code) == _FORBIDDEN_BY_A_CAPTURE:
+    number = int(code)  # all that it tells: success alone has a name in it
+    if number == _FORBIDDEN_BY_A_CAPTURE:
         raise TryAgainError(f"could not {doing} while a CUDA graph is captured")
-    if int(code) != _SUCCESS:
-        raise RuntimeError(f"could not {doing}: CUDA error {code}")
+    if number != _SUCCESS:
+        raise RuntimeError(f"could not {doing}: CUDA error {number}")
