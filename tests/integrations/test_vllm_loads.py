@@ -182,7 +182,7 @@ def test_of_several_groups_such_a_load_begins_in_the_step_that_plans_it(
 
 
 def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What it took before says nothing then; a second later one step tries again."""
+    """What it took before says nothing then; a moment later one step tries again."""
     with stored_below(tmp_path) as engine:
         slow_to_compute(monkeypatch, engine)
         monkeypatch.setattr(VLLM.messages.Bringing, "is_over", False)
@@ -193,7 +193,7 @@ def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch,
             return False
 
         engine.scheduling._planner.wait_planned = wait  # noqa: SLF001 - ours
-        for now in (0.0, 0.5, 1.5):
+        for now in (0.0, 0.1, 1.5):
             looked.now = now
             engine.ask(f"at {now}", LENGTH, 1, prompt="a")
             engine.step()

@@ -37,8 +37,8 @@ _PATIENCE_S: Final = 0.002
 """A step waits so long at most for shared tiers' answers and for plans of loads from memory: most take less."""
 _READ_PATIENCE_S: Final = 0.005
 """And so long for what this cache's own storage is likely to have read by then, if computing it takes twice as long."""
-_READ_AGAIN_S: Final = 1.0
-"""After a wait for storage that was in vain no step waits for it: it may have come to hang."""
+_READ_AGAIN_S: Final = 0.25
+"""For so long no step waits for storage after a wait that was in vain: it may have come to hang."""
 _LOOK_AGAIN_S: Final = 0.0003
 _TOLD_AGAIN_S: Final = 0.02
 """For so long who waits for blocks of vLLM's is told what was found, and not looked for anew: that would take some
