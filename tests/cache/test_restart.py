@@ -14,7 +14,7 @@ from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.caches import until_nothing_left
 from tests.support.programs import started
 from tiered_kv import BlockKeys, KVGroup, KVLayout
-from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.chain import Chain
 
 NUM_LIVES = 15
 """Of each kind of tier."""
@@ -66,7 +66,7 @@ async def test_hot_heads_outlive_a_restart(tmp_path: Path, monkeypatch: pytest.M
     The disk sees none of those hits. Without their spread to it the head would have gone: the second case shows it.
     """
     if not is_spread:
-        monkeypatch.setattr(OwnedTier, "touch", lambda *_: None)
+        monkeypatch.setattr(Chain, "touch_there", lambda *_, **__: None)
     engine = AnyEngine()
     head = prompt(4)
     async with open_any(engine, cpu(16), nvme(tmp_path, 700_000)) as kv:

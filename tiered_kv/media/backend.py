@@ -544,8 +544,8 @@ class SlotBackend(_Tier):
     def missing(self, group: int) -> Missing | None:
         """Say which slots cannot be used for now; None: all can. The same object until that changes.
 
-        Asked after calls that failed, and once a second. No block is put there until they are not missing any more, and
-        hold nothing. Only a medium of several parts has such.
+        Asked after calls, and once a second. No block is put there until they are not missing any more, and hold
+        nothing. Only a medium of several parts has such.
         """
         return None
 

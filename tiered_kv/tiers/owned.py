@@ -131,10 +131,8 @@ class OwnedTier(StorageTier, BookedTier):
 
         def end(outcomes: list[Outcome], refused: Refusals) -> None:
             report = self._report(wanted, at, slots, outcomes, refused, n)
-            is_well = outcomes.count(Outcome.HIT) == n
-            lease.release(is_use=is_use and is_well)
-            if not is_well:
-                self._see_missing()
+            lease.release(is_use=is_use and outcomes.count(Outcome.HIT) == n)
+            self._see_missing()
             io.then(report)
 
         begin = partial(self.backend.begin_read, self.group, slots.copy()) if self.backend.makes_records else None
@@ -271,14 +269,11 @@ class OwnedTier(StorageTier, BookedTier):
             writing.reservation.close()
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
+        self._see_missing()
         report = writing.report
         is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
-        masks = report.written, report.present, report.dropped
-        ended = WriteReport(*masks, because, report.unwanted, report.num_removed)
-        if len(ended.failed.nonzero()[0]):
-            self._see_missing()
-        return ended
+        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
 
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
