@@ -64,8 +64,10 @@ def num_blocks(group: KVGroup, run: Run) -> int:
 
 def ceilings(report: Report, about: str, setup: Setup, h2d: Stream, d2h: Stream) -> dict[str, float]:
     """Return GB/s of one large copy each way, and of both at once, of as many bytes as ours."""
-    words = setup.num_bytes // 8 // 2
-    host, device = setup.pinned.view(-1), torch.empty(2 * words, dtype=torch.int64, device=setup.tensors[0].device)
+    words, where = setup.num_bytes // 8 // 2, setup.tensors[0].device
+    device = torch.empty(2 * words, dtype=torch.int64, device=where)
+    # Not the slots: they are page-locked in pieces, and no copy may go across two of them.
+    host = torch.empty(2 * words, dtype=torch.int64, pin_memory=where.type == "cuda")
     up: Copies = [lambda: device[:words].copy_(host[:words], non_blocking=True)]
     down: Copies = [lambda: host[words : 2 * words].copy_(device[words:], non_blocking=True)]
     rate = 8 * words / 1e9
