@@ -56,6 +56,24 @@ def test_a_machine_without_make_or_network_runs_it(tmp_path: Path) -> None:
     assert soaked["wrong"] == 0
 
 
+def test_no_answer_of_the_driver_is_a_fault_of_memory(tmp_path: Path) -> None:
+    """Events that have not happened, or never will, are asked for: the sanitizer would count the answers as errors."""
+    programs = {
+        "python": 'case "$*" in *is_available*) echo 1;; *"-m pytest"*) echo tested;; esac',
+        "compute-sanitizer": 'case "$*" in *"--report-api-errors no"*) shift 6; exec "$@";; esac; exit 9',
+    }
+    for name, does in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{does}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "kit.whl").touch()
+    folders = {"KIT": str(tmp_path), "OUT": str(tmp_path / "out"), "PATH": f"{tmp_path}:/usr/bin:/bin"}
+    environment = {**folders, "PYTHON": str(tmp_path / "python")}
+    command = [str(ROOT / ".ci/on_gpu"), "sanitizer"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert "tested" in done.stdout.splitlines()
+    assert done.stdout.splitlines()[-1] == "===== failed: none"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device: this is about machines without one")
 def test_without_a_gpu_nothing_is_measured() -> None:

@@ -1,5 +1,6 @@
 """On a GPU, by the facade: what was stored is loaded bit for bit, from every tier, after what the GPU computes."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +135,8 @@ async def test_an_event_of_a_capture_is_refused_and_costs_no_device() -> None:
 
 def test_copies_have_the_memory_that_the_documentation_says() -> None:
     """When tensors are bound, and no more than that stays."""
+    if "PYTORCH_NO_CUDA_MEMORY_CACHING" in os.environ:
+        pytest.skip("torch's count of its memory: unset PYTORCH_NO_CUDA_MEMORY_CACHING")
     device, lanes = CUDADevice(), []
     before = torch.cuda.memory_allocated()
     for name in ("h2d", "d2h"):
