@@ -75,6 +75,20 @@ def test_all_that_is_announced_is_there() -> None:
         assert all(hasattr(module, name) for name in module.__all__)
 
 
+@pytest.mark.parametrize(
+    ("module", "absent", "name"),
+    [("tiered_kv", "msgspec", "ConnectedKV"), ("tiered_kv.testing", "pytest", "BackendTests")],
+)
+def test_without_an_extra_all_the_others_are_there(module: str, absent: str, name: str) -> None:
+    """What is installed without extras can be imported at once and shown by `help`; the others name their extra."""
+    script = (
+        f"import pydoc, sys; sys.modules[{absent!r}] = None; import {module} as it; from {module} import *;"
+        f"pydoc.render_doc(it)\ntry: it.{name}\n"
+        "except Exception as error: assert 'pip install' in str(error)\nelse: raise AssertionError"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_readers_of_events_do_without_torch() -> None:
     """A router imports `Mirror` and `tiered_kv.telemetry` at once; a name that needs torch brings it."""
     script = (

@@ -7,6 +7,7 @@ What needs torch is imported when it is first asked for: a router that reads eve
 """
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, chunk, full, state, window
@@ -205,7 +206,6 @@ __all__ = [
     "Cleared",
     "ClosedError",
     "ConfigurationError",
-    "ConnectedKV",
     "Device",
     "DeviceFailed",
     "Draining",
@@ -297,7 +297,6 @@ __all__ = [
     "TierTripped",
     "TieredKV",
     "TieredKVError",
-    "TieredKVServer",
     "TieredKVSettings",
     "TraceEnded",
     "TraceFailed",
@@ -321,6 +320,8 @@ __all__ = [
     "verify_record",
     "window",
 ]
+if find_spec("msgspec") is not None:  # else who asks for them hears of the extra; `help` and ``import *`` ask for all
+    __all__ += ["ConnectedKV", "TieredKVServer"]
 
 
 def __getattr__(name: str) -> object:
