@@ -8,11 +8,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
-from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, opened, step_settled
+from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, opened, serve, step_settled
 from tests.support.caches import inside
 from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
@@ -393,6 +394,53 @@ def test_what_a_first_load_lacks_is_computed() -> None:
         assert two.num_computed_tokens == 0
         worker.restore_kv_caches()
         engine.settle()
+
+
+def fail_first_loads(engine: SmallVLLM) -> Callable[[], None]:
+    """Have copies into vLLM fail until what is returned is called."""
+    worker = engine.workers[0]
+    start = worker._start  # noqa: SLF001 - ours
+
+    def fail(plan: Any, *when: object) -> "Future[Outcomes]":  # noqa: ANN401 - likewise
+        if plan.direction != "load":
+            return start(plan, *when)  # type: ignore[no-any-return]
+        failed: Future[Outcomes] = Future()
+        failed.set_result(Outcomes(plan.job, 0, 0, "it failed"))
+        return failed
+
+    worker._start = fail  # noqa: SLF001 - likewise
+    return lambda: setattr(worker, "_start", start)
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])
+def test_what_is_computed_with_a_first_load_that_failed_is_not_stored(*, is_async: bool) -> None:
+    """Nor by the step behind it, which may be scheduled before anybody hears: who comes then loads what is right."""
+    with stored_once(ROOMY, is_async=is_async, num_step_tokens=4 * BLOCK_SIZE) as engine:
+        calm = fail_first_loads(engine)
+        engine.ask("two", 16 * BLOCK_SIZE, 1, prompt="a")
+        step_settled(engine, 10)
+        assert engine.scheduling.counts.take().data["errors"] == 1
+        calm()
+        engine.settle()
+        engine.ask("three", 16 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()  # which looks at what attention reads
+
+
+def test_what_was_computed_with_a_first_load_that_failed_is_not_stored_when_vllm_drops_it() -> None:
+    """Its request has ended before it was computed anew."""
+    with stored_once(ROOMY, store_when="evicted", has_cache=True, num_blocks=40) as engine:
+        for prompt in "bcde":
+            serve(engine, prompt, 16)
+        calm = fail_first_loads(engine)
+        engine.ask("two", 16 * BLOCK_SIZE, 1, prompt="a")
+        engine.step()
+        assert engine.scheduling.counts.take().data["errors"] == 1
+        engine.abort("two")
+        calm()
+        for prompt in "fghi":
+            serve(engine, prompt, 16)
+        engine.ask("three", 16 * BLOCK_SIZE + 1, 1, prompt="a")
+        engine.settle()  # as above
 
 
 def test_a_first_load_is_waited_for_before_its_step_ends() -> None:

@@ -268,11 +268,12 @@ class SmallVLLM:
         has_cache: bool = False,
         writes_first: bool = False,
         connect: str = "",
+        num_step_tokens: int = 1 << 30,
         **settings: Any,  # noqa: ANN401 - of the connector
     ) -> None:
         """Start it over tiers, one step behind its own output if ``is_async``, with a prefix cache if ``has_cache``.
 
-        With ``connect`` a host's server there has the tiers.
+        With ``connect`` a host's server there has the tiers. A step computes ``num_step_tokens`` at most.
 
         With ``writes_first`` as vLLM's second model runner: it empties what it hands out anew, and begins states there,
         before its workers hear who was preempted.
@@ -321,6 +322,9 @@ class SmallVLLM:
         self._preempted: set[str] = set()
         self._said: tuple[Counter[str], Counter[str]] = Counter(), Counter()
         self._is_async = is_async
+        self._num_step_tokens = num_step_tokens
+        self._void: set[str] = set()
+        """Requests that have computed with what was to be loaded and was not, until that is heard of."""
         self._writes_first = writes_first
         self._new: list[list[int]] = []
         """By table, the blocks that were handed out since the last step."""
@@ -411,28 +415,37 @@ class SmallVLLM:
 
     def _check(self, request: Request, num_tokens: int) -> None:
         """Look at all that attention would read behind these tokens."""
+        if wrong := self._wrong(request, num_tokens, range(len(self.workers))):
+            raise AssertionError(f"{request.request_id} would read wrong bytes as its {wrong}")
+
+    def _wrong(self, request: Request, num_tokens: int, ranks: Iterable[int]) -> str:
+        """Name a block that attention would read behind these tokens, and that is not what its hash tells."""
         for of in self.groups:
             stop = num_tokens // of.block_size
             if of.is_handed_over and num_tokens % of.block_size:
                 continue  # the state is on its way to the end of a block
             for at in range(0 if of.num_blocks is None else max(0, stop - of.num_blocks), stop):
-                if not all(self.is_right(request, at, rank, of) for rank in range(len(self.workers))):
-                    raise AssertionError(
-                        f"{request.request_id} would read wrong bytes as its block {at} of {of.number}"
-                    )
+                if not all(self.is_right(request, at, rank, of) for rank in ranks):
+                    return f"block {at} of {of.number}"
+        return ""
 
     def _schedule(self) -> Any:  # noqa: ANN401 - as vLLM has it
-        self._new = [[] for _ in self._tables]
+        self._new, num_preemptions = [[] for _ in self._tables], self.num_preemptions
+        num_left = self._num_step_tokens
         of: list[tuple[Request, int]] = []
         for request in list(self.running):
             if request.is_loading or request not in self.running:
                 continue
             self._leave_behind(request)
             num_new = self._until_a_state(request, max(1, request.num_tokens - request.num_computed_tokens))
+            if not (num_new := min(num_new, num_left)):
+                break
             if not self._allocate(request, request.num_computed_tokens + num_new):
                 break
+            self._cache(request, request.num_computed_tokens + num_new)
+            num_left -= num_new
             of.append((request, num_new))
-        while self.waiting and len(self.running) < 64:
+        while self.waiting and num_left and len(self.running) < 64 and self.num_preemptions == num_preemptions:
             request = self.waiting[0]
             here = self._cached(request)
             num_here = len(here) * BLOCK_SIZE
@@ -442,7 +455,8 @@ class SmallVLLM:
             if here:
                 self._pool.touch([self._pool.blocks[number] for number in here])
                 request.tables = [list(here)]
-            num_new = 0 if is_beside else self._until_a_state(request, request.num_tokens - num_here - found)
+            num_new = min(num_left, self._until_a_state(request, request.num_tokens - num_here - found))
+            num_new = 0 if is_beside else num_new
             if not self._allocate(request, num_here + found + num_new, num_found=found, may_preempt=False):
                 self._give_back(request)
                 break
@@ -453,6 +467,8 @@ class SmallVLLM:
             if is_beside:
                 request.is_loading = True
             else:
+                self._cache(request, request.num_computed_tokens + num_new)
+                num_left -= num_new
                 of.append((request, num_new))
         of = [(request, num) for request, num in of if request in self.running]
         tables = {request.request_id: tuple(map(list, request.tables)) for request, _ in of}
@@ -545,11 +561,11 @@ class SmallVLLM:
             worker.start_stores(step)
             ended.append(worker.ended())
             reports.append(worker.report() or VLLM.messages.Report())
-        for request, _ in told:
-            self._cache(request, request.num_computed_tokens)
         lost = set().union(*(worker.take_lost() for worker in self.workers))
         for request, first in told:
-            if lost.isdisjoint(request.tables[0]):  # else what it has computed counts for nothing
+            if not lost.isdisjoint(request.tables[0]):
+                self._void.add(request.request_id)  # what it has computed counts for nothing
+            if request.request_id not in self._void:
                 self._check(request, first)
         self._failed |= set().union(*(worker.take_failed() for worker in self.workers))
         report = reports[0]
@@ -571,13 +587,15 @@ class SmallVLLM:
         return done
 
     def _compute(self, request: Request, first: int, rank: int) -> None:
+        wrong = self._wrong(request, first, [rank])
         for of in self.groups:
             table, size = request.tables[of.table], of.block_size
             for at in range(first // size, len(table)):
                 is_full = (at + 1) * size <= request.num_computed_tokens
                 digest = request.hash_of((at + 1) * of.hashes_per_block - 1) if is_full else b""
                 for name in of.layer_names if table[at] else ():
-                    page = _content(digest, rank, of.number, of.page_bytes) if is_full else 0xEE
+                    is_told = is_full and not wrong  # what is computed with wrong bytes is wrong
+                    page = _content(digest, rank, of.number, of.page_bytes) if is_told else 0xEE
                     self.memory[rank][name][table[at]] = page
 
     def _update(
@@ -592,6 +610,7 @@ class SmallVLLM:
         for request in (*self.running, *self._kept.values()) if lost else ():
             if holes := [at for at, block in enumerate(request.tables[0]) if block in lost]:
                 request.num_computed_tokens = min(request.num_computed_tokens, holes[0] * BLOCK_SIZE)
+                self._void.discard(request.request_id)
         for request, _ in computed:
             if request not in self.running or request.is_loading or request.num_computed_tokens < request.num_tokens:
                 continue
@@ -610,6 +629,7 @@ class SmallVLLM:
                 self.waiting.appendleft(request)
             else:
                 self._check(request, request.num_computed_tokens)
+                self._cache(request, request.num_computed_tokens)
         self.scheduling.take(report, sent)
         for name in sent:
             self._give_back(self._kept.pop(name))

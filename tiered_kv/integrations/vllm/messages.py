@@ -83,13 +83,19 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What ended on the workers since the last one."""
+    """What ended on the workers since the last one.
+
+    Attributes:
+        outcomes: Of jobs.
+        is_wrong: Whether the step has computed with blocks that it was to load first, and that did not come.
+    """
 
     outcomes: list[Outcomes] = field(default_factory=list)
+    is_wrong: bool = False
 
     def aggregate(self, other: Self) -> "Report":
         """Put the reports of two ranks together."""
-        return Report(self.outcomes + other.outcomes)
+        return Report(self.outcomes + other.outcomes, self.is_wrong or other.is_wrong)
 
 
 @dataclass(eq=False)

@@ -44,6 +44,7 @@ class MovingSide:
         self._lost: set[int] = set()
         self._failed: set[str] = set()
         self._outcomes: list[Outcomes] = []
+        self._is_wrong = False
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         """Take vLLM's tensors.
@@ -149,13 +150,16 @@ class MovingSide:
                 self._take_load(name, ids, plan, future.result())
         begun, self._first = self._first, []
         for name, ids, plan, future in begun:  # waited for: what is lost counts with the step that has computed with it
-            self._take_load(name, ids, plan, future.result())
+            self._is_wrong |= self._take_load(name, ids, plan, future.result())
         return left, loaded
 
-    def _take_load(self, name: str, ids: tuple[int, ...], plan: Plan | None, outcomes: Outcomes) -> None:
-        self._lose(name, ids[max(0, outcomes.num_moved) :])
+    def _take_load(self, name: str, ids: tuple[int, ...], plan: Plan | None, outcomes: Outcomes) -> bool:
+        """Take how a load has ended; return whether any of its blocks did not come."""
+        lost = ids[max(0, outcomes.num_moved) :]
+        self._lose(name, lost)
         if plan is not None:
             self._outcomes.append(outcomes)
+        return bool(lost)
 
     def take_lost(self) -> set[int]:
         """Return the blocks that were to be loaded and were not, where the others are of use, since the last time."""
@@ -176,7 +180,8 @@ class MovingSide:
     def report(self) -> Report | None:
         """Return what ended since the last time."""
         outcomes, self._outcomes = self._outcomes, []
-        return Report(outcomes) if outcomes else None
+        is_wrong, self._is_wrong = self._is_wrong, False
+        return Report(outcomes, is_wrong) if outcomes or is_wrong else None
 
     def close(self) -> None:
         """End: what has been started ends first."""

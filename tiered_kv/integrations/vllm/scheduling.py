@@ -250,6 +250,8 @@ class SchedulingSide:
             self._loads.took(outcomes)
             self.counts.copied(outcomes.error)
             self._open_planner().complete(self._storing.take(outcomes))
+        if report.is_wrong:
+            self._pass_over()
         if freed:
             self._storing.freed(freed)
 
@@ -298,6 +300,17 @@ class SchedulingSide:
             for tracked in self._tracked.values():
                 tracked.may_store, tracked.said = False, None
             self._kv.advance_epoch(f"{self._configuration.model.weights}, changed: {uuid.uuid4()}")
+
+    def _pass_over(self) -> None:
+        """Store nothing of what is due, being copied or noted: a step has computed with blocks that had not come.
+
+        And the next one with what that step computed, where it was scheduled before. Others that were found in vLLM's
+        own cache meanwhile have the same blocks.
+        """
+        self._storing.pass_over()
+        self._used.clear()
+        if self._evicting is not None:
+            self._evicting.forget()
 
     def close(self) -> None:
         """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""

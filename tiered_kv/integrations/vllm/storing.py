@@ -285,6 +285,12 @@ class PendingStores:
                 self._let_go(store)
                 del self._stores[number]
 
+    def pass_over(self) -> None:
+        """Drop what is due, and what workers are copying: it may not be what it is named by."""
+        self.forget()
+        for store in self._stores.values():
+            store.num_whole = 0
+
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
         runs = [
             self._naming.keys(group, each.tracked.request, each.first, each.stop, end=each.end) for each in gathered
