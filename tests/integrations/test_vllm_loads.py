@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from itertools import count
@@ -119,10 +119,11 @@ def nothing_planned(engine: SmallVLLM) -> Iterator[None]:
     """Keep the cache's event loop busy, and have what was to be planned meanwhile planned behind that."""
     kv, loads, ended = engine.scheduling.kv, engine.scheduling._loads, threading.Event()  # noqa: SLF001 - ours
     kv.call(asyncio.get_running_loop).call_soon_threadsafe(ended.wait)
-    loads._patience_s = 0.0  # noqa: SLF001 - ours
+    patience_s, VLLM.loading._PATIENCE_S, loads._patience_s = VLLM.loading._PATIENCE_S, 0.0, 0.0  # noqa: SLF001 - ours
     try:
         yield
     finally:
+        VLLM.loading._PATIENCE_S = patience_s  # noqa: SLF001 - likewise
         ended.set()
     jobs = [job for each in loads._bringing.values() for job in each.jobs.values()]  # noqa: SLF001 - likewise
     assert engine.scheduling._planner.wait_planned(jobs, 30)  # noqa: SLF001 - likewise
@@ -182,11 +183,36 @@ def test_of_several_groups_such_a_load_begins_in_the_step_that_plans_it(
         engine.settle()
 
 
+def test_a_step_that_computes_nothing_waits_for_what_is_brought(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A moment, so that the cache's event loop has the interpreter; others compute meanwhile, if there are any."""
+    with stored_once(ROOMY) as engine:
+        monkeypatch.setattr(VLLM.messages.Bringing, "is_over", False)
+        waits, loads = list[int](), engine.scheduling._loads  # noqa: SLF001 - ours
+
+        def wait(jobs: Sequence[object], _: float) -> bool:
+            waits.append(len(jobs))
+            return False
+
+        engine.scheduling._planner.wait_planned = wait  # noqa: SLF001 - ours
+        engine.ask("two", LENGTH, 1, prompt="a")
+        engine.step()  # which begins to bring it
+        waits.clear()
+        engine.step()
+        assert waits == [len(loads._bringing)] == [1]  # noqa: SLF001 - likewise
+        engine.ask("computes", BLOCK_SIZE, 1)
+        engine.step()
+        assert waits == [1]
+        engine.abort("two")
+        engine.settle()
+
+
 def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What it took before says nothing then; a moment later one step tries again."""
     with stored_below(tmp_path) as engine:
         slow_to_compute(monkeypatch, engine)
         monkeypatch.setattr(VLLM.messages.Bringing, "is_over", False)
+        monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.0)  # and not for memory
+        engine.step()
         looked, waits = Looked(engine), list[float]()
 
         def wait(*_: object) -> bool:

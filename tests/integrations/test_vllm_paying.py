@@ -419,7 +419,7 @@ def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
     disk = {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
     with opened(SMALL, disk, num_blocks=512) as engine:
         names = [str(number) for number in range(16)]
-        serve(engine, *names)
+        serve(engine, *names, *"others")  # which are in memory then, and take no more of it
         engine.scheduling.counts.take()
         for name in names:
             engine.ask(f"{name} again", 8 * BLOCK_SIZE, 1, prompt=name)

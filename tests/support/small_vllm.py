@@ -445,13 +445,15 @@ class SmallVLLM:
             self._cache(request, request.num_computed_tokens + num_new)
             num_left -= num_new
             of.append((request, num_new))
+        skipped: list[Request] = []
         while self.waiting and num_left and len(self.running) < 64 and self.num_preemptions == num_preemptions:
             request = self.waiting[0]
             here = self._cached(request)
             num_here = len(here) * BLOCK_SIZE
             found, is_beside = self.scheduling.find(request, num_here)
             if found is None:
-                break
+                skipped.append(self.waiting.popleft())
+                continue
             if here:
                 self._pool.touch([self._pool.blocks[number] for number in here])
                 request.tables = [list(here)]
@@ -470,6 +472,7 @@ class SmallVLLM:
                 self._cache(request, request.num_computed_tokens + num_new)
                 num_left -= num_new
                 of.append((request, num_new))
+        self.waiting.extendleft(reversed(skipped))
         of = [(request, num) for request, num in of if request in self.running]
         tables = {request.request_id: tuple(map(list, request.tables)) for request, _ in of}
         states = {

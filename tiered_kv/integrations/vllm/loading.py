@@ -445,9 +445,16 @@ class PendingLoads:
                 tracked.may_load = False
         tracked.num_stored = first + num_tokens
 
-    def wait_planned(self) -> None:
-        """Wait a moment for the plans of loads that begin in this step: in the next they would be late."""
+    def wait_planned(self, *, is_idle: bool) -> None:
+        """Wait a moment for the plans of loads that begin in this step: in the next they would be late.
+
+        A step that computes nothing waits for what is brought, too: else vLLM does such steps one after the other, and
+        leaves the interpreter to nobody.
+        """
         self._wait(*self._beginning)
+        if is_idle and self._bringing:
+            jobs = [job for bringing in self._bringing.values() for job in bringing.jobs.values()]
+            self._wait(Beginning(jobs, 0.0, 0))
 
     def begin_step(self) -> None:
         """Let go of what was to be loaded in this step and has no blocks of vLLM's, and forget what the step has taken.

@@ -224,7 +224,7 @@ class SchedulingSide:
                     memory = self._memory()
                     self._loads.know(memory)
                     self._paying.know(sum(memory.values()))
-            self._loads.wait_planned()
+            self._loads.wait_planned(is_idle=not scheduled.num_scheduled_tokens)
             self._hear_of_jobs()
             self._loads.begin_step()
             self._loads.deliver(step)
