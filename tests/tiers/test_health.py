@@ -188,10 +188,10 @@ def test_only_slow_writes_shed_stores() -> None:
     clock = Clock()
     health = StorageHealth("medium", 10.0, lambda _: None, clock=clock, rng=random.Random(1), shed_stores_after_s=1.0)
     for doing in ("lookup", "read", "delete", "forget", "checkpoint"):
-        health.begin(doing)
+        health.breaker(doing).begin(doing)
         health.ended(doing, 9.0, is_late=False, has_failed=False)
         assert not health.is_shedding, doing
-    health.begin("write")
+    health.breaker("write").begin("write")
     health.ended("write", 9.0, is_late=False, has_failed=False)
     assert health.is_shedding
     assert not health.is_bypassed
@@ -203,7 +203,7 @@ def test_a_failure_that_opens_a_breaker_is_said_once_and_so_is_its_end() -> None
     health = StorageHealth("medium", 1.0, said.append, clock=clock, rng=random.Random(1))
 
     def call(*, has_failed: bool) -> None:
-        health.begin("read")
+        health.breaker("read").begin("read")
         health.ended("read", 0.01, is_late=False, has_failed=has_failed)
 
     call(has_failed=True)

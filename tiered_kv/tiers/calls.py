@@ -186,7 +186,7 @@ class Calls:
             return NOT_MADE
         turns = self._turns.get(doing)
         if turns is None:
-            self.health.begin(doing)
+            self.health.breaker(doing).begin(doing)
         elif not await turns.take(waiter or Waiter(Kind.LOAD)):
             return NOT_MADE
         late = asyncio.get_running_loop().create_future()
@@ -291,12 +291,11 @@ class Turn:
     @property
     def is_off(self) -> bool:
         """Whether calls like this have come to hang since the turn did: to make it would lend one more its buffers."""
-        return self._calls.health.hangs(self._doing)
+        return self._turns.breaker.num_late > 0
 
     def give_back(self) -> None:
         """Make no call."""
-        self._calls.health.not_made(self._doing)
-        self._turns.give_back()
+        self._turns.not_made()
         self._give_bytes()
 
     def make(
@@ -476,6 +475,7 @@ class _Turns:
     def __init__(self, health: StorageHealth, doing: str, room: Room) -> None:
         """Have turns of one kind; whoever waits for one does so in ``room``."""
         self.room = room
+        self.breaker = health.breaker(doing)
         self._health = health
         self._doing = doing
         self._limit = float(_FIRST_CALLS)
@@ -493,12 +493,17 @@ class _Turns:
     def begin(self) -> None:
         """Begin a turn."""
         self.num_taken += 1
-        self._health.begin(self._doing)  # at once: of a tier that fails, one call is the probe
+        self.breaker.begin(self._doing)  # at once: of a tier that fails, one call is the probe
 
     def give_back(self) -> None:
         """End a turn."""
         self.num_taken -= 1
         self.room.changed()
+
+    def not_made(self) -> None:
+        """End a turn of which no call came."""
+        self.breaker.not_made(self._doing)
+        self.give_back()
 
     def _attempt(self) -> bool | None:
         if self._health.is_off(self._doing):
@@ -510,8 +515,7 @@ class _Turns:
 
     def _undo(self, *, taken: bool) -> None:
         if taken:
-            self._health.not_made(self._doing)
-            self.give_back()
+            self.not_made()
 
     def saw(self, seconds: float) -> None:
         """Take into account how long a call took."""

@@ -196,30 +196,22 @@ class StorageHealth:
         breaker = self._breakers.get(doing)
         return self.is_bypassed or (breaker is not None and breaker.is_open)
 
-    def hangs(self, doing: str) -> bool:
-        """Whether calls of a kind, or what counts with it, are past their time, and waited for."""
-        return self._breaker(doing).num_late > 0
-
-    def begin(self, doing: str) -> None:
-        """A call is about to be made; of a tier that fails it is the probe. `ended` or `not_made` follows."""
-        self._breaker(doing).begin(doing)
-
-    def not_made(self, doing: str) -> None:
-        """It was not made after all."""
-        self._breaker(doing).not_made(doing)
+    def breaker(self, doing: str) -> Breaker:
+        """Return the one that calls of a kind count with. Of a tier that fails, who begins a call is the probe."""
+        return self._breakers.get(doing, self.reads)
 
     def late(self, doing: str, timeout_s: float) -> None:
         """A call has not ended within its time."""
         if not self.num_late:
             self._stalled_since = self.clock() - timeout_s
-        self._breaker(doing).late(doing)
+        self.breaker(doing).late(doing)
         self.emit(TierStalled(self.name, doing, timeout_s))
         for each in self.on_stall:
             each()
 
     def ended(self, doing: str, seconds: float, *, is_late: bool, has_failed: bool) -> None:
         """A call has ended, however long it took. A failure that opens the breaker is said once."""
-        breaker = self._breaker(doing)
+        breaker = self.breaker(doing)
         if doing == "write":
             self._write_latency.saw(seconds)
         if is_late:
@@ -239,7 +231,7 @@ class StorageHealth:
 
     def let_go(self, doing: str) -> None:
         """A late call is waited for no more: it has returned, or what it hangs on is not used any more."""
-        self._breaker(doing).late_returned()
+        self.breaker(doing).late_returned()
         if not self.num_late:
             self.emit(TierResumed(self.name, self.clock() - self._stalled_since))
 
@@ -247,6 +239,3 @@ class StorageHealth:
     def num_late(self) -> int:
         """Calls that are past their time, and waited for: until they return nothing else is asked of the medium."""
         return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep, self.locates))
-
-    def _breaker(self, doing: str) -> Breaker:
-        return self._breakers.get(doing, self.reads)

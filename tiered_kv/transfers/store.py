@@ -263,7 +263,7 @@ class Store(Revocable):
 
     def _window(self, done: int = 0) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
-        left = len(self._batch) - done
+        left = len(self._batch.names) - done
         size = self._chain.next_window(done, left) if self._goes_down else self._chain.resident_blocks
         for most in self._may_keep.values():
             if most > 0:

@@ -163,7 +163,7 @@ class WriteDown:
     @property
     def is_done(self) -> bool:
         """Whether nothing is to be written now."""
-        return not len(self._batch) or (self._to is not None and not self._to)
+        return not len(self._batch.names) or (self._to is not None and not self._to)
 
     def give_up(self) -> None:
         """Write nothing, and let go."""
@@ -403,8 +403,8 @@ class WriteDown:
             settle(report)
             let_go()
 
-        if storage.health.is_shedding or not len(batch):
-            settle(WriteReport.nothing_of(len(batch), Reason.TIER_AWAY))
+        if not len(batch.names):
+            settle(WriteReport.nothing_of(0, Reason.TIER_AWAY))
             let_go()
             return
         lent = chain.host.slab.lend_blocks(slots)
@@ -468,7 +468,7 @@ def write_down(
     """
     down = WriteDown(chain, tally, tier, batch, slots, lease, came, prompt=prompt, head=head)
     down.let_wait()
-    _start(chain, down, len(batch), ended)
+    _start(chain, down, len(batch.names), ended)
 
 
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
