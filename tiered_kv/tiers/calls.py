@@ -235,16 +235,14 @@ class Calls:
             turns.begin()
             return (Turn(self, doing, turns, give, waiter, tasks),)
 
-        if (due := room.take_now(attempt, waiter, _MOVES[doing])) is not None:
-            then(*due)
-            return
-
         def is_due(due: tuple[Turn | None]) -> None:
             over()
             then(*due)
 
-        over = tasks.hold(waiter.give_up)
-        room.line_up(attempt, waiter, is_due, num_bytes, _MOVES[doing])
+        if (due := room.take(attempt, waiter, is_due, num_bytes, _MOVES[doing])) is not None:
+            then(*due)
+        else:
+            over = tasks.hold(waiter.give_up)
 
     async def _make(
         self,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 T = TypeVar("T")
 Give = Callable[[], None]
@@ -190,7 +190,8 @@ class Room:
     def __init__(self) -> None:
         self.num_waiting = 0
         self._lines: tuple[dict[int, OrderedDict[_Place, None]], ...] = tuple({} for _ in Priority)  # each by lane
-        self._is_serving = self._has_changed = False
+        self._is_serving = False
+        self._num_changes = 0
 
     def is_wanted(self, lanes: Iterable[int]) -> bool:
         """Whether anyone waits in one of these lanes."""
@@ -208,9 +209,9 @@ class Room:
             size: How much is wanted: who wants less may pass who wants more.
             lane: In which to wait.
         """
-        if (got := self.take_now(attempt, waiter, lane)) is not None:
-            return got
-        place = self._enter(lane, waiter, attempt, size)
+        got, place = self._take(attempt, waiter, size, lane)
+        if place is None:
+            return cast("T", got)
         try:
             won: T = await place.turn
         except BaseException:
@@ -221,23 +222,31 @@ class Room:
             raise
         return won
 
-    def line_up(
+    def take(
         self, attempt: Callable[[], T | None], waiter: Waiter, then: Callable[[T], object], size: int = 1, lane: int = 0
-    ) -> None:
-        """Wait as `acquire` does, without a task: ``then`` is told in the turn of the loop after ``attempt`` gives."""
-        place = self._enter(lane, waiter, attempt, size)
-        place.turn.add_done_callback(lambda turn: then(turn.result()))
+    ) -> T | None:
+        """Return what ``attempt`` gives if it is our turn and it gives something now.
 
-    def _enter(self, lane: int, waiter: Waiter, attempt: Callable[[], Any], size: int) -> _Place:
+        Else wait as `acquire` does, without a task: ``then`` is told in the turn of the loop after ``attempt`` gives.
+        """
+        got, place = self._take(attempt, waiter, size, lane)
+        if place is not None:
+            place.turn.add_done_callback(lambda turn: then(turn.result()))
+        return got
+
+    def _take(
+        self, attempt: Callable[[], T | None], waiter: Waiter, size: int, lane: int
+    ) -> "tuple[T | None, _Place | None]":
+        """Return what ``attempt`` gives, or None and the place in line."""
+        num_changes = self._num_changes
+        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        if not is_second and (got := attempt()) is not None:
+            return got, None
         place = _Place(self, lane, waiter, attempt, size)
         place.enter(self._line(place))
-        self.changed()
-        return place
-
-    def take_now(self, attempt: Callable[[], T | None], waiter: Waiter, lane: int = 0) -> T | None:
-        """Return what ``attempt`` gives, or None where nothing is to be had or somebody has waited for it longer."""
-        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
-        return None if is_second else attempt()
+        if is_second or num_changes < self._num_changes:  # else it has just been asked for in vain
+            self.changed()
+        return None, place
 
     def move(self, place: _Place) -> None:
         """Move a place to the end of the line that its waiter belongs to now."""
@@ -256,15 +265,13 @@ class Room:
 
     def changed(self) -> None:
         """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
-        if not self.num_waiting:
+        self._num_changes += 1
+        if not self.num_waiting or self._is_serving:  # whoever serves goes round once more
             return
-        self._has_changed = True
-        if self._is_serving:  # an attempt has changed something itself: whoever serves goes round once more
-            return
-        self._is_serving = True
+        self._is_serving, num_seen = True, 0
         try:
-            while self._has_changed:
-                self._has_changed = False
+            while num_seen < self._num_changes:
+                num_seen = self._num_changes
                 for line in [line for lanes in self._lines for line in lanes.values() if line]:
                     if line:  # still: to serve one line may end a wait in another
                         _serve(line)
