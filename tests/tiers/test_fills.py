@@ -1,7 +1,6 @@
 """Fills: who waits for one, and for how long."""
 
 import asyncio
-from functools import partial
 
 import numpy as np
 import pytest
@@ -42,15 +41,19 @@ async def test_all_who_wait_for_a_fill_are_told_of_its_end() -> None:
     """Also those behind one who raises, as an interrupt of the program's may come there."""
     fill, told = Fill(np.zeros((1, 4), np.uint64), Waiter(Kind.LOAD)), list[int]()
 
-    def interrupted() -> None:
+    def interrupted(_: Fill) -> None:
         raise KeyboardInterrupt
 
-    fill.when_done(partial(told.append, 1))
-    fill.when_done(interrupted)
-    fill.when_done(partial(told.append, 2))
-    done = fill.done()
+    def gave_up(_: Fill) -> None:
+        told.append(0)
+
+    fill.add_done_callback(lambda _: told.append(1))
+    fill.add_done_callback(interrupted)
+    fill.add_done_callback(gave_up)
+    fill.remove_done_callback(gave_up)
+    fill.add_done_callback(lambda _: told.append(2))
     with pytest.raises(KeyboardInterrupt):
         fill.finish()
-    assert (told, done.done(), fill.is_in_time) == ([1, 2], True, True)
-    fill.when_done(partial(told.append, 3))
+    assert (told, fill.is_in_time) == ([1, 2], True)
+    fill.add_done_callback(lambda _: told.append(3))
     assert told == [1, 2, 3]

@@ -1,6 +1,5 @@
 """Fills: host slots on their way to be readable. One per block at a time; whoever else wants the block joins it."""
 
-import asyncio
 from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Final
@@ -41,7 +40,7 @@ class Fill:
         """Make one of blocks that come from the engine, unless it is said which tier is their ``source``."""
         n, self.names = len(names), names
         self.is_done = False
-        self._then: list[Callable[[], object]] = []
+        self._then: list[Callable[[Fill], object]] = []
         self.arrived: Mask = np.zeros(n, np.bool_)
         self.slots: Slots = np.empty(n, np.int64)
         self.slots.fill(-1)
@@ -91,23 +90,16 @@ class Fill:
         """Whether it is done, and was not given up."""
         return self.is_done and not self.late_tiers
 
-    def when_done(self, callback: Callable[[], object]) -> None:
+    def add_done_callback(self, callback: Callable[["Fill"], object]) -> None:
         """Call ``callback`` when nothing more will arrive in time: now, if that is so."""
         if self.is_done:
-            callback()
+            callback(self)
         else:
             self._then.append(callback)
 
-    def done(self) -> "asyncio.Future[None]":
-        """Return what is done then."""
-        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-
-        def tell() -> None:
-            if not done.done():
-                done.set_result(None)
-
-        self.when_done(tell)
-        return done
+    def remove_done_callback(self, callback: Callable[["Fill"], object]) -> None:
+        """Do not call it any more."""
+        self._then = [each for each in self._then if each != callback]
 
     def finish(self) -> None:
         """Tell everyone who waits for this fill, also if one of them raises: an interrupt of the program's, perhaps."""
@@ -116,7 +108,7 @@ class Fill:
         raised: BaseException | None = None
         for each in told:
             try:
-                each()
+                each(self)
             except BaseException as error:  # noqa: BLE001 - raised once all are told
                 raised = raised or error
         if raised is not None:

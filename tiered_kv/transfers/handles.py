@@ -70,7 +70,17 @@ class Handle(Generic[T]):
         return self._ended.result()
 
 
-async def until_done(futures: "Collection[asyncio.Future[Any]]", deadline: float = math.inf) -> None:
+class Awaited(Protocol):
+    """What can be waited for with others: a future, or a fill."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call it, with this, when it is done: perhaps before this returns."""
+
+    def remove_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Do not call it any more."""
+
+
+async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -> None:
     """Wait until all are done, or it is ``deadline``; a cancellation of the wait reaches none of them.
 
     As `asyncio.wait` does, for a third of its time.

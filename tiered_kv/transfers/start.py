@@ -139,7 +139,8 @@ def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle
 
 def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
     """Say which storage tier is to be read for each of some blocks; None if one of others has to be asked first."""
-    sources = np.full(len(names), -1, np.int8)
+    sources = np.empty(len(names), np.int8)
+    sources.fill(-1)
     for number, tier in enumerate(chain.storage, start=len(chain.memory)):
         if tier.health.is_bypassed:
             continue
@@ -331,8 +332,8 @@ class ReadyLoad(BegunLoad):
         if self._fill is None:
             self._submit(self._slots)
         else:
-            self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived)
-            self._fill.when_done(self._arrived)
+            self._timer = asyncio.get_running_loop().call_at(self._request.deadline, self._arrived, self._fill)
+            self._fill.add_done_callback(self._arrived)
         return self.handle()
 
     def copy_at_once(self) -> LoadHandle:
@@ -364,10 +365,10 @@ class ReadyLoad(BegunLoad):
             self._faults.append(self._request.revocation())
             self._copied(None)
 
-    def _arrived(self) -> None:
+    def _arrived(self, fill: Fill) -> None:
         """Copy what has come, once nothing more will, or none came in time."""
-        fill, chain, n = self._fill, self._request.chain, len(self._request.pages)
-        if fill is None or self.is_admitted:
+        chain, n = self._request.chain, len(self._request.pages)
+        if self.is_admitted:
             return
         if not fill.is_done:
             names = sorted({chain.names[number] for number in fill.source.tolist()})

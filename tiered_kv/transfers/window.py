@@ -351,7 +351,7 @@ class Bringer:
     async def land(self, window: Window, deadline: float) -> Landed:
         """Wait until the window has arrived, at most until ``deadline``, and lease the prefix that has."""
         chain, batch, n = self.chain, window.batch, len(window.batch)
-        if waiting := [fill.done() for fill in window.fills if not fill.is_done]:
+        if waiting := [fill for fill in window.fills if not fill.is_done]:
             await until_done(waiting, deadline)
         if not chain.tasks.goes_on():  # thousands may have waited for the same fill
             with suppress(TimeoutError):

@@ -30,6 +30,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt, Tier, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
+from tiered_kv.transfers.handles import until_done
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.results import TierStore
 
@@ -366,7 +367,7 @@ class WriteDown:
                     for fill in fills:
                         fill.join()
                         joined.callback(fill.let_go)
-                        await fill.done()
+                        await until_done([fill])
         except TimeoutError:
             return None
 
