@@ -83,7 +83,10 @@ class Naming:
     def batch(self, keys: StoredKeys, epoch: bytes) -> Batch:
         """Name blocks that weights of ``epoch`` computed."""
         if isinstance(keys, BlockKeys):
-            return self._named(keys, epoch)
+            space = self.namespace(keys.salt_id, epoch)
+            names = space.names(keys)
+            positions = counted(len(names))
+            return Batch(space, names, keys.start + positions if keys.start else positions)
         spaces, sizes = [self.namespace(run.salt_id, epoch) for run in keys.runs], [len(run) for run in keys.runs]
         words = np.frombuffer(b"".join([run.digests for run in keys.runs]), np.uint64).reshape(-1, 4)
         positions = np.array([at for run in keys.runs for at in range(run.start, run.start + len(run))], np.int64)
@@ -91,12 +94,6 @@ class Naming:
             return Batch(spaces[0], words ^ spaces[0].mask, positions)
         masks = np.repeat(np.array([space.mask for space in spaces]), sizes, axis=0)
         return Batch(spaces[0], words ^ masks, positions, np.repeat(np.array(spaces, object), sizes))
-
-    def _named(self, keys: BlockKeys, epoch: bytes) -> Batch:
-        space = self.namespace(keys.salt_id, epoch)
-        names = space.names(keys)
-        positions = counted(len(names))
-        return Batch(space, names, keys.start + positions if keys.start else positions)
 
     def namespace(self, salt_id: bytes, epoch: bytes) -> Namespace:
         """Return what a tenant's blocks, computed by weights of ``epoch``, share."""

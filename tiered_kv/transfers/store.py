@@ -24,7 +24,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
-from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable
+from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, until_done
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError, Reason
@@ -259,7 +259,9 @@ class Store(Revocable):
         return result
 
     async def _wait(self) -> tuple[TierStore, ...]:
-        return await asyncio.shield(self._settled)
+        if not self._settled.done():
+            await until_done([self._settled])
+        return self._settled.result()
 
     def _window(self, done: int = 0) -> int:
         """Blocks of the next window: no more than the fastest tier that can keep any has room for."""
