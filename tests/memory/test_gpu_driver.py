@@ -471,6 +471,18 @@ class TestTheEnd:
         assert [each["log_level"] for each in logs if each["event"] == "host_memory.unlock_failed"] == ["warning"]
         assert not host.is_page_locked(start, stop)
 
+    @pytest.mark.parametrize("index", [0, 3])
+    async def test_tensors_bound_on_a_lost_gpu_keep_nobody_waiting(self, fake: FakeDriver, index: int) -> None:
+        """The thread of a new stream finds that it has no context; what is measured there ends as all copies do."""
+        engine = engine_on(fake, index)
+        with capture_logs() as logs:
+            async with opened(engine, device=f"cuda:{index}") as kv:
+                await asyncio.to_thread(locked, kv)
+                fake.failure = 700
+                kv.register_kv_caches(engine.caches)
+                assert [fault.reason for fault in (await kv.load(KEYS, INTO)).faults] == ["device unusable"]
+        assert "copies.unmeasured" in [each["event"] for each in logs]
+
     def test_closing_again_does_no_harm(self, fake: FakeDriver) -> None:
         """Neither after all has ended, nor before."""
         device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)

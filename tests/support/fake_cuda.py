@@ -216,6 +216,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
 
     def mem_get_info(wanted: Any = None) -> tuple[int, int]:  # noqa: ANN401 - whatever torch takes
         with device(wanted):
+            fake.check()
             fake.use_context()
         return fake.room, 1 << 35
 
@@ -256,6 +257,7 @@ class _Enqueueing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch'
             return func(*args, **kwargs)
         if any(each.is_write for each in aliases) and args[0].is_inference() and not torch.is_inference_mode_enabled():
             raise RuntimeError("Inplace update to inference tensor outside InferenceMode is not allowed.")
+        fake.check()
         queue = self._current_stream().queue
         if func is torch.ops.aten.copy_.default:
             return _copy(fake, queue, args[0], args[1])
@@ -329,6 +331,7 @@ def _locked(fake: FakeDriver, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pin_memory(tensor: torch.Tensor, fake: FakeDriver) -> torch.Tensor:
+    fake.check()
     return _locked(fake, tensor.clone())
 
 
@@ -369,6 +372,7 @@ class _Kernel:
         row_stride: int,
         **constants: Any,  # noqa: ANN401 - Triton's
     ) -> None:
+        self._fake.check()
         self.compiled.add(tuple(sorted(constants.items())))
         self.num_launched += 1
         self.num_programs = grid[0]

@@ -112,6 +112,7 @@ class FakeDriver:
         """Choose a GPU for this thread, as CUDA 12 does: that makes a context on it."""
         self.here.saved_device = -1
         if device != self.here.device:
+            self.check()
             self.here.device = device
             self.use_context()
 

@@ -18,7 +18,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
@@ -270,19 +270,25 @@ class AcceleratorStream(Stream):
         item.num_operations = self._staging.num_operations - before + 1
 
     def _run(self) -> None:
-        with self._device.here():
-            taken: deque[_Submitted | None] = deque()
-            while (item := taken.popleft() if taken else self._queue.get()) is not None:
-                self._enqueue_late(item)
-                if not taken and not self._queue.empty():
-                    taken.append(self._queue.get())
-                following = taken[0] if taken else None
-                if following is not None and not following.may_block and self._num_ahead <= MOST_AHEAD:
-                    self._enqueue_late(following)
-                self._finish(item)
-                del item, following  # what a copy held must not outlive it until the next one comes
-            self._staging.free()
+        here = ExitStack()
+        if (broken := attempt(partial(here.enter_context, self._device.here()))) is not None:
+            self._device.fail(broken)  # so that all that is queued, or comes, ends with it
+        self._serve()
+        attempt(here.close)  # of a device that has failed that may be refused too
         self._device.stream_ended(self)
+
+    def _serve(self) -> None:
+        taken: deque[_Submitted | None] = deque()
+        while (item := taken.popleft() if taken else self._queue.get()) is not None:
+            self._enqueue_late(item)
+            if not taken and not self._queue.empty():
+                taken.append(self._queue.get())
+            following = taken[0] if taken else None
+            if following is not None and not following.may_block and self._num_ahead <= MOST_AHEAD:
+                self._enqueue_late(following)
+            self._finish(item)
+            del item, following  # what a copy held must not outlive it until the next one comes
+        self._staging.free()
 
     def _enqueue_late(self, item: _Submitted) -> None:
         """Enqueue what its caller did not, if that is still to be done."""
