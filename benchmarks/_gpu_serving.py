@@ -16,11 +16,13 @@ from torch import Tensor
 from _gpu_bus import coroutine_latency, engine_tensors, recorded
 from _gpu_copies import MODELS, SMALL
 from _gpu_report import Report, Run
-from tiered_kv import GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
+from tiered_kv import CacheLimits, GPULoadStoreSpec, KVGroup, KVLayout, ModelIdentity, TieredKV, hash_blocks
 from tiered_kv.memory import Device, HostSlab, PageLockState
 from tiered_kv.values.events import Event, HostMemoryReady
 
 CHAINS: Final = ("cpu", "gpu cpu", "nvme", "cpu nvme")
+_LIMITS: Final = CacheLimits(load_timeout_s=120, store_timeout_s=120)
+"""A slow disk is to make small figures, not to drop blocks."""
 _SEQUENCES: Final = 96
 """Of the soak: four times what one of its tiers holds."""
 _LEAST: Final = 20
@@ -45,7 +47,7 @@ async def opened(
                 tier |= {"path": folder, "capacity": max(tier_bytes, 1 << 24)}
         where = run.device.torch_device
         model, layout = ModelIdentity("bench", weights="none"), KVLayout((group,))
-        async with TieredKV(tiers, model=model, layout=layout, device=where, emit=emit) as kv:
+        async with TieredKV(tiers, model=model, layout=layout, limits=_LIMITS, device=where, emit=emit) as kv:
             kv.register_kv_caches(tensors, axes=axes)
             await asyncio.to_thread(ready.wait, 120)
             yield kv

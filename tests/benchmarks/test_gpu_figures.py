@@ -10,16 +10,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.caches import inside
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_driver import FakeDriver, Marker
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
 import _gpu_serving
-from _gpu_bus import run, set_up
+from _gpu_bus import engine_tensors, run, set_up
 from _gpu_copies import SMALL, copies, kept_share, layers
 from _gpu_report import Report, Run
-from _gpu_serving import cache, soak
+from _gpu_serving import cache, opened, soak
 from tiered_kv.memory import CUDADevice, crossover, host
 from tiered_kv.memory import copies as copies_module
 from tiered_kv.memory.gpu import AcceleratorStream
@@ -117,6 +118,15 @@ def test_so_does_a_whole_cache(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver
     assert there.report.figures["page-locking"]["state"] == "locked"
     assert events
     assert None not in events
+
+
+async def test_no_deadline_drops_what_a_slow_disk_is_given(fake: FakeDriver, tmp_path: Path) -> None:
+    """1 GiB may take it two minutes: then the figure is small, and no block is missing."""
+    device, group = CUDADevice(GPU), SMALL["small"]
+    tensors, axes = engine_tensors(group, 4, device.torch_device)
+    async with opened(run_on(device, tmp_path), group, tensors, axes, "nvme", 1 << 20) as kv:
+        assert inside(kv).chains[0].limits.store_timeout_s >= 120
+    assert device.close(60)
 
 
 @pytest.mark.parametrize("part", [copies, layers])
