@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.support.caches import Recorder, inside, open_cache, until, until_idle
 from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
@@ -417,6 +418,26 @@ async def test_a_large_plan_blocks_no_worker(
                         tensor.zero_()
             assert all(torch.equal(*pair) for pair in zip(tensors, expected, strict=True))
         assert device.close(60)
+
+
+async def test_a_worker_whose_gpu_is_lost_answers_its_plan(fake: FakeDriver) -> None:
+    """With the error, and 0 blocks: the planner has its slots back, also if a stream was to wait for the copy."""
+    engine, device = engine_on(fake), CUDADevice(GPU)
+    async with TieredKV([CPU_TIER], model=MODEL, layout=small_layout(), device="cpu", emit=Recorder()) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        with capture_logs(), Worker(planner.slabs(), layout=small_layout(), device=device) as worker:
+            worker.register_kv_caches(engine.caches)
+            job = planner.plan_store(KEYS, engine.compute(KEYS))
+            plan, stream = await job.planned(), torch.cuda.Stream(GPU)  # type: ignore[no-untyped-call]  # of torch
+            fake.run()
+            fake.failure = 700
+            outcomes = await asyncio.to_thread(worker.start(plan, ahead_of=stream).result, 60)
+            assert (outcomes.num_moved, outcomes.error) == (0, "RuntimeError: CUDA error: 700")
+            planner.complete(outcomes)
+            await job.ended()
+            assert device.close(60)
+        await until_idle(kv)
 
 
 PLANNED = KVGroup(2, 1, 512, "uint8", 4, "MLA")

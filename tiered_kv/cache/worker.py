@@ -188,7 +188,7 @@ class Worker:
             slab.copy_ended()
             self._executed.pop(plan.job, None)  # nothing moves: it may be started again
             raise
-        if ahead_of is not None:
+        if ahead_of is not None and copied is not None:  # else the device has failed, and the future will say so
             wait_in(ahead_of, copied)
         return ended
 
