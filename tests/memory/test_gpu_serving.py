@@ -175,6 +175,16 @@ async def test_a_gpu_without_room_for_it_is_refused_at_once(fake: FakeDriver) ->
         kv.register_kv_caches(engine.caches)
 
 
+async def test_a_gpu_without_room_for_its_tier_is_refused(fake: FakeDriver) -> None:
+    """When the cache is opened, with numbers, and nothing stays behind."""
+    tier = {"medium": "gpu", "capacity": "64MiB"}
+    fake.room = 20 << 20
+    with pytest.raises(ConfigurationError, match=r"64 MiB of cuda:3 are wanted for a gpu tier, and it has 20 MiB"):
+        async with TieredKV([tier, CPU_TIER], model=MODEL, layout=small_layout(), device=GPU, emit=Recorder()):
+            pass
+    assert not fake.registered
+
+
 async def test_swaps_that_are_refused_for_want_of_room_take_nothing_more_each(fake: FakeDriver) -> None:
     """The engine asks again and again: the first time a thread is there for them, and once there is room they go."""
     engine, limits = engine_on(fake), SMALL_LIMITS.model_copy(update={"swap_space": 16 * PAYLOAD_BYTES})

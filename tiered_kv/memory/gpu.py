@@ -103,9 +103,19 @@ class AcceleratorDevice(Device):
         return int(torch.get_device_module(self.torch_device).mem_get_info(self.torch_device)[0])
 
     def empty_pool(self, num_slots: int, stride_bytes: int) -> Tensor:
-        """Allocate slots; they are zeros for whichever stream is the first to use them."""
+        """Allocate slots; they are zeros for whichever stream is the first to use them.
+
+        Raises:
+            ConfigurationError: The device does not have the memory.
+        """
         with self.here():
-            pool = super().empty_pool(num_slots, stride_bytes)
+            try:
+                pool = super().empty_pool(num_slots, stride_bytes)
+            except torch.OutOfMemoryError as error:
+                raise ConfigurationError(
+                    f"{num_slots * stride_bytes >> 20} MiB of {self.torch_device} are wanted for a gpu tier, and it "
+                    f"has {self.free_bytes() >> 20} MiB: give the tier less capacity, or leave the engine less"
+                ) from error
             torch.get_device_module(self.torch_device).current_stream(self.torch_device).synchronize()
         return pool
 
