@@ -57,6 +57,14 @@ def test_a_guessed_size_is_told(trace: Path) -> None:
         assert "--token-bytes" not in run(*command, "--token-bytes", "128KiB").stderr
 
 
+def test_a_tier_that_is_left_out_is_told(trace: Path) -> None:
+    """One that holds no block of the trace: its name is not in the table."""
+    tiers = ("--tier", "cpu=64MiB", "--tier", "nvme=1KiB")
+    result = run("replay", trace, *tiers, "--token-bytes", "1KiB", "--json")
+    assert [each["name"] for each in json.loads(result.stdout)["tiers"]] == ["cpu"]
+    assert result.stderr.strip() == "nvme was left out: it holds no block of 524,288 bytes, as this trace has"
+
+
 def test_whoever_waits_is_told_how_far_it_is(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In a pipe by lines on stderr, one every ten seconds; the answer stays alone on stdout."""
     monkeypatch.setattr(replaying, "_TELL_EVERY_S", 0.0)

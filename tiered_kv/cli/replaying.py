@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, Final, cast, get_args
@@ -23,7 +23,7 @@ from tiered_kv.cli.running import (
     refuse_if,
     settings_of,
 )
-from tiered_kv.replay import BlockCost, ReplayReport, plans_from, replay, tier_plans
+from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.settings.settings import CacheLimits
@@ -143,6 +143,7 @@ def replay_command(
                 hints=hinted, on_request=advance,
             )  # fmt: skip
     tell_if_guessed(kv_bytes)
+    _tell_left_out(plans, report, found.block_size * cost.token_bytes)
     if as_json:
         print_json(asdict(report) | ({"real": asdict(done)} if done else {}))
     else:
@@ -238,6 +239,15 @@ def tell_if_guessed(kv_bytes: str | None) -> None:
     if kv_bytes is None:
         told = f"keys and values of a token were taken to have {KV_BYTES}: --token-bytes says what your model's have"
         err.print(told, highlight=False, soft_wrap=True)
+
+
+def _tell_left_out(plans: Sequence[TierPlan], report: ReplayReport, block_bytes: int) -> None:
+    """Tell which tiers are too small to have a part in it; to have no capacity at all is no mistake."""
+    there = {each.name for each in report.tiers}
+    for plan in plans:
+        if plan.capacity_bytes and plan.name not in there:
+            told = f"{plan.name} was left out: it holds no block of {block_bytes:,} bytes, as this trace has"
+            err.print(told, highlight=False, markup=False, soft_wrap=True)
 
 
 def size_of(option: str, text: str) -> int:
