@@ -142,6 +142,8 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([{"capacity": 1}], "tiers[0]: a tier needs its medium: write e.g. {'medium': 'cpu'"),
         (["/mnt/kv"], "tiers[0]: a tier's URL looks like"),
         (["file://mnt/kv?capacity=1TiB"], "tiers[0]: three slashes begin a path: write file:///mnt/kv"),
+        (["file://kv?capacity=1TiB"], "file:///kv, or, of a relative one, a dict with 'path': 'kv'"),
+        (["shared_fs:///mnt/kv?capacity=1TiB"], "tiers[0]: a URL's scheme has no underscores: write shared-fs://"),
         (["cpu://host?capacity=1GiB"], "tiers[0]: fields come after a '?' in a cpu URL: write cpu://?capacity=32GiB"),
         (["cpu://?capacity=1GiB&capacity=2GiB"], "tiers[0]: a cpu URL names a field twice"),
         (["cpu://?medium=gpu"], "tiers[0]: a cpu URL names a field twice, or its medium"),

@@ -90,6 +90,9 @@ def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
         ConfigurationError: It is none.
     """
     parts = split_url(url)
+    scheme, is_url, _ = url.partition("://")
+    if is_url and "_" in scheme and scheme.isidentifier():
+        raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
     if not parts.scheme or "://" not in url:
         raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
     return parts, parse_qsl(parts.query, keep_blank_values=True)
@@ -105,6 +108,9 @@ def path_of(parts: SplitResult) -> str:
     if parts.netloc == "~":
         return "~" + path
     if parts.netloc:
-        place = "/mnt/kv" if "@" in parts.netloc else f"/{parts.netloc}{parts.path}"
-        raise ConfigurationError(f"three slashes begin a path: write {parts.scheme}://{place}")
+        place = "mnt/kv" if "@" in parts.netloc else f"{parts.netloc}{parts.path}"
+        raise ConfigurationError(
+            f"three slashes begin a path: write {parts.scheme}:///{place}, or, of a relative one, a dict with "
+            f"'path': '{place}'"
+        )
     return path[1:] if path.startswith("/~/") else path
