@@ -159,6 +159,15 @@ async def test_all_directories_of_a_tier_are_looked_into(tmp_path: Path) -> None
     assert (await answer("delete", *there, "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
 
 
+@pytest.mark.parametrize(("medium", "scheme"), [("nvme", "file"), ("shared_fs", "shared-fs")])
+async def test_a_url_need_not_say_how_much_a_tier_holds(medium: str, scheme: str, tmp_path: Path) -> None:
+    """Only a cache asks for that. A URL of the settings, which says it, does as well."""
+    path = tmp_path / "kv"
+    await fill({"medium": medium, "path": str(path), "capacity": "16MiB"})
+    for url in (f"{scheme}://{path}", f"{scheme}://{path}?timeout_s=1", f"{scheme}://{path}?capacity=16MiB"):
+        assert [each["num_blocks"] for each in await answer("inspect", url)] == [NUM_BLOCKS, NUM_BLOCKS]
+
+
 async def test_a_pipe_in_the_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
     """Who opened one would wait for ever for somebody who writes to it."""
     await fill({"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})

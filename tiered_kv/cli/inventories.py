@@ -13,7 +13,7 @@ import re
 import stat
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -331,6 +331,8 @@ def tier_at(where: str, settings: TieredKVSettings | None = None) -> TierSetting
         ConfigurationError: There is no such tier.
     """
     if "://" in where:
+        with suppress(ConfigurationError):  # how much it may hold says nothing of what lies there
+            return tier_from(f"{where}{'&' if '?' in where else '?'}capacity=1EiB")
         return tier_from(where)
     if settings is None:
         return None
