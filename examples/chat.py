@@ -6,6 +6,7 @@ for, from an S3-compatible store or from Redis (``chat_servers.py`` says which).
 last logits of every request have to be those of the recomputation, to the bit, and all KV that can be reused has to
 come from that tier; else the exit code is 1.
 
+    pip install '.[demo]'
     python examples/chat.py                     # about two minutes on two cores; --help says what can be changed
     python examples/chat.py --tiers s3,redis
 """

@@ -5,6 +5,7 @@ A server, ``tiered-kv serve``, keeps the cache: CPU memory and NVMe. Engine one 
 under them, and both serve once more, engine one from NVMe, which is all that is left, and engine two from memory again.
 Each time all tokens and last logits have to be those that engine one computed, to the bit; else the exit code is 1.
 
+    pip install '.[demo]'
     python examples/chat_host.py        # about two minutes on two cores; the options of chat.py
 """
 

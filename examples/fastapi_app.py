@@ -1,5 +1,6 @@
 """A cache that lives as long as a web application: opened and closed by FastAPI's lifespan.
 
+    pip install . fastapi uvicorn httpx
     uvicorn --app-dir examples fastapi_app:app     serves it
     python examples/fastapi_app.py                 sends it two prompts and shows the answers
 

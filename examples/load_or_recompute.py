@@ -4,6 +4,7 @@ One prompt is served from an NVMe tier that is held to so many megabytes a secon
 all of it is computed, or as the cache advises, from what the tier and the engine did lately. The logits have to be
 equal to the bit, whichever part was loaded; else the exit code is 1.
 
+    pip install '.[demo]'
     python examples/load_or_recompute.py                  # some minutes on two cores
     python examples/load_or_recompute.py --tokens 1024 --megabytes-per-s 4 64
 """

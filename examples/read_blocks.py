@@ -1,5 +1,6 @@
 """Read blocks where they are, without a cache: all it takes is a spec and `parse_record`.
 
+    pip install '.[s3]'
     python examples/read_blocks.py [folder]
 
 An engine stores a prompt in an NVMe directory and in an object store, here a folder; a bucket differs by its URL alone.

@@ -1,5 +1,6 @@
 """An OpenAI-compatible server over the engine: completions and chat, streamed or not; ``usage`` says what was cached.
 
+    pip install . transformers fastapi uvicorn
     python examples/engine/openai_server.py --path /mnt/nvme/kv      serves until it is stopped
 
 Started again with the same path it has not forgotten: ``usage.prompt_tokens_details.cached_tokens`` says so. Tokens are
