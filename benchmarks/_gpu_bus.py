@@ -119,10 +119,9 @@ def engine_tensors(group: KVGroup, num_blocks: int, where: torch.device) -> tupl
     is_mla = group.order == "MLA"
     shape = (num_blocks, n, d) if is_mla else (2, num_blocks, n, h, d)
     dtype = getattr(torch, group.dtype)
-    if dtype is torch.uint8:
-        tensors = [torch.randint(0, 256, shape, device=where, dtype=dtype) for _ in range(group.num_layers)]
-    else:
-        tensors = [torch.randn(shape, device=where, dtype=dtype) for _ in range(group.num_layers)]
+    chance = torch.Generator(where)  # the GPU's own is refused while another thread captures a graph
+    make = partial(torch.randint, 0, 256) if dtype is torch.uint8 else torch.randn
+    tensors = [make(shape, device=where, dtype=dtype, generator=chance) for _ in range(group.num_layers)]
     return tensors, "BND" if is_mla else "PBNHD"
 
 

@@ -2,7 +2,9 @@
 
 import json
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 from tests.support.caches import inside
 from tests.support.fake_cuda import fake_cuda
 from tests.support.fake_driver import FakeDriver, Marker
+from tests.support.gpu_engine import capturing
 
 pytest.importorskip("triton", reason="Triton: pip install 'tiered-kv[cuda]'")
 
@@ -20,7 +23,7 @@ import _gpu_serving
 from _gpu_bus import engine_tensors, run, set_up
 from _gpu_copies import SMALL, copies, kept_share, layers
 from _gpu_report import Report, Run
-from _gpu_serving import cache, opened, soak
+from _gpu_serving import cache, graphs, opened, soak
 from tiered_kv.memory import CUDADevice, crossover, host
 from tiered_kv.memory import copies as copies_module
 from tiered_kv.memory.gpu import AcceleratorStream
@@ -127,6 +130,23 @@ async def test_no_deadline_drops_what_a_slow_disk_is_given(fake: FakeDriver, tmp
     async with opened(run_on(device, tmp_path), group, tensors, axes, "nvme", 1 << 20) as kv:
         assert inside(kv).chains[0].limits.store_timeout_s >= 120
     assert device.close(60)
+
+
+def test_only_ours_is_tried_beside_captures(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, tmp_path: Path) -> None:
+    """Not what the benchmark does to compare bytes, which would spoil a graph, and be taken for a fault of ours."""
+
+    @contextmanager
+    def beside(*_: object) -> Iterator[Counter[str]]:
+        with capturing(fake):
+            yield Counter(captured=1)
+
+    monkeypatch.setattr(_gpu_serving, "_capturing", beside)
+    device = CUDADevice(GPU)
+    graphs(there := run_on(device, tmp_path))
+    assert device.close(60)
+    assert not there.report.errors
+    assert not fake.spoilt
+    assert there.report.figures["graphs"] == {"captured": 1}
 
 
 @pytest.mark.parametrize("part", [copies, layers])

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ from tests.support.fake_driver import CAPTURED_EVENT, ILLEGAL_ADDRESS, MISALIGNE
 POOL = 32
 """Streams of one device and priority."""
 _real = {name: getattr(torch, name) for name in ("empty", "zeros", "randn", "arange")}
+_real_equal = torch.equal
 _real_device = torch._C.TensorBase.device  # noqa: SLF001 - torch offers no other
 
 
@@ -59,6 +60,8 @@ def _patch_torch(patch: pytest.MonkeyPatch, fake: FakeDriver) -> None:
     patch.setattr(torch.accelerator, "device_count", lambda: fake.num_devices)
     for name, make in _real.items():
         patch.setattr(torch, name, functools.partial(_make, fake, make))
+    patch.setattr(torch, "equal", functools.partial(_equal, fake))
+    patch.setattr(torch, "Generator", _Generator)
     patch.setattr(torch.Tensor, "device", property(functools.partial(_device_of, fake)), raising=False)
     patch.setattr(torch.Tensor, "to", functools.partialmethod(_to, fake))
     patch.setattr(torch.Tensor, "pin_memory", functools.partialmethod(_pin_memory, fake))
@@ -240,6 +243,13 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
     }
 
 
+class _Generator(torch.Generator):
+    """Of random numbers, on a GPU too."""
+
+    def __new__(cls, _: object = None) -> Self:
+        return super().__new__(cls)
+
+
 class _Enqueueing(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's has no types
     """Puts every operation on a GPU's tensors into the current stream."""
 
@@ -296,6 +306,13 @@ def _copy(fake: FakeDriver, queue: Any, target: torch.Tensor, source: torch.Tens
     return target
 
 
+def _equal(fake: FakeDriver, one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare. For the answer torch takes page-locked memory, and asks for the events of what it had given before."""
+    if fake.device_of(one.data_ptr()) is not None and (code := fake.unsafe()):
+        fake.fail(code)
+    return _real_equal(one, other)
+
+
 def _device_of(fake: FakeDriver, tensor: torch.Tensor) -> torch.device:
     real: torch.device = _real_device.__get__(tensor)
     if real.type != "cpu" or fake.here.is_gpu:
@@ -311,6 +328,8 @@ def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tenso
     if device.type != "cuda":
         made: torch.Tensor = make(*size, device=device, **kwargs)
         return _locked(fake, made) if pinned else made
+    if make is _real["randn"] and kwargs.get("generator") is None and fake.is_capturing():
+        raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")  # of the GPU's own
     made = make(*size, **kwargs)
     if made.nbytes > fake.room:
         raise torch.OutOfMemoryError("CUDA out of memory")

@@ -139,6 +139,10 @@ class FakeDriver:
             del self._captures[threading.get_ident()]
             self._captured.clear()
 
+    def is_capturing(self) -> bool:
+        """Say whether some thread captures a graph."""
+        return bool(self._captures)
+
     def is_captured(self, queue: Queue) -> bool:
         """Say whether a stream captures what it is given."""
         return any(each is queue for each in self._captured)
