@@ -116,6 +116,7 @@ def test_sizes(group: KVGroup, fragment_bytes: int, payload_bytes: int, stride_b
             "pages of 16 tokens is no arrangement known here: block_size= must",
             id="other page size",
         ),
+        pytest.param(tensor(2, 9, 16, 4, 8), None, "those of single layers go into a list", id="no list"),
         pytest.param([tensor(16, 8)], None, "no arrangement known here", id="too few axes"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "PBNH", "do not name each axis", id="an axis left out"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "PBNHX", r"by letters of LPBNHD \(capitals\)", id="unknown letter"),

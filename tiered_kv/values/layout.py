@@ -418,7 +418,8 @@ def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: 
             fits.append(axes)
     if len(fits) == 1:
         return fits[0]
-    what = f"a KV tensor of shape {shape} with pages of {page_size} tokens"
+    whose = "one KV tensor for all layers (those of single layers go into a list)" if packed else "a KV tensor"
+    what = f"{whose} of shape {shape} with pages of {page_size} tokens"
     if fits:
         raise LayoutMismatchError(f"{what} may be read as {' or '.join(fits)}: pass axes=, e.g. axes='PBNHD'")
     raise LayoutMismatchError(
