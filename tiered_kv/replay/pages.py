@@ -97,7 +97,7 @@ def headline(best: Choice) -> str:
     """Say in a line what to buy."""
     if not best.tiers:
         return "No tier is worth its price"
-    tiers = (f"{each.num_bytes / _GIB:,.0f} GiB of {each.name} ({each.policy})" for each in best.tiers)
+    tiers = (f"{each.num_bytes / _GIB:,.1f} GiB of {each.name} ({each.policy})" for each in best.tiers)
     return f"Buy {' and '.join(tiers)}"
 
 
@@ -111,7 +111,7 @@ def _verdict(best: Choice, prices: Prices) -> str:
 
 
 def _row(each: Choice) -> tuple[str, ...]:
-    tiers = " + ".join(f"{tier.name} {tier.num_bytes / _GIB:,.0f} GiB" for tier in each.tiers) or "none"
+    tiers = " + ".join(f"{tier.name} {tier.num_bytes / _GIB:,.1f} GiB" for tier in each.tiers) or "none"
     return (
         tiers, f"{each.hit_rate:.3f}", f"{each.price_a_month:,.0f}", f"{each.saved_a_month:,.0f}",
         f"{each.gain_a_month:,.0f}",
@@ -122,7 +122,7 @@ def _tiers(best: Choice) -> str:
     if not best.tiers:
         return ""
     rows = [
-        (each.name, f"{each.num_bytes / _GIB:,.0f} GiB", f"{each.num_blocks:,}", each.policy, f"{each.hit_rate:.3f}",
+        (each.name, f"{each.num_bytes / _GIB:,.1f} GiB", f"{each.num_blocks:,}", each.policy, f"{each.hit_rate:.3f}",
          f"{each.price_a_month:,.0f}")
         for each in best.tiers
     ]  # fmt: skip
