@@ -299,7 +299,8 @@ def test_the_bounce_ring_holds_a_window() -> None:
 
 
 def test_unknown_settings_are_refused_with_the_closest_known() -> None:
-    """At the top and in the limits."""
+    """At the top and in the limits, and at the top what belongs into the limits."""
+    assert complaint(load_timeout_s=1).endswith("no such setting: did you mean 'limits.load_timeout_s'?")
     assert "tires: there is no such setting: did you mean 'tiers'?" in complaint(tires=[])
     assert "did you mean 'load_timeout_s'?" in complaint(limits={"load_timeout": 1})
 

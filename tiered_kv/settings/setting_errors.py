@@ -133,7 +133,10 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
         case "value_error":
             what = str(context["error"])
         case "extra_forbidden":
-            what = f"there is no such setting{hint(str(where[-1]), _fields_at(model, where[:-1]))}"
+            word, known = str(where[-1]), _fields_at(model, where[:-1])
+            deeper = [f"{name}.{word}" for name in known if word in _fields_at(model, (*where[:-1], name))]
+            meant = f": did you mean {deeper[0]!r}?" if deeper else hint(word, known)
+            what = f"there is no such setting{meant}"
         case "missing":
             what = f"must be given{_example(model, where)}"
         case "tuple_type":
