@@ -335,6 +335,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TIEREDKV_TIERS", "[]", "TIEREDKV_TIERS is not read: write TIERED_KV_TIERS"),
         ("TIERED_KVTIERS", "[]", "TIERED_KVTIERS is not read: write TIERED_KV_TIERS"),
         ("tiered_kv_CONFG", "x", "is not read: write TIERED_KV_CONFIG"),
+        ("TIERED_KV_CPU_CAPACITY", "2GiB", "is not read: tiers are given whole, e.g. TIERED_KV_TIERS='["),
         ("TIERED_KV_CONFG", "x", "TIERED_KV_CONFG is not read: write TIERED_KV_CONFIG"),
     ],
 )

@@ -275,6 +275,9 @@ def _check_environment(fields: Iterable[str]) -> None:
         limit = re.sub(r"^LIMITS?_*", "", name)
         if limit.lower() in CacheLimits.model_fields:
             raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
+        if name.endswith("CAPACITY"):
+            tiers = f"{_PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"
+            raise ConfigurationError(f"{variable} is not read: tiers are given whole, e.g. {tiers}")
         whole = "_".join([head, *rest])
         if close := [whole] if whole in known else difflib.get_close_matches(head, known, n=1):
             meant = "__".join([close[0], *rest]) if close[0] in _IN_PARTS else close[0]
