@@ -137,7 +137,8 @@ class Block:
     """The buffers of one block record, an iovec: ``header`` (4 KiB), then ``payload``. Both are page-aligned.
 
     A backend fills these bytes in, or writes them out as they are: those of a write are read-only, since loads read
-    the same memory meanwhile. They are lent for the length of the call.
+    the same memory meanwhile. They are lent for the length of the call. The object is no buffer itself:
+    ``bytes(block)`` is a copy of the record, `segments` are its parts where they lie.
 
     Attributes:
         header: 4096 bytes.
