@@ -1,7 +1,7 @@
 """What the connector for vLLM loads and stores because it pays: imitated, without a clock."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -314,10 +314,10 @@ def test_what_a_server_has_is_known_anew_once_it_has_restarted(tmp_path: Path) -
             assert paying.has_others
 
 
-def serve(engine: SmallVLLM, *names: str) -> None:
-    """Have prompts of eight blocks computed, one after the other."""
+def serve(engine: SmallVLLM, *names: str, num_blocks: int = 8) -> None:
+    """Have prompts of so many blocks computed, one after the other."""
     for name in names:
-        engine.ask(f"{name} {len(engine.orders)}", 8 * BLOCK_SIZE, 1, prompt=name)
+        engine.ask(f"{name} {len(engine.orders)}", num_blocks * BLOCK_SIZE, 1, prompt=name)
         engine.settle()
         engine.settle_loop()
         engine.scheduling.kv.flush()
@@ -421,7 +421,7 @@ def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
         names = [str(number) for number in range(16)]
         serve(engine, *names, *"others")  # which are in memory then, and take no more of it
         engine.scheduling.counts.take()
-        for name in names:
+        for name in names[:10]:  # of which memory has none
             engine.ask(f"{name} again", 8 * BLOCK_SIZE, 1, prompt=name)
         most = 0
         while engine.running or engine.waiting:
@@ -431,4 +431,59 @@ def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
         assert 7 <= most <= 16
         engine.settle()
         said = engine.scheduling.counts.take().data
-        assert (said["load_blocks"], said["load_blocks_lost"]) == (16 * 7, 0)
+        assert (said["load_blocks"], said["load_blocks_lost"]) == (10 * 7, 0)
+
+
+@contextmanager
+def one_waits_for_room(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[SmallVLLM, Request, list[float]]]:
+    """Have a request wait that brings more than half of the memory holds; and the time, by which it may for a second.
+
+    Another prompt is in memory, and three are below.
+    """
+    monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 60.0)  # here it is no matter of the machine's speed
+    disk = {"medium": "nvme", "path": path, "capacity": 512 * STRIDE}
+    with opened(SMALL, disk, num_blocks=512) as engine:
+        serve(engine, "much", num_blocks=20)
+        serve(engine, "0.0", "0.5", "1.5", num_blocks=4)
+        serve(engine, "else", num_blocks=28)
+        serve(engine, "in memory", num_blocks=4)
+        loads, now = engine.scheduling._loads, [0.0]  # noqa: SLF001 - ours
+        monkeypatch.setattr(loads, "_clock", lambda: now[0])
+        monkeypatch.setattr(loads._paying, "patience_s", lambda _num_tokens: 1.0)  # noqa: SLF001 - likewise
+        engine.ask("first", 4 * BLOCK_SIZE + 1, 1, prompt="in memory")
+        engine.step()
+        much = engine.ask("much, again", 20 * BLOCK_SIZE + 1, 1, prompt="much")
+        yield engine, much, now
+
+
+def test_nobody_waits_for_good_for_room_that_others_do_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each step another request loads what memory has: there is room, once one has waited as long as for a load."""
+    with one_waits_for_room(tmp_path, monkeypatch) as (engine, much, now):
+        bringing = engine.scheduling._loads._bringing  # noqa: SLF001 - ours
+        while much in engine.waiting and much.request_id not in bringing:
+            engine.ask(f"at {now[0]}", 4 * BLOCK_SIZE + 1, 1, prompt="in memory")
+            now[0] += 0.25
+            engine.step()
+            assert now[0] < 3.0
+        assert now[0] > 1.0
+        engine.settle()
+
+
+def test_who_has_waited_for_room_for_long_is_not_overtaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By others that bring less, for which there always is room; what memory has takes none."""
+    with one_waits_for_room(tmp_path, monkeypatch) as (engine, much, now):
+        for name in ("num_bringing", "_num_coming"):
+            monkeypatch.setattr(type(engine.scheduling._loads), name, 1)  # noqa: SLF001 - ours
+        for at in (0.0, 0.5, 1.5):
+            now[0] = at
+            for prompt in (str(at), "in memory"):
+                engine.ask(f"{prompt} at {at}", 4 * BLOCK_SIZE + 1, 1, prompt=prompt)
+            engine.step(4)
+            while at < 1.0 and len(engine.waiting) > 1:
+                engine.step()
+        assert not engine.scheduling._loads._bringing  # noqa: SLF001 - likewise
+        assert [each.request_id for each in engine.waiting] == [much.request_id, "1.5 at 1.5"]
+        monkeypatch.undo()
+        engine.settle()

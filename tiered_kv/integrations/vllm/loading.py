@@ -8,7 +8,7 @@ Called by the scheduler's thread only, which waits for none of it, but for a mom
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final
@@ -110,6 +110,7 @@ class PendingLoads:
     def _renew(self) -> None:
         """Give a step what a step may take."""
         self._patience_s, self._read_patience_s, self._num_first_bytes = _PATIENCE_S, _READ_PATIENCE_S, _FIRST_BYTES
+        self._is_overdue = False  # whether somebody has waited for room in memory for too long: who comes behind waits
 
     def know(self, memory: Mapping[str, int]) -> None:
         """Take note of the cache's own memory tiers, and of what they hold."""
@@ -143,6 +144,7 @@ class PendingLoads:
         said = tracked.said
         again = said if said is not None and self._holds(said, tracked.request, first) else None
         tracked.said = again or self._find(tracked, first)
+        self._keep_in_line(tracked, tracked.said.num_more)
         if not (num_found := tracked.said.num_found):
             return num_found, False
         tracked.num_found = num_found
@@ -156,8 +158,21 @@ class PendingLoads:
             return False
         if said.num_found is not None:
             return True
-        num_coming = self.num_bringing
-        return num_coming > 0 and num_coming + said.num_more > self._most_bringing
+        num_held = self.num_bringing
+        return num_held > 0 and (self._is_overdue or num_held + said.num_more > self._most_bringing)
+
+    def _keep_in_line(self, tracked: Tracked, num_more: int) -> None:
+        """Take note of who waits for room in memory: nobody overtakes it once it has waited as long as for a load."""
+        if not num_more:
+            tracked.in_line_since_s = None
+        elif tracked.in_line_since_s is None:
+            tracked.in_line_since_s = self._clock()
+        self._is_overdue |= self._waits_for_long(tracked, num_more)
+
+    def _waits_for_long(self, tracked: Tracked, num_more: int) -> bool:
+        """Say whether a request has waited for room for so many blocks for as long as it would for a load of them."""
+        patience_s = self._paying.patience_s(num_more * self._configuration.main.block_size)
+        return tracked.in_line_since_s is not None and self._clock() - tracked.in_line_since_s > patience_s
 
     def _find(self, tracked: Tracked, first: int) -> Finding:
         """Look behind so many tokens, decide what of it pays, and count the look-up once its answer is final."""
@@ -187,7 +202,7 @@ class PendingLoads:
         if (decided := tracked.is_worth) is None or decided[:2] != (first, num_found):
             needs = [self._naming.need(group, request, first, first + num_found) for group in wanted.groups]
             decided = first, num_found, self._paying.num_worth(needs, num_found)
-        if decided[2] and (num_more := self._brings_too_much(request, first, decided[2])):
+        if decided[2] and (num_more := self._brings_too_much(tracked, first, decided[2])):
             tracked.is_worth = None  # by its turn the tier may have come to be slow, or to hang
             return Finding(of, None, self._clock() + _WAITS_AGAIN_S, num_more)
         if decided is not tracked.is_worth:
@@ -287,18 +302,21 @@ class PendingLoads:
         if tracked.is_wanted is None:
             tracked.is_wanted = self._paying.wants(tracked.request, num_known, has_asked=tracked.asks)
 
-    def _brings_too_much(self, request: Any, first: int, num_found: int) -> int:
+    def _brings_too_much(self, tracked: Tracked, first: int, num_found: int) -> int:
         """Return how many blocks a request brings, if so much is in memory for loads that it would take others' room.
 
-        What is in memory for it already takes none: it need not wait for what others are loading, which may hang.
+        What is in memory for it already takes none: it need not wait for what others are loading, which may hang. Nor
+        does one that has waited for long wait for others that bring none: there may always be some.
         """
-        num_coming, groups = self.num_bringing, self._configuration.groups
+        num_held, groups, request = self.num_bringing, self._configuration.groups, tracked.request
         num_more = -(-num_found // self._configuration.main.block_size) * len(groups)
-        if not num_coming or num_coming + num_more <= self._most_bringing:
+        if not num_held or (num_held + num_more <= self._most_bringing and not self._is_overdue):
             return 0
         needs = [self._naming.need(group, request, first, first + num_found) for group in groups]
         num_more = sum(len(need.needed) - self._num_in_memory(need.needed) for need in needs)
-        return num_more if num_coming + num_more > self._most_bringing else 0
+        if self._waits_for_long(tracked, num_more):
+            return num_more if self._num_coming else 0
+        return num_more if self._is_overdue or num_held + num_more > self._most_bringing else 0
 
     def _num_in_memory(self, keys: BlockKeys) -> int:
         by_tier = self._kv.lookup_nowait(keys).by_tier
@@ -307,9 +325,16 @@ class PendingLoads:
     @property
     def num_bringing(self) -> int:
         """Blocks that memory holds, or is to hold, for requests that wait for them."""
-        loads = {id(load): load for load in chain(self._loads.values(), self._moving.values())}
-        num_begun = sum(len(ids) for load in loads.values() for _, ids in load.parts)
+        num_begun = sum(len(ids) for load in self._begun() for _, ids in load.parts)
         return num_begun + sum(each.num_blocks for each in self._bringing.values())
+
+    @property
+    def _num_coming(self) -> int:
+        """Of these, the blocks that memory had not."""
+        return sum(load.num_more for load in self._begun()) + sum(each.num_more for each in self._bringing.values())
+
+    def _begun(self) -> Collection[Load]:
+        return {id(load): load for load in chain(self._loads.values(), self._moving.values())}.values()
 
     def _bring(self, tracked: Tracked, num_found: int) -> Bringing | None:
         """Begin to bring what was found to host memory; wait for that if it is likely to take a moment only."""
@@ -317,13 +342,14 @@ class PendingLoads:
         if not (self._memory and tracked.may_hurry):
             return None
         needed = self._needed(request, first, num_found)
-        load_s = self._note_tiers(tracked, needed)
+        load_s, num_blocks = self._note_tiers(tracked, needed), sum(len(keys) for _, keys in needed)
         bringing = self._bringing[request.request_id] = Bringing(
             tracked,
             {group.number: self._planner.plan_load(keys) for group, keys in needed},
             (first, request.num_tokens),
             num_found,
-            sum(len(keys) for _, keys in needed),
+            num_blocks,
+            0 if load_s == 0.0 else num_blocks,
             sum(len(keys) * group.page_bytes * len(group.layer_names) for group, keys in needed),
             self._clock(),
         )
@@ -421,6 +447,7 @@ class PendingLoads:
         if num_tokens < tracked.num_found and not self._configuration.loads_parts:
             self.let_go(tracked)  # other blocks of windows and states are needed
         brought = self._bringing.get(request.request_id)
+        load_s = self._note_tiers(tracked, needed) if brought is None else None
         for group, keys in needed:
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
             self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
@@ -436,10 +463,11 @@ class PendingLoads:
             tuple(parts), tracked, first, num_tokens, self._clock(), not_ended={job.number for job in jobs}
         )
         if brought is None:
-            self._beginning.append(Beginning(jobs, self._note_tiers(tracked, needed), num_tokens))
+            load.num_more = 0 if load_s == 0.0 else sum(len(keys) for _, keys in needed)
+            self._beginning.append(Beginning(jobs, load_s, num_tokens))
         else:
             del self._bringing[request.request_id]
-            load.begun_s, load.comes_first = brought.begun_s, brought.comes_first
+            load.begun_s, load.comes_first, load.num_more = brought.begun_s, brought.comes_first, brought.num_more
             if tracked.num_found < brought.num_tokens:
                 load.num_lost = (brought.num_tokens - tracked.num_found) // size
                 tracked.may_load = False

@@ -118,6 +118,7 @@ class Tracked:
         may_store: False once other weights are served than those that have computed what it has.
         is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
         said: What vLLM was told last of what was found, until it has room for the request.
+        in_line_since_s: Since when it waits for room in memory; None while it does not.
         is_measured: Whether it was seen how long its prompt takes, or that is being seen.
         is_wanted: Whether what it computes is to be stored, as others' blocks are of use; None before it was seen.
         num_due: Blocks of it that no job holds yet: vLLM's, to be copied.
@@ -141,6 +142,7 @@ class Tracked:
     is_wanted: bool | None = None
     is_worth: tuple[int, int, int] | None = None
     said: "Finding | None" = None
+    in_line_since_s: float | None = None
     is_measured: bool = False
     num_due: int = 0
     stores: "set[Store]" = field(default_factory=set)
@@ -173,6 +175,7 @@ class Bringing:
         of: Behind how many tokens it was found, of how many.
         num_tokens: That were found.
         num_blocks: Of all groups.
+        num_more: Of these, those that memory had not.
         num_bytes: Of each rank.
         is_told: Whether vLLM was told in this step that it is to be loaded.
         comes_first: See `LoadOrder`; decided then.
@@ -183,6 +186,7 @@ class Bringing:
     of: tuple[int, int]
     num_tokens: int
     num_blocks: int
+    num_more: int
     num_bytes: int
     begun_s: float
     is_told: bool = False
@@ -209,6 +213,7 @@ class Load:
         num_tokens: That are in place once all of it is.
         comes_first: See `LoadOrder`.
         not_ended: Jobs whose end is not told yet.
+        num_more: Of its blocks, those that memory had not.
         num_lost: Blocks that were found as well, and could not be brought to host memory.
     """
 
@@ -220,6 +225,7 @@ class Load:
     comes_first: bool = False
     is_given_up: bool = False
     not_ended: set[int] = field(default_factory=set)
+    num_more: int = 0
     num_lost: int = 0
     is_short: bool = False
 
