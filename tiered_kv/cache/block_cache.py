@@ -114,7 +114,8 @@ class TransferCalls(ABC):
                 returns. A GPU event, or on a CPU anything with ``synchronize()`` or ``wait()``. None on a GPU is all
                 that the calling thread's current stream was given by now; an earlier event lets it begin earlier.
             deadline_s: How long it may take; `CacheLimits.load_timeout_s` by default. What is at hand by then is still
-                copied: it ends later by the copy of a `CacheLimits.window`, or by 0.1 s where copies wait for an event.
+                copied: it ends later by the copy of a `CacheLimits.window`, or by 0.1 s where copies wait for an event,
+                and on a GPU not before ``after`` has happened.
             priority: `Priority.LOAD`, or a lower one.
             layerwise: Copy layer by layer, so that attention of the first can start while the others are on their way:
                 see `LoadHandle.wait_layer`. All blocks are brought to memory first; those that do not fit there at once
