@@ -469,6 +469,24 @@ def test_what_was_computed_with_a_first_load_that_failed_is_not_stored_when_vllm
         engine.settle()  # as above
 
 
+def test_who_computes_as_its_first_load_failed_holds_nothing_that_was_brought_since() -> None:
+    """It was preempted, and asked again, before anybody heard of that: vLLM resets its cache so."""
+    with stored_once(ROOMY, is_async=True) as engine:
+        calm, looked = fail_first_loads(engine), Looked(engine)
+        engine.ask("two", LENGTH, 20, prompt="a")
+        engine.step()
+        engine.preempt("two")
+        looked.now = 1.0
+        with nothing_planned(engine):
+            engine.step()
+        assert list(engine.scheduling._loads._bringing) == ["two"]  # noqa: SLF001 - ours
+        engine.step()
+        assert [each.request_id for each in engine.running] == ["two"]
+        assert not engine.scheduling._loads._bringing  # noqa: SLF001 - ours
+        calm()
+        engine.settle()
+
+
 def test_a_first_load_is_waited_for_before_its_step_ends() -> None:
     """A device's copy may end, or fail, behind the call that began it: a step later the tokens would have been told."""
 

@@ -135,6 +135,7 @@ class PendingLoads:
         first = tracked.num_here = tracked.num_stored = num_computed_tokens
         tracked.num_found = tracked.num_noted = 0
         if not can_load or not self._configuration.loads or not tracked.may_load:
+            self.let_go(tracked)  # it may have been preempted while nobody knew that its load had failed
             return 0, False
         bringing = self._bringing.get(tracked.request.request_id)
         if bringing is not None and bringing.of == (first, tracked.request.num_tokens):
