@@ -93,6 +93,8 @@ class _Scheduler:
             await self._within(LONGEST_S, "the end of all transfers", self._settle())
         finally:
             self._answers.put(None)
+            for rank in self._ranks:
+                rank.may_be_late = True
             await self._within(LONGEST_S, "closing", self._cache.aclose())
             for rank in self._ranks:
                 rank.end()
@@ -247,7 +249,11 @@ class _Scheduler:
 
 
 class _Rank:
-    """One rank of an engine: its memory, and the worker process that has it now."""
+    """One rank of an engine: its memory, and the worker process that has it now.
+
+    Attributes:
+        may_be_late: Whether the scheduler closes its cache: a worker that has just been started may not find it.
+    """
 
     def __init__(self, number: int, world: World, answers: "Queue[Outcomes | None]") -> None:
         self.number = number
@@ -257,6 +263,7 @@ class _Rank:
         self._world = world
         self._answers = answers
         self._moving: set[int] = set()
+        self.may_be_late = False
 
     @property
     def is_alive(self) -> bool:
@@ -300,7 +307,12 @@ class _Rank:
     def _work(self, process: SimulatedProcess, plans: "Queue[Plan]", slabs: Sequence[Any]) -> None:
         world = self._world
         device = world.device(process)
-        worker = Worker(slabs, layout=LAYOUT, rank=self.number, device=device)
+        try:
+            worker = Worker(slabs, layout=LAYOUT, rank=self.number, device=device)
+        except ConfigurationError:
+            if not self.may_be_late:
+                raise
+            return  # its memory has gone with the scheduler's cache before this process got to run
         world.bury(worker, device)
         for group, caches in enumerate(self.memory.caches):
             worker.register_kv_caches(caches, group=group)
