@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
@@ -300,6 +301,29 @@ def test_what_vllm_overwrites_before_we_hear_of_it_is_not_kept(
         if num_blocks == 32:
             assert found(engine, one) >= min(num_steps + 4, 16) // BLOCK_SIZE
         engine.abort("one", "three")
+        engine.settle()
+
+
+def test_what_is_not_planned_before_its_blocks_are_anothers_is_told_to_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the event loop takes: it is counted, and no worker hears of a plan that holds nothing."""
+    monkeypatch.setattr(VLLM.storing, "_PLAN_TIMEOUT_S", 0.0)
+    monkeypatch.setattr(VLLM.loading, "_PATIENCE_S", 0.0)
+    with opened(ROOMY, num_blocks=8, writes_first=True) as engine:
+        engine.step()  # which asks what memory there is
+        busy = threading.Event()
+        engine.scheduling.kv.call(asyncio.get_running_loop).call_soon_threadsafe(busy.wait)
+        try:
+            engine.ask("one", 6 * BLOCK_SIZE, 100)
+            engine.step()
+            engine.preempt("one")
+            engine.ask("other", 5 * BLOCK_SIZE, 100)
+            engine.waiting.rotate(1)  # it writes to some of the blocks
+            engine.step(3)
+            orders, said = sum(engine.orders), engine.scheduling.counts.take()
+        finally:
+            busy.set()
+        assert (orders, said.data["store_blocks_skipped"]) == (0, 6)
+        engine.abort("one", "other")
         engine.settle()
 
 

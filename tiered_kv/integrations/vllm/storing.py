@@ -227,6 +227,8 @@ class PendingStores:
             elif is_urgent:
                 store.job.cancel()
                 self._let_go(store)
+                del self._stores[store.job.number]  # its plan has no moves from now on, and its end may come late
+                self._counts.store(store.num_blocks, 0)
         for name, tracked in list(self._leaving.items()):
             if not tracked.num_due and all(store.is_told for store in tracked.stores):
                 del self._leaving[name]
@@ -258,9 +260,10 @@ class PendingStores:
         store.num_unanswered -= 1
         if not store.num_unanswered:
             self._let_go(store)
-        if store.num_whole == store.num_blocks or store.job.plan is None:
+        plan = store.job.plan
+        if store.num_whole == store.num_blocks or plan is None or not plan.moves:  # or it has ended meanwhile
             return outcomes
-        positions = store.job.plan.move_of(outcomes.rank).positions
+        positions = plan.move_of(outcomes.rank).positions
         num_whole = sum(1 for _ in takewhile(lambda at: at < store.num_whole, positions))
         return replace(outcomes, num_moved=min(outcomes.num_moved, num_whole))
 
