@@ -421,7 +421,7 @@ def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
         names = [str(number) for number in range(16)]
         serve(engine, *names, *"others")  # which are in memory then, and take no more of it
         engine.scheduling.counts.take()
-        for name in names[:10]:  # of which memory has none
+        for name in names:
             engine.ask(f"{name} again", 8 * BLOCK_SIZE, 1, prompt=name)
         most = 0
         while engine.running or engine.waiting:
@@ -431,7 +431,7 @@ def test_only_so_many_are_brought_at_once(tmp_path: Path) -> None:
         assert 7 <= most <= 16
         engine.settle()
         said = engine.scheduling.counts.take().data
-        assert (said["load_blocks"], said["load_blocks_lost"]) == (10 * 7, 0)
+        assert (said["load_blocks"], said["load_blocks_lost"]) == (16 * 7, 0)
 
 
 @contextmanager
