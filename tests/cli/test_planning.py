@@ -33,6 +33,7 @@ def test_plan_says_what_to_buy_and_checks_it() -> None:
     assert gains == sorted(gains, reverse=True)
     assert found["checked_hit_rate"] == pytest.approx(found["choices"][0]["hit_rate"], abs=0.01)
     text = run(TRACE).stdout
+    assert "Buy " in text
     assert "foretold hit rate" in text
 
 

@@ -419,7 +419,7 @@ class PendingLoads:
                 tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
         return load_s if is_known else None
 
-    def _wait(self, *beginning: "Beginning") -> None:
+    def _wait(self, *beginning: Beginning) -> None:
         """Wait for plans for what is left of this step's patience: what is late comes in the next one.
 
         For a read of storage only if it is likely to take less than half of what it would take to compute it: others
@@ -495,8 +495,10 @@ class PendingLoads:
             if bringing.is_told:
                 bringing.tracked.may_hurry = False
                 self.let_go(bringing.tracked)
-            elif self._is_late(bringing):  # vLLM does not ask for it, and may never again
-                self._give_up(bringing) if not bringing.is_over else self.let_go(bringing.tracked)
+            elif self._is_late(bringing) and bringing.is_over:  # vLLM does not ask for it, and may never again
+                self.let_go(bringing.tracked)
+            elif self._is_late(bringing):
+                self._give_up(bringing)
         self._beginning = []
         self._renew()
 
