@@ -2,9 +2,9 @@
 
 Runs in vLLM's environment. Three engines, each in a process of its own: without a connector, with ours over CPU memory
 and NVMe, and with vLLM's own offloading to as much CPU memory and its ``fs`` tier. By turns they answer the same
-requests, one of which comes with each step; each round asks for the same prompts, and the caches of vLLM and of CPU
-memory hold two thirds of them together at most. What they answer must be equal. SHARE of the requests are made, to see
-that it runs.
+requests, one of which comes with each step; each round asks for the same prompts in the same order, and vLLM's cache
+holds some three quarters of their tokens, CPU memory as many. What they answer must be equal. SHARE of the requests are
+made, to see that it runs.
 """
 
 import json
