@@ -429,4 +429,4 @@ def test_what_is_kept_is_held_by_nobody_and_goes_tail_first() -> None:
     assert index.names_in_order()[1].tolist() == [1, 0, 2]
     with index.reserve(names_of(4, 5), transient=True) as passing:
         assert passing.keep().tolist() == [3, 4]
-    assert (index.num_transient_free, index.ready_prefix(names_of(4))) == (2, 0)
+    assert (index.transient_free.num, index.ready_prefix(names_of(4))) == (2, 0)

@@ -64,6 +64,6 @@ def test_free_slots_come_in_ascending_runs() -> None:
     assert free.take(3).tolist() == [104, 105, 106]
     free.give(np.array([103, 101, 102]))
     assert free.take(3).tolist() == [101, 102, 103]
-    assert len(free) == 3
+    assert free.num == 3
     free.reset(np.array([100, 105]))
     assert free.take(2).tolist() == [100, 105]

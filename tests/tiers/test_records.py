@@ -115,7 +115,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         verification = records.verification_by_name(names, into, SHAPE)
         verdicts = await verification.verify_all(hits)
         assert (verdicts, verification.refused) == ([Outcome.HIT, Outcome.CORRUPT, Outcome.MISS], {})
-        assert verification.num_filled == 3
+        assert sum(verification.filled) == 3
         found = [Outcome.FAILED, Outcome.MISS, Outcome.FAILED]
         assert await records.verification_by_name(names, into, SHAPE).verify_all(found) == found
         assert await records.verification(BATCH, into, SHAPE).verify_all(found) == found

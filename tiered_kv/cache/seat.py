@@ -153,7 +153,10 @@ class Seat(EngineSide):
 
     def of_group(self, group: int) -> Sequence[Chain]:
         """Return the chains of one KV group, one per rank."""
-        if (group := as_int("a KV group's number", group)) >= len(self._of_group):
+        return self._of_known(as_int("a KV group's number", group))
+
+    def _of_known(self, group: int) -> Sequence[Chain]:
+        if group >= len(self._of_group):
             raise ConfigurationError(f"KV group {group} of {len(self._of_group)}: the layout has no such group")
         return self._of_group[group]
 
@@ -184,7 +187,7 @@ class Seat(EngineSide):
         """Return the chains of the keys' KV group, one per rank, having looked at the keys."""
         if not isinstance(keys, StoredKeys):  # asked here, too: each load and store comes by, and a call costs more
             check_are_keys(keys)
-        chains = self.of_group(keys.group)
+        chains = self._of_known(keys.group)
         check_keys(keys, chains[0].group)
         return chains
 

@@ -24,8 +24,8 @@ from tiered_kv.catalog.books import DOOMED, FREE, PENDING, READY, Books, Change,
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.policies import Policy
 from tiered_kv.catalog.policies.make_policy import guarded_policy
-from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue
-from tiered_kv.catalog.table import Slots, absent_from, ascending, first_occurrences, names_at, unique
+from tiered_kv.catalog.slots import Expiry, FreeSlots, SlotQueue, ascending
+from tiered_kv.catalog.table import Slots, absent_from, first_occurrences, names_at, unique
 from tiered_kv.system import system
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.hints import ReuseHint
@@ -48,6 +48,7 @@ class Occupancy(Books):
 
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
+        transient_free: The bounce slots that hold nothing.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
@@ -77,7 +78,7 @@ class Occupancy(Books):
         self._expiry = expiry
         self._dirty = dirty  # the oldest first; each of these is held by one lease
         self._free = FreeSlots(max_slots, range(num_slots))
-        self._transient_free = FreeSlots(num_transient, range(max_slots, total))
+        self.transient_free = FreeSlots(num_transient, range(max_slots, total))
         self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
         self._num_taken = [0] * _MOST_TAKERS
         self._num_leases = np.full(total, 0, dtype=np.int32)
@@ -93,11 +94,6 @@ class Occupancy(Books):
         """How many blocks have no copy below yet."""
         return len(self._dirty)
 
-    @property
-    def num_transient_free(self) -> int:
-        """How many bounce slots hold nothing."""
-        return len(self._transient_free)
-
     def num_transient_taken(self, taker: int) -> int:
         """How many bounce slots hold what was reserved for ``taker``."""
         return self._num_taken[taker]
@@ -110,14 +106,14 @@ class Occupancy(Books):
 
     def room_for(self, names: Names) -> int:
         """How many blocks of a long batch may be added, head first, without evicting what the tier has of its head."""
-        num_free = len(self._free)
+        num_free = self._free.num
         if len(names) <= num_free or not self.num_slots:
             return min(len(names), num_free)
         return int(np.count_nonzero(self.find(names)[0][: self.num_fitting(names)] < 0))
 
     def num_fitting(self, names: Names) -> int:
         """How many leading blocks of a long batch can be in the tier at once, beside what is leased."""
-        room = len(self._free) + len(self._policy)
+        room = self._free.num + len(self._policy)
         if len(names) <= room:
             return len(names)
         slots, states = self.find(names)
@@ -127,22 +123,22 @@ class Occupancy(Books):
     def statistics(self) -> IndexStatistics:
         """Count slots by what they hold."""
         used = self._pending + self._ready + self._doomed
-        withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - len(self._free)
+        withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - self._free.num
         passing, leased_there = [0] * len(SlotState), 0
-        if len(self._transient_free) < self.num_transient:
+        if self.transient_free.num < self.num_transient:
             above = slice(self.max_slots, self.max_slots + self.num_transient)
             passing = np.bincount(self._states[above], minlength=len(SlotState)).tolist()
             leased_there = int(np.count_nonzero(self._num_leases[above]))
         return IndexStatistics(
             num_slots=self.num_slots,
-            free=len(self._free),
+            free=self._free.num,
             ready=self._ready - passing[READY],
             evictable=len(self._policy),
             leased=self._leased - leased_there,
             pending=self._pending - passing[PENDING],
             doomed=self._doomed - passing[DOOMED],
-            transient_free=len(self._transient_free),
-            retired=self.max_slots + self.num_transient - len(self._free) - len(self._transient_free) - used - withheld,
+            transient_free=self.transient_free.num,
+            retired=self.max_slots + self.num_transient - self._free.num - self.transient_free.num - used - withheld,
             withheld=withheld,
             dirty=len(self._dirty),
         )
@@ -201,7 +197,7 @@ class Occupancy(Books):
 
     def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
         """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
-        shortage = max(0, n - len(self._free))
+        shortage = max(0, n - self._free.num)
         if not shortage:
             return _NO_NAMES, self._free.take(n)
         keep = self._idle(keep)
@@ -222,10 +218,10 @@ class Occupancy(Books):
         return unique(own[self._num_leases[own] == 0])
 
     def _take_transient(self, n: int, taker: int) -> Slots:
-        num_free = len(self._transient_free)
+        num_free = self.transient_free.num
         if n > num_free:
             raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
-        taken = self._transient_free.take(n)
+        taken = self.transient_free.take(n)
         self._takers[taken - self.max_slots] = taker
         self._num_taken[taker] += n
         return taken
@@ -332,7 +328,7 @@ class Occupancy(Books):
         if len(transient):
             for taker in self._takers[transient - self.max_slots].tolist():
                 self._num_taken[taker] -= 1
-            self._transient_free.give(transient)
+            self.transient_free.give(transient)
 
     def _find_free(self) -> None:
         """Have just those slots free that hold nothing and can be used."""
@@ -583,7 +579,7 @@ class TierIndex(Occupancy):
         """Say if `reserve` would find room now for what is absent of a batch, and so many more. Changes nothing."""
         found, states = self.find(names)
         num_evictable = len(self._policy) - len(self._idle(found[states == READY]))
-        return len(absent_from(names, found)) + num_more <= len(self._free) + num_evictable
+        return len(absent_from(names, found)) + num_more <= self._free.num + num_evictable
 
     def remove(self, names: Names, why: Change = Change.REMOVED) -> int:
         """Make blocks unfindable at once; return how many were there.

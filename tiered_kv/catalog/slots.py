@@ -9,7 +9,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.table import Slots, ascending
+from tiered_kv.catalog.table import Slots
 from tiered_kv.values.errors import ConfigurationError
 
 _Links = tuple[NDArray[np.int32], NDArray[np.int32]]
@@ -24,32 +24,38 @@ class FreeSlots:
 
     What was freed together was mostly filled together, so the top of the stack, sorted, comes in long runs of
     neighbours, and I/O and DMA merge neighbours.
+
+    Attributes:
+        num: How many are free.
     """
 
     def __init__(self, capacity: int, slots: range) -> None:
         """Start with all of ``slots`` free; there are never more than ``capacity``."""
         self._stack = np.full(capacity, 0, dtype=np.int32)
-        self._len = len(slots)
-        self._stack[: self._len] = slots[::-1]  # the lowest ids on top
-
-    def __len__(self) -> int:
-        """Count the free slots."""
-        return self._len
+        self.num = len(slots)
+        self._stack[: self.num] = slots[::-1]  # the lowest ids on top
 
     def take(self, n: int) -> Slots:
-        """Take ``n <= len(self)`` slots, in ascending order."""
-        self._len -= n
-        return ascending(self._stack[self._len : self._len + n].astype(np.int64))
+        """Take ``n <= num`` slots, in ascending order."""
+        self.num -= n
+        return ascending(self._stack[self.num : self.num + n].astype(np.int64))
 
     def give(self, slots: Slots) -> None:
         """Give slots back, none of them free already."""
-        self._stack[self._len : self._len + len(slots)] = slots
-        self._len += len(slots)
+        self._stack[self.num : self.num + len(slots)] = slots
+        self.num += len(slots)
 
     def reset(self, slots: Slots) -> None:
         """Have just ``slots``, ascending, free."""
-        self._len = 0
+        self.num = 0
         self.give(slots[::-1])
+
+
+def ascending(slots: Slots) -> Slots:
+    """Return slots in ascending order."""
+    if len(slots) < 2:
+        return slots
+    return np.array(sorted(slots.tolist()), np.int64) if len(slots) <= _FEW else np.sort(slots)
 
 
 class SlotQueue:

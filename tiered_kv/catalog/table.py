@@ -110,13 +110,6 @@ def unique(slots: Slots) -> Slots:
     return slots[np.sort(order[np.diff(ordered, prepend=-1).nonzero()[0]])]
 
 
-def ascending(slots: Slots) -> Slots:
-    """Return slots in ascending order."""
-    if len(slots) < 2:
-        return slots
-    return np.array(sorted(slots.tolist()), np.int64) if len(slots) <= _FEW else np.sort(slots)
-
-
 class NameTable:
     """A map from names to the slots ``0 <= slot < capacity``, at most one name a slot and one slot a name.
 

@@ -80,7 +80,7 @@ class History:
         names = names[last]
         known = self._table.find(names)
         self._forget(known[known >= 0])
-        self._forget(self._order.head(len(names) - len(self._free)))
+        self._forget(self._order.head(len(names) - self._free.num))
         places = self._free.take(len(names))
         self._table.insert(names, places)
         self._fates[places] = fates[last] if isinstance(fates, np.ndarray) else fates

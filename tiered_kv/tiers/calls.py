@@ -138,7 +138,7 @@ class Calls:
         """
         try:
             value = method()
-            if not (error := problem_of(value)):
+            if value is default or not (error := problem_of(value)):
                 return value
         except KeyboardInterrupt:
             raise  # the program's own, which happened to come while a backend ran

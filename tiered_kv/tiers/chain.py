@@ -278,7 +278,7 @@ class Chain:
             return None
         index = self.host.index
         kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
-        usable = index.num_transient_free - max(kept, self._set_aside(source))
+        usable = index.transient_free.num - max(kept, self._set_aside(source))
         if usable < min(len(batch.names), self._most_window):
             return None
         return self.reserve(self.host, batch, transient=True, source=source)

@@ -301,7 +301,7 @@ class _TierRead:
         if report.refused:
             fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
         lease = self._reservation.commit(arrived)
-        if host.can_keep:
+        if host.index.num_slots:
             kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
             host.counters.promoted += len(kept.nonzero()[0])
         fill.keep(lease)

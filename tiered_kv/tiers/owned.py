@@ -52,7 +52,7 @@ class OwnedTier(StorageTier, BookedTier):
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
         super().__init__(parts)
         self.backend = backend
-        self.index = index
+        self.index = self.books = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self._expected = Expected()
@@ -70,11 +70,6 @@ class OwnedTier(StorageTier, BookedTier):
         return not self.health.is_bypassed
 
     @property
-    @override
-    def books(self) -> TierIndex:
-        return self.index
-
-    @property
     def is_scrubbed(self) -> bool:
         """Whether what lies there is verified in the background."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None
@@ -88,7 +83,8 @@ class OwnedTier(StorageTier, BookedTier):
             index.clear()
         elif (names := evicted.names()) is not None:
             index.remove(names)
-        index.on_change, index.on_left, self.index = self.index.on_change, self._left, index
+        index.on_change, index.on_left = self.index.on_change, self._left
+        self.index = self.books = index
         self._missing = None
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:

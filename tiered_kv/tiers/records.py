@@ -431,18 +431,14 @@ class Verification:
 
     Attributes:
         refused: Which whole records were refused for their seal: the reason by position.
+        filled: How many records the medium had of each part that was verified, whatever they are.
     """
 
     def __init__(self, threads: WorkerPool, verdicts: Callable[[Sequence[int]], Iterable[tuple[Outcome, str]]]) -> None:
         self.refused: dict[int, str] = {}
         self._threads = threads
         self._verdicts = verdicts
-        self._filled: list[int] = []
-
-    @property
-    def num_filled(self) -> int:
-        """How many records the medium had, whatever they are."""
-        return sum(self._filled)
+        self.filled: list[int] = []
 
     def verify(self, at: Sequence[int], outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify some positions, in any thread: of each the medium has said what it found."""
@@ -452,7 +448,7 @@ class Verification:
             for place, (verdicts[place], reason) in zip(hits, found, strict=True):
                 if reason:
                     self.refused[at[place]] = reason
-        self._filled.append(len(hits))
+        self.filled.append(len(hits))
         return verdicts
 
     def verify_soon(

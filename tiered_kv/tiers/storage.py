@@ -90,6 +90,8 @@ class StorageTier(Tier):
 
     is_shared: bool
     """Whether others may write to this medium."""
+    books: TierIndex | None = None
+    """Those that say, without asking, what can be read here; None of a tier that others write to."""
 
     def __init__(self, parts: TierParts) -> None:
         super().__init__(parts.health.name)
@@ -110,11 +112,6 @@ class StorageTier(Tier):
     @override
     def can_keep(self) -> bool:
         return not self.settings.read_only
-
-    @property
-    def books(self) -> TierIndex | None:
-        """Those that say, without asking, what can be read here; None of a tier that others write to."""
-        return None
 
     @property
     def is_written_back(self) -> bool:
@@ -346,7 +343,7 @@ class StorageTier(Tier):
         if not verdicts or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
             self.counters.failed += n
             return [Outcome.FAILED] * n
-        self.counters.bytes_read += self._num_bytes(verification.num_filled)
+        self.counters.bytes_read += self._num_bytes(sum(verification.filled))
         self.counters.read_s += answer.seconds
         if verification.refused:
             self.tell_refused(verification.refused)

@@ -231,7 +231,7 @@ class StorageMedium:
                 verification = self._records.verification_by_name(names[some], blocks, shape)
                 await verification.verify_all(await backend.read(group, slots[some], blocks))
                 refused |= dict.fromkeys(verification.refused.values())
-                num_seen += verification.num_filled - len(verification.refused)
+                num_seen += sum(verification.filled) - len(verification.refused)
         if refused and not num_seen:
             await backend.aclose()
             raise ConfigurationError(

@@ -413,8 +413,10 @@ class ReadyLoad(BegunLoad):
             self._timer.cancel()
         if self._fill is not None:
             self._fill.let_go()
+        for lease in self._leases:
+            lease.release(is_use=is_use)
         if self._leases or self._fill is not None:
-            self._request.chain.release(*self._leases, is_use=is_use)
+            self._request.chain.room.changed()
 
     def _revoke_late(self) -> None:
         self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))

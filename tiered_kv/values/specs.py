@@ -74,7 +74,8 @@ class GPULoadStoreSpec(LoadStoreSpec):
     group: int = 0
 
     def __init__(self, ids: Ids, group: int = 0) -> None:
-        super().__init__(ids, group=as_int("a KV group's number", group))
+        super().__init__(ids)
+        vars(self).update(group=as_int("a KV group's number", group))
 
 
 @dataclass(frozen=True, eq=False, init=False)
