@@ -372,6 +372,33 @@ def test_who_waits_for_blocks_is_looked_up_now_and_then() -> None:
         assert engine.scheduling.counts.take().data["load_blocks"] == 4
 
 
+def test_of_many_that_come_at_once_a_step_looks_for_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others decode, and wait for each look-up; those who wait in any case are looked up in steps to come."""
+    monkeypatch.setattr(VLLM.loading, "_AHEAD_S", 1e-9)  # as long as one takes
+    with stored_once(ROOMY) as engine:
+        looked = Looked(engine)
+        for name in "bcde":
+            engine.ask(name, LENGTH, 1, prompt="a")
+        with nothing_planned(engine):
+            for num_waiting in (1, 2, 3):
+                looked.count = 0
+                engine.step()
+                assert (looked.count > 0, len(engine.scheduling._loads._bringing)) == (True, num_waiting)  # noqa: SLF001 - ours
+        engine.scheduling.counts.take()
+        engine.settle()
+        assert engine.scheduling.counts.take().data["load_blocks"] == 4 * 6
+
+
+def test_who_computes_at_once_is_looked_up_however_many_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request of which nothing is to be had takes no time of those who wait."""
+    monkeypatch.setattr(VLLM.loading, "_AHEAD_S", 1e-9)
+    with stored_once(ROOMY) as engine:
+        asked = [engine.ask(name, LENGTH, 2, prompt=name) for name in "bcde"]
+        engine.step()
+        assert [each.num_computed_tokens for each in asked] == [LENGTH] * 4
+        engine.settle()
+
+
 def test_what_is_on_its_way_is_found_once_it_is_there() -> None:
     """Of a request that waits, as another with its prompt, whose blocks are being copied, has taken the room."""
     with opened(ROOMY, num_blocks=13) as engine:

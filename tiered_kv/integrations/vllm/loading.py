@@ -45,6 +45,9 @@ _TOLD_AGAIN_S: Final = 0.02
 tenths of a millisecond of each step. What is gone by then is computed; what has come since is found soon."""
 _WAITS_AGAIN_S: Final = 0.25
 """Likewise, who waits for room in memory: by then loading may pay no more, as a tier may have come to hang."""
+_AHEAD_S: Final = 0.02
+"""A step spends so long at most on requests that are looked up for the first time and then wait: hundreds may come at
+once, and each takes up to a millisecond. The others are told to wait, and looked up in steps to come."""
 _FIRST_BYTES: Final = 64 << 20
 """A step copies so much of a rank's at most before it computes: that takes some milliseconds, computing it longer."""
 
@@ -110,6 +113,7 @@ class PendingLoads:
     def _renew(self) -> None:
         """Give a step what a step may take."""
         self._patience_s, self._read_patience_s, self._num_first_bytes = _PATIENCE_S, _READ_PATIENCE_S, _FIRST_BYTES
+        self._ahead_s = _AHEAD_S
         self._is_overdue = False  # whether somebody has waited for room in memory for too long: who comes behind waits
 
     def know(self, memory: Mapping[str, int]) -> None:
@@ -142,6 +146,18 @@ class PendingLoads:
             return self._brought(bringing)
         if bringing is not None:  # vLLM's own cache has more of it by now, or less
             self.let_go(tracked)
+        if tracked.said is not None:
+            return self._look_up(tracked, first)
+        if self._ahead_s <= 0:
+            return None, False
+        began_s = time.monotonic()
+        found = self._look_up(tracked, first)
+        if found[0] is None:
+            self._ahead_s -= time.monotonic() - began_s
+        return found
+
+    def _look_up(self, tracked: Tracked, first: int) -> tuple[int | None, bool]:
+        """Do as `find`, for a request of which nothing is being brought."""
         said = tracked.said
         again = said if said is not None and self._holds(said, tracked.request, first) else None
         tracked.said = again or self._find(tracked, first)
