@@ -210,6 +210,48 @@ async def test_a_plan_holds_what_it_names() -> None:
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("how", ["moved", "not moved", "cancelled", "late"])
+async def test_what_is_left_to_another_plan_counts_as_there_once_it_is(how: str) -> None:
+    """A worker that has slots for a block may fail, or hang for days: else it would be in no tier, and nobody told."""
+    async with open_any(engine := AnyEngine(), cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        first = planner.plan_store(KEYS[:4], engine.spec(range(4)))
+        second = planner.plan_store(KEYS, engine.spec(range(N)))
+        if how == "cancelled":
+            await second.planned()
+            first.cancel()
+        else:
+            assert (await first.planned()).moves[0].positions == (0, 1, 2, 3)
+        assert (await second.planned()).moves[0].positions == (4, 5)
+        if how in ("moved", "not moved"):
+            planner.complete(Outcomes(first.number, 0, 4 if how == "moved" else 0))
+        planner.complete(Outcomes(second.number, 0, 2))
+        result, num_there = await second.ended(), 4 if how == "moved" else 0
+        assert (result.num_blocks, int(result.mask.sum())) == (2, num_there + 2)
+        if how == "late":
+            planner.complete(Outcomes(first.number, 0, 0))
+        await first.ended()
+        stats = kv.stats()
+        assert (stats.present, stats.dropped_because.get(Reason.NOT_MOVED, 0)) == (num_there, 2 * (4 - num_there))
+        assert stats.stored + stats.present + stats.dropped == stats.store_requested == N + 4
+        await until_idle(kv)
+
+
+async def test_a_block_that_two_prompts_of_one_store_have_is_there_for_both() -> None:
+    """It is copied once, and counted for the other as there if that went well."""
+    async with open_any(engine := AnyEngine(), cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        for num_moved, counts in ((0, (0, 0, 4)), (2, (2, 2, 4))):
+            job = planner.plan_store([KEYS[:2], KEYS[:2]], engine.spec(range(4)))
+            assert (await job.planned()).moves[0].positions == (0, 1)
+            planner.complete(Outcomes(job.number, 0, num_moved))
+            assert (await job.ended()).mask.tolist() == [num_moved > 0] * 4
+            assert ((stats := kv.stats()).stored, stats.present, stats.dropped) == counts
+        await until_idle(kv)
+
+
 async def test_what_is_being_copied_out_is_loaded_from_where_it_is(tmp_path: Path) -> None:
     """A worker may take as long as it likes: of what only it has no load waits, and no lookup says so."""
     engine = AnyEngine()

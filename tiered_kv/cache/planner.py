@@ -83,7 +83,8 @@ class Planner(ABC):
     ) -> Job:
         """Reserve host slots for workers to copy the engine's blocks to.
 
-        What is there already is left out, rank by rank. Where the CPU tier has no room for all nothing is stored.
+        What is there already, or another plan has slots for, is left out, rank by rank. Where the CPU tier has no room
+        for all nothing is stored.
 
         Args:
             keys: What to store, in prompt order; or blocks of several prompts, in a list: of other salts too, each

@@ -139,6 +139,15 @@ class Chain:
         ready: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.books().values()])
         return ready
 
+    def has_or_brings(self, tier: MemoryTier, names: Names) -> Mask:
+        """Say which blocks are in a memory tier, or come there by what the cache itself does: that soon ends.
+
+        A worker that has slots for blocks may hang for days, and who has planned them may cancel.
+        """
+        _, states = tier.index.find(names)
+        comes = self.fills.are_coming(names) if tier is self.host else np.equal(states, SlotState.PENDING)
+        return comes | np.equal(states, SlotState.READY)
+
     def locate(self, batch: Batch) -> list[TierRun]:
         """Find the longest prefix that owned tiers can read."""
         return locate(self.books(), batch.names)

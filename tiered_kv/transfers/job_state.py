@@ -123,7 +123,7 @@ class HeldStore:
         chain: Of the rank.
         spec: Where it goes.
         positions: Which of the job's keys go there.
-        present: Which blocks of the job were there already.
+        present: Which blocks of the job were there already, or are for another store to bring.
         kept: Which are there in the end.
         faults: Of a tier: none, as the host takes them first.
         answers: What a flush waits for, if a worker may be copying: done once it has answered and what it copied counts
@@ -137,7 +137,7 @@ class HeldStore:
     ) -> None:
         """Take over what was reserved for ``batch``: all keys of the job, or none where there is no room.
 
-        Of all keys ``present`` says which are there already.
+        Of all keys ``present`` says which get no slot, as they are there already or another store has one.
         """
         self.chain = chain
         self.positions = (reservation.slots >= 0).nonzero()[0]
@@ -146,6 +146,9 @@ class HeldStore:
         self._batch = batch
         self._reservation = reservation
         self._hint = hint
+        self._is_left = np.zeros_like(present)  # to another store, and not there yet
+        if len(batch) and present.any():
+            self._is_left = present & ~chain.host.index.ready(batch.names)
         self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
         self._is_given_up = np.zeros(len(batch), np.bool_)
@@ -155,10 +158,10 @@ class HeldStore:
 
     def end(self, moved: Mask, wanted: slice) -> None:
         """Make readable what all ranks have copied out, give back the other slots, and write down."""
-        self._count(moved, wanted)
         chain = self.chain
         lease = self._reservation.commit(moved[: len(self._batch)])
         self._reservation.close()
+        self._count(moved, wanted)
         chain.room.changed()
         live = lease.slots >= 0
         chain.unwritten.has_lost |= bool(chain.written) and bool((moved[: len(live)] & self._is_given_up).any())
@@ -213,7 +216,10 @@ class HeldStore:
 
     def _count(self, moved: Mask, wanted: slice) -> None:
         del self.chain.unwritten.held[self]
-        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(self.present[wanted]))
+        known = self.present.copy()
+        if self._is_left.any():  # who was to bring it may have failed, or may hang: nobody is told that it is there
+            known[self._is_left] = self.chain.has_or_brings(self.chain.host, self._batch.names[self._is_left])
+        stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(known[wanted]))
         requested = len(moved[wanted])
         dropped = requested - stored - present
         reasons = {Reason.NOT_MOVED if len(self._batch) else self._why_nothing: dropped} if dropped else {}

@@ -71,7 +71,7 @@ class Reason(StrEnum):
     DEVICE_UNUSABLE = "device unusable"
     """The engine's device has failed: nothing is copied there any more."""
     NOT_MOVED = "not moved"
-    """A worker did not move it."""
+    """Who was to move it has not: a worker, or the other store that it was left to."""
     UNWRITTEN = "unwritten"
     """The medium did not take it, of a store straight out of the engine's memory."""
     NO_ROOM = "no room"
