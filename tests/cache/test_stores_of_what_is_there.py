@@ -3,9 +3,10 @@
 import pytest
 
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import keep, open_cache, until_idle
+from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import Outcomes, TierStore
+from tiered_kv import Outcomes, Reason, TierStore
+from tiered_kv.testing import ScriptedDevice
 
 KEYS = prompt(3)
 
@@ -77,7 +78,7 @@ async def test_what_a_worker_merely_has_slots_for_is_stored(*, layerwise: bool) 
 
 
 async def test_a_worker_keeps_its_slots_where_there_are_no_others() -> None:
-    """What it is to copy counts as being stored: without it there would be none of it."""
+    """Without it there would be none of what it is to copy; a store that leaves that to it counts it as not moved."""
     engine = Engine()
     async with open_cache({"medium": "cpu", "capacity": 3 * PAYLOAD_BYTES}, engine=engine) as kv:
         planner = kv.planner()
@@ -85,8 +86,33 @@ async def test_a_worker_keeps_its_slots_where_there_are_no_others() -> None:
         job = planner.plan_store(KEYS, engine.compute(KEYS))
         plan = await job.planned()
         stored = await kv.store(KEYS, engine.compute(KEYS))
-        assert (stored.num_stored, stored.num_present) == (0, 3)
+        assert (stored.num_stored, stored.num_present, stored.drop_reasons) == (0, 0, {Reason.NOT_MOVED: 3})
         planner.complete(Outcomes(plan.job, 0, 3))
         assert (await job.ended()).num_blocks == 3
         assert (await kv.lookup(KEYS)).num_blocks == 3
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("layerwise", [False, True])
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_what_is_left_to_another_store_is_there_or_counts_as_dropped(
+    *, is_cancelled: bool, layerwise: bool
+) -> None:
+    """By a store that ends after the other, which may have been cancelled: in the result, and of each tier."""
+    engine, device = Engine(), ScriptedDevice()
+    cpu = {"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}
+    async with open_cache(cpu, engine=engine, device=device) as kv:
+        first = kv.start_store(KEYS[:2], engine.compute(KEYS[:2]))
+        second = kv.start_store(KEYS, engine.compute(KEYS), layerwise=layerwise)
+        if is_cancelled:
+            first.cancel()
+        await until(lambda: first.done, on_wait=device.step)
+        for layer in range(len(engine.caches)) if layerwise else ():
+            second.store_layer(layer)
+        await until(lambda: second.done, on_wait=device.step)
+        stored, num_left = await second, 0 if is_cancelled else 2
+        assert (stored.num_stored, stored.num_present, stored.num_dropped) == (1, num_left, 2 - num_left)
+        assert stored.drop_reasons == ({Reason.NOT_MOVED: 2} if is_cancelled else {})
+        assert await stored.settled() == (TierStore("cpu", written=1, present=num_left, dropped=2 - num_left),)
+        assert (await kv.presence(KEYS)).tolist() == [not is_cancelled] * 2 + [True]
         await until_idle(kv)

@@ -159,6 +159,7 @@ class LayerStore(Store):
             await self.drain_copies(deadline)
             for placed in self._placed:
                 self._copied_out(self._error, placed)
+            self._count_left()
             self._close_one()
         await self._use_present()
         return self._result(loop.time() - started)

@@ -113,6 +113,7 @@ class Store(Revocable):
         self._head_below = Head(chain) if gpu is not None else None  # on the host, to which the pool's blocks go
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
+        self._left: list[tuple[MemoryTier, Batch]] = []  # what others have slots for
         self._dropped: dict[Reason, int] = {}
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_windows = 0
@@ -157,6 +158,7 @@ class Store(Revocable):
         finally:
             self._head.let_go()
             await self.drain_copies(deadline)
+            self._count_left()
             self._close_one()
         await self._use_present()
         return self._result(loop.time() - started)
@@ -184,6 +186,7 @@ class Store(Revocable):
         placed = self._begin(*placing, part, pages, can_join=not is_quick)
 
         def end(_: object = None) -> None:
+            self._count_left()
             self._close_one()
             for part in self._present:
                 chain.touch_there(part)
@@ -327,9 +330,19 @@ class Store(Revocable):
             self._num_present += n
             self._tally.add_all(present=n)
 
+    def _count_left(self) -> None:
+        """Count what was left to others, now that nothing is copied any more: it may have come to nothing."""
+        for tier, batch in self._left:
+            is_there = self._chain.has_or_brings(tier, batch.names)
+            if is_there.any():
+                self._count_present(batch[is_there])
+            self._drop(batch[~is_there], Reason.NOT_MOVED)
+        self._left.clear()
+
     def _count_present(self, batch: Batch) -> None:
         """Count what memory has. What an owned tier below lacks of it, as it failed to get it, say, is sent there."""
         chain, n = self._chain, len(batch)
+        self._present.append(batch)
         self._num_present += n
         for tier in (*self._memory, *chain.storage):
             chain.unwritten.want(tier.name, batch.names, self._came)  # what waits since before it was evicted
@@ -365,10 +378,12 @@ class Store(Revocable):
         """Announce what of a window is new, if it is copied in a later turn; None if nothing is."""
         names, fresh = part.names, reservation.slots >= 0
         if len(there := (~fresh).nonzero()[0]):
-            present = part[there]
-            self._count_present(present)
-            self._present.append(present)
-            self._head.hold(tier, present.names)
+            is_ready = tier.index.ready(names[there])
+            if (num_ready := len(is_ready.nonzero()[0])) < len(there):
+                self._left.append((tier, part[there[~is_ready]]))
+            if num_ready:
+                self._count_present(part[there[is_ready]])
+                self._head.hold(tier, names[there])
             part, pages = part[fresh], pages[fresh]
         if not len(part.names):
             reservation.close()

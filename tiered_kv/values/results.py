@@ -311,8 +311,9 @@ class StoreResult:
     Attributes:
         num_requested: How many keys were given.
         num_stored: Blocks copied from the source.
-        num_present: Blocks that were there already (or are being stored by another call).
-        num_dropped: Blocks not copied from the source, so that no tier gets them.
+        num_present: Blocks that were there already, that another call has stored meanwhile, or is still copying.
+        num_dropped: Blocks not copied from the source, so that no tier gets them, unless by a worker that has slots for
+            them: it may hang for days.
         drop_reasons: Why.
         num_bytes: Payload bytes of what was copied, as the engine has them.
         seconds: From the call until the source could be reused, on the cache's clock.
