@@ -535,6 +535,43 @@ def test_what_nobody_wants_below_any_more_is_not_missed(outcome: Outcome) -> Non
     run(main)
 
 
+@pytest.mark.parametrize("num_blocks", [1, 4])
+@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("how", ["goes well", "fails", "hangs"])
+def test_what_is_stored_again_while_it_is_written_is_not_taken_for_written(
+    how: str, write: str, num_blocks: int
+) -> None:
+    """Though it was evicted from memory meanwhile: when its turn comes, beside that write or just behind it."""
+    keys, is_lost = KEYS[:num_blocks], how != "goes well" and write == "through"
+
+    async def main() -> None:
+        engine, disk, device = Engine(), ScriptedSlotBackend(name="disk", write=write, timeout_s=1.0), CountingDevice()
+        at_once = SMALL_LIMITS.model_copy(update={"low_water": 0.0, "clean_after_s": 0.001})
+        async with open_cache(CPU, disk, engine=engine, device=device, limits=at_once) as kv:
+            watch(device, pools_of(kv))
+            disk.on_write.hold()
+            if how == "fails":
+                disk.on_write.fail_next(BackendUnavailableError("not now"))
+            await kv.store(keys, engine.compute(keys))
+            await asyncio.sleep(0.1)
+            await kv.evict(keys, tier="cpu")
+            again = await kv.store(keys, engine.compute(keys))
+            await asyncio.sleep(0.1)
+            assert (disk.on_write.num_calls, disk.on_write.num_held) == (1, 1)
+            if how == "hangs":
+                await asyncio.sleep(2.0)
+                await again.settled()
+            disk.on_write.release()
+            await asyncio.sleep(60.0)  # by then the disk is used again
+            below = (await again.settled())[-1]
+            assert (below.present, below.deferred) == (0 if is_lost else num_blocks, 0)[:: -1 if write == "back" else 1]
+            assert await kv.drain() == (not is_lost)
+            assert disk.num_records == (0 if is_lost and how == "fails" else num_blocks)
+            await until_idle(kv)
+
+    run(main)
+
+
 async def test_it_says_that_another_capacity_has_lost_what_waited() -> None:
     """A tier that took nothing while memory was given up has less than what was stored."""
     engine, keyed = Engine(), ScriptedBackend(write="back")

@@ -154,7 +154,7 @@ class OwnedTier(StorageTier, BookedTier):
         writing, on_late = self._take_slots(io.batch, wanted), io.on_late
         if not len(writing.todo):
             turn.give_back()
-            io.then(self._end_write(writing))
+            self._end_write(writing, io.then)
             return
         there = Blocks.some(io.blocks, writing.todo.tolist())
 
@@ -165,13 +165,13 @@ class OwnedTier(StorageTier, BookedTier):
             elif len(doomed):
                 self._tasks.spawn(forget(doomed), f"forget blocks of {self.name}")
                 return
-            io.then(self._end_write(writing))
+            self._end_write(writing, io.then)
 
         async def forget(doomed: Slots) -> None:
             try:
                 await self._journal.forget(doomed, on_late)
             finally:
-                io.then(self._end_write(writing))
+                self._end_write(writing, io.then)
 
         def encoded(made: Encoded, give_back: Give) -> None:
             def ended(outcomes: list[Outcome], error: str) -> None:
@@ -233,6 +233,9 @@ class OwnedTier(StorageTier, BookedTier):
         report = WriteReport(nothing, present, ~wanted, unwanted=~wanted)
         todo = at[fresh]
         writing = _SlotWrite(asked[fresh], todo, reservation, report)
+        if len(todo) < len(at):
+            is_left = ~(fresh | self.index.ready(asked.names))
+            writing.left, writing.left_names = at[is_left], asked.names[is_left]
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))
@@ -259,14 +262,30 @@ class OwnedTier(StorageTier, BookedTier):
         # The medium remembers them now, and they must not outlive a crash: their slots are kept for it.
         return writing.slots[doomed]
 
-    def _end_write(self, writing: "_SlotWrite") -> WriteReport:
-        """Give back the slots that hold nothing, and say what became of the blocks."""
+    def _end_write(self, writing: "_SlotWrite", then: Callable[[WriteReport], None]) -> None:
+        """Give back the slots that hold nothing, and say what became of the blocks: of others' once they end."""
         if writing.reservation is not None:
             writing.reservation.close()
         if self._writing.pop(writing, None) is not None:
             writing.done.set_result(None)
         self._see_missing()
+        if not len(writing.left):
+            then(self._report_of(writing))
+            return
+
+        async def others() -> None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self.health.timeout_s):
+                    await self._until_written(writing.left_names)
+
+        waiting = self._tasks.spawn(others(), f"wait for what others write to {self.name}")
+        waiting.add_done_callback(lambda _: then(self._report_of(writing)))
+
+    def _report_of(self, writing: "_SlotWrite") -> WriteReport:
+        """Say what has become of the blocks: what another write was to bring, and has not, has failed here too."""
         report = writing.report
+        if len(writing.left):
+            report.present[writing.left] = self.index.ready(writing.left_names)
         is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
         return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
@@ -483,6 +502,7 @@ class _SlotWrite:
         todo: Its positions in the write.
         reservation: Of its slots; None if there was no room.
         report: What has become of all blocks.
+        left: Positions of those that another write has slots for, which may fail; ``left_names`` are theirs.
     """
 
     batch: Batch
@@ -492,5 +512,6 @@ class _SlotWrite:
 
     def __post_init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.left, self.left_names = np.empty(0, np.intp), self.batch.names[:0]
         slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
         self.slots: Slots = slots[slots >= 0]
