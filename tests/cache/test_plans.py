@@ -12,7 +12,7 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme, open_any, prompt
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread, store
 from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
@@ -536,6 +536,32 @@ async def test_a_load_with_gaps_brings_what_every_rank_has(tmp_path: Path, *, bi
         hits = after["cpu"].hits - before["cpu"].hits, after["nvme"].hits - before["nvme"].hits
         assert (hits, after.missed - before.missed) == ((6, 2), 4)
         ranks.close()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("is_planned", [False, True])
+async def test_a_load_with_gaps_passes_over_what_workers_merely_have_slots_for(*, is_planned: bool) -> None:
+    """However many there are: what a tier has between and behind them is brought."""
+    engine, keys, n = AnyEngine(), prompt(60), 60
+    async with open_any(engine, cpu(128), ScriptedSlotBackend(n)) as kv:
+        await (await kv.store(keys, engine.fill(keys, range(n)))).settled()
+        await kv.evict(keys, tier="cpu")
+        planner = kv.planner()
+        planner.register_worker()
+        with_workers = [keys[at : at + 1] for at in range(0, n, 2)]
+        for each in with_workers:
+            await kv.evict(each)
+        copying = planner.plan_store(with_workers, engine.spec(range(n // 2)))
+        await copying.planned()
+        if is_planned:
+            job = planner.plan_load(keys, engine.spec(range(n)), gaps=True)
+            planner.complete(Outcomes(job.number, 0, len((await job.planned()).moves[0].positions)))
+            mask = (await job.ended()).mask
+        else:
+            mask = (await kv.load(keys, engine.spec(range(n)), gaps=True)).mask
+        assert mask.tolist() == [False, True] * (n // 2)
+        planner.complete(Outcomes(copying.number, 0, 0))
+        await copying.ended()
         await until_idle(kv)
 
 

@@ -145,8 +145,10 @@ class Chain:
         A worker that has slots for blocks may hang for days, and who has planned them may cancel.
         """
         _, states = tier.index.find(names)
-        comes = self.fills.are_coming(names) if tier is self.host else np.equal(states, SlotState.PENDING)
-        return comes | np.equal(states, SlotState.READY)
+        known, at = np.equal(states, SlotState.READY), np.equal(states, SlotState.PENDING).nonzero()[0]
+        if len(at):
+            known[at] = tier is not self.host or self.fills.are_coming(names_at(names, at))
+        return known
 
     def locate(self, batch: Batch) -> list[TierRun]:
         """Find the longest prefix that owned tiers can read."""

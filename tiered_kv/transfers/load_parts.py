@@ -210,8 +210,7 @@ async def anywhere(
     said: dict[StorageTier, NDArray[np.int8]] = {}
     silent: list[TierFault] = []
     for memory in memories:
-        _, states = memory.index.find(batch.names)
-        there |= states > 0
+        there |= chain.has_or_brings(memory, batch.names)
     for tier in chain.storage:
         left = (~there).nonzero()[0]
         if not len(left):
