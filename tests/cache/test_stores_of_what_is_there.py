@@ -55,6 +55,22 @@ async def test_a_tier_below_gets_what_it_lacks(how: str, write: str) -> None:
         assert slots.num_records == 3
 
 
+@pytest.mark.parametrize("write", ["through", "back"])
+async def test_a_tier_below_gets_what_it_lacks_by_a_plan_too(write: str) -> None:
+    """A planned store of what is there moves nothing, and sends below what was evicted there."""
+    engine, slots = Engine(), ScriptedSlotBackend(write=write)
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.flush()
+        await kv.evict(KEYS, tier="slots")
+        planner = kv.planner()
+        planner.register_worker()
+        assert (await planner.plan_store(KEYS, engine.compute(KEYS)).ended()).num_blocks == slots.num_records == 0
+        assert await kv.drain()
+        assert slots.num_records == 3
+        await until_idle(kv)
+
+
 @pytest.mark.parametrize("layerwise", [False, True])
 async def test_what_a_worker_merely_has_slots_for_is_stored(*, layerwise: bool) -> None:
     """It may fail, or hang for days; what it brings after all is dropped."""

@@ -241,6 +241,16 @@ class Chain:
         number = self.tiers.index(storage)
         self._admission.again(number, batch.names[self._admission.admits(number, batch.names)])
 
+    def send_lacking(self, tier: OwnedTier, batch: Batch, came: int) -> int:
+        """Send a tier what it lacks of blocks that memory has, as it failed to get it, say; return how many it lacks.
+
+        They were stored again: that is when they came, see `Unwritten`.
+        """
+        lacking = batch[tier.lacks(batch)]
+        if len(lacking) and tier.can_keep and not tier.health.is_shedding:
+            self.on_admitted(self, tier, lacking[self.admitted([tier], lacking)], came)
+        return len(lacking)
+
     def later(self, tier: MemoryTier) -> list[Tier]:
         """Name the tiers below for which blocks wait in ``tier``: the CPU tier and all below it, or storage tiers."""
         if tier is self.gpu and self.host.index.max_slots:

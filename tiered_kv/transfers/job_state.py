@@ -182,6 +182,8 @@ class HeldStore:
         chain.touch_there(known)
         for tier in chain.tiers:
             chain.unwritten.want(tier.name, known.names, came)  # what waits since before it was evicted
+        for owned in chain.owned:
+            chain.send_lacking(owned, known, came)
         chain.count_use(self._batch[live | present], came)
         ended = partial(chain.unwritten.end, came)
         prompt = Prompt(chain.booked, self._batch.names)

@@ -346,11 +346,8 @@ class Store(Revocable):
         self._num_present += n
         for tier in (*self._memory, *chain.storage):
             chain.unwritten.want(tier.name, batch.names, self._came)  # what waits since before it was evicted
-            lacking = batch[tier.lacks(batch)] if isinstance(tier, OwnedTier) else batch[:0]
-            self._tally.add(tier, present=n - len(lacking), deferred=len(lacking))
-            if isinstance(tier, OwnedTier) and len(lacking) and tier.can_keep and not tier.health.is_shedding:
-                wanted = lacking[chain.admitted([tier], lacking)]
-                chain.on_admitted(chain, tier, wanted, self._came)
+            num_lacking = chain.send_lacking(tier, batch, self._came) if isinstance(tier, OwnedTier) else 0
+            self._tally.add(tier, present=n - num_lacking, deferred=num_lacking)
 
     def _is_refused(self) -> bool:
         """Drop all of it if there is a reason."""
