@@ -1,5 +1,6 @@
 """The command line, as a shell would call it, on what real caches have stored."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -16,7 +17,7 @@ from typer.testing import CliRunner, Result
 import tiered_kv
 from tests.support.caches import keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import CPUTier, TieredKV, TieredKVSettings
+from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings
 from tiered_kv.cli.app import app
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -321,3 +322,43 @@ def test_doctor_tries_each_tier(tmp_path: Path) -> None:
     found = {each["what"]: each for each in answer("doctor", "--config", str(file), code=1)}
     assert found["nvme"]["state"] == "bad"
     assert found["nvme"]["advice"]
+
+
+def test_doctor_refuses_what_a_disk_tier_would(tmp_path: Path) -> None:
+    """A path that is a file, a directory that others may write to, keys that cannot be read: a cache would not open."""
+    file, kv = tmp_path / "kv.toml", tmp_path / "kv"
+    (tmp_path / "keys").write_text("a passphrase\n")
+
+    def found(path: Path, more: str = "") -> tuple[str, str]:
+        file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = "{path}"\ncapacity = "1MiB"\n{more}\n')
+        assert not opens(file)
+        bad: list[dict[str, str]] = [
+            each for each in answer("doctor", "--config", str(file), code=1) if each["state"] == "bad"
+        ]
+        return bad[0]["found"], bad[0]["advice"]
+
+    assert found(file) == (f"{file} is no directory", "choose another path")
+    assert found(file / "kv") == (f"{file} is no directory", "choose another path")
+    kv.mkdir()
+    kv.chmod(0o777)
+    assert found(kv) == (f"{kv} has mode 0777: others may write to it", f"chmod go-w {kv}")
+    kv.chmod(0o700)
+    assert "random bytes" in found(kv, f'encryption = "{tmp_path}/keys"')[0]
+    assert "cannot be read" in found(kv, f'encryption = "{tmp_path}/none"')[0]
+    if os.geteuid() == 0:
+        os.chown(kv, 12345, 12345)
+        assert "belongs to user 12345" in found(kv)[0]
+
+
+def opens(file: Path) -> bool:
+    """Say whether a cache of these settings does."""
+
+    async def tried() -> bool:
+        try:
+            async with open_cache(*TieredKVSettings.from_toml(file).tiers, engine=Engine()):
+                return True
+        except ConfigurationError:
+            return False
+
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, tried()).result()

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import platform
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
@@ -131,6 +132,8 @@ def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
         return
     for path in paths:
         yield from _of_directory(name if len(paths) == 1 else f"{name}: {path}", path, capacity)
+    if (encryption := getattr(tier, "encryption", None)) is not None:
+        encryption.make_seal()
 
 
 _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
@@ -138,18 +141,18 @@ _IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
 
 def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
     there = next(each for each in (path, *path.parents) if each.exists())
-    filesystem = _filesystem(there)
-    if not os.access(there, os.W_OK | os.X_OK):
-        yield Finding("bad", name, f"{there} may not be written to", f"chown {there} to this user, or choose a path")
+    if refusal := _refusal(path, there):
+        yield Finding("bad", name, *refusal)
         return
+    filesystem = _filesystem(there)
     of_ours = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file()) if path.exists() else 0
     room = os.statvfs(there)
     free = room.f_bavail * room.f_frsize + of_ours
     space = f"{filesystem}, {_size(free)} free for {_size(capacity)}"
     if free < capacity:
         yield Finding("bad", name, space, "lower capacity, or choose a larger filesystem")
-    else:
-        yield Finding("ok", name, space)
+        return
+    yield Finding("ok", name, space)
     if filesystem in _IN_MEMORY:
         advice = "choose a directory on a disk, or give the memory to the cpu tier"
         yield Finding("slow", f"{name}: medium", f"{filesystem} is memory: blocks are kept there twice", advice)
@@ -158,6 +161,23 @@ def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
     else:
         advice = "choose ext4 or xfs on a local disk: the page cache costs memory and speed"
         yield Finding("slow", f"{name}: direct I/O", f"not on {filesystem}", advice)
+
+
+def _refusal(path: Path, there: Path) -> tuple[str, str] | None:
+    """Say why a tier would not take this directory, and what to do; ``there`` is what there is of its path."""
+    status, others = there.stat(), stat.S_IWGRP | stat.S_IWOTH
+    if not stat.S_ISDIR(status.st_mode):
+        return f"{there} is no directory", "choose another path"
+    owner = f"chown {there} to this user, or choose another path"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} may not be written to", owner
+    if there != path:
+        return None
+    if status.st_uid != os.geteuid():
+        return f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}", owner
+    if status.st_mode & others:
+        return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it", f"chmod go-w {path}"
+    return None
 
 
 async def _round_trip(name: str, tier: StorageTierSettings) -> Finding:
@@ -219,6 +239,6 @@ def _size(num_bytes: int) -> str:
 
 def _split(text: str) -> tuple[str, str]:
     """Split a message of ours into what there is and what to do."""
-    lines = " ".join(text.split())
-    found, _, advice = lines.rpartition(": ")
-    return found, advice
+    line = " ".join(text.split())
+    at = max(line.rfind(": "), line.rfind("; "))
+    return (line[:at], line[at + 2 :]) if at >= 0 else (line, "")

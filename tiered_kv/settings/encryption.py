@@ -161,7 +161,9 @@ def _lines_of(file: Path) -> list[str]:
     # Outside of `except`: the system's error repeats the path.
     if _is_plainly_a_path(file):
         raise ConfigurationError(f"encryption: {file} cannot be read: {why}")
-    raise ConfigurationError(f"encryption: the file of keys cannot be read: {why} (its path may be a key: not shown)")
+    raise ConfigurationError(
+        f"encryption: the file of keys cannot be read: {why} (its path, a key perhaps, is not shown)"
+    )
 
 
 def _is_plainly_a_path(file: Path) -> bool:
