@@ -36,6 +36,18 @@ async def test_each_tier_is_measured_beside_its_ceiling(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+async def test_a_tier_of_several_directories_is_measured_beside_them(tmp_path: Path) -> None:
+    """Beside as many plain files; of the tier itself nothing is opened, made or pushed out."""
+    file = tmp_path / "kv.toml"
+    file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = ["{tmp_path}/a/kv", "{tmp_path}/b/kv"]\ncapacity = "1MiB"\n')
+    found = await answer("bench", "--config", str(file), "--block", "64KiB", "--blocks", "8", "--rounds", "1")
+    assert [each["problem"] for each in found] == ["", ""]
+    assert all("2 plain files" in each["ceiling"] for each in found)
+    assert not (tmp_path / "a").exists()
+    assert not (tmp_path / "b").exists()
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("block", ["1", "4KiB"])
 async def test_few_small_blocks_are_measured(block: str, tmp_path: Path) -> None:
     """A disk tier for them has room for what it keeps about them, too."""

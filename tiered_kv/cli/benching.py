@@ -10,7 +10,7 @@ import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -173,18 +173,33 @@ async def _measured(
 @contextmanager
 def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSettings]:
     """Yield the tier with a path and a capacity for this work: a cache may have the real one open."""
-    path = getattr(tier, "path", None)
     stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))  # with its header, of whole pages
     room = {"capacity": 4 * work.num_blocks * stride + _NOTES}
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here")
-    if not isinstance(tier, OwnedTierSettings) or not isinstance(path, Path):
+    if not isinstance(tier, OwnedTierSettings):
         yield tier.model_copy(update=room | {"max_capacity": None}) if isinstance(tier, CPUTier | GPUTier) else tier
         return
+    with ExitStack() as made:
+        own = [made.enter_context(_folder_beside(path)) / "tier" for path in _paths_of(tier)]
+        if not own:
+            raise ConfigurationError("there is nothing to compare it with")
+        yield tier.model_copy(update=room | {"path": own[0] if len(own) == 1 else tuple(own)})
+
+
+@contextmanager
+def _folder_beside(path: Path) -> Iterator[Path]:
     there = next(each for each in (path, *path.parents) if each.exists())
     beside = there.parent if there == path and there.parent.stat().st_dev == there.stat().st_dev else there
     with tempfile.TemporaryDirectory(prefix=".tiered-kv-bench-", dir=beside) as folder:
-        yield tier.model_copy(update=room | {"path": Path(folder) / "tier"})
+        yield Path(folder)
+
+
+def _paths_of(tier: TierSettings) -> tuple[Path, ...]:
+    """Return the directories of a tier; none where its medium is another."""
+    given = getattr(tier, "path", ())
+    paths = given if isinstance(given, tuple) else (given,)
+    return paths if all(isinstance(each, Path) for each in paths) else ()
 
 
 @asynccontextmanager
@@ -236,8 +251,8 @@ async def _ceiling(tier: TierSettings, work: _Work) -> AsyncIterator[tuple[str, 
             return min(by_all_threads - started, time.perf_counter() - by_all_threads)
 
         yield "one copy in memory", copy
-    elif isinstance(path := getattr(tier, "path", None), Path):
-        with _plain_file(path, work, direct=isinstance(tier, OwnedTierSettings)) as (what, move):
+    elif paths := _paths_of(tier):
+        with _plain_files(paths, work, direct=isinstance(tier, OwnedTierSettings)) as (what, move):
             yield what, lambda direction: asyncio.to_thread(move, direction)
     else:
         async with _client_alone(tier, work) as move_alone:
@@ -245,22 +260,29 @@ async def _ceiling(tier: TierSettings, work: _Work) -> AsyncIterator[tuple[str, 
 
 
 @contextmanager
-def _plain_file(path: Path, work: _Work, *, direct: bool) -> Iterator[tuple[str, Callable[[Direction], float]]]:
-    """Yield what writes or reads as many blocks in a plain file, each by one call, in some threads."""
-    path.mkdir(parents=True, exist_ok=True)
+def _plain_files(
+    paths: Sequence[Path], work: _Work, *, direct: bool
+) -> Iterator[tuple[str, Callable[[Direction], float]]]:
+    """Yield what writes or reads as many blocks in plain files, one a directory, each by one call, in some threads."""
     stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))
-    with tempfile.NamedTemporaryFile(dir=path, prefix=".bench-") as file:
-        fd, what = -1, "a plain file"
-        if direct:
-            with suppress(OSError):  # the tier goes through the page cache there too
-                fd, what = os.open(file.name, os.O_RDWR | os.O_DIRECT), "a plain file, direct I/O"
-        fd = fd if fd >= 0 else os.open(file.name, os.O_RDWR)
+    with ExitStack() as opened:
+        what, fds = "a plain file" if len(paths) == 1 else f"{len(paths)} plain files", []
+        for path in paths:
+            path.mkdir(parents=True, exist_ok=True)
+            file = opened.enter_context(tempfile.NamedTemporaryFile(dir=path, prefix=".bench-"))
+            fd = -1
+            if direct:
+                with suppress(OSError):  # the tier goes through the page cache there too
+                    fd = os.open(file.name, os.O_RDWR | os.O_DIRECT)
+            direct = fd >= 0
+            fds.append(fd if direct else os.open(file.name, os.O_RDWR))
+            opened.callback(os.close, fds[-1])
         memory = torch.empty((work.num_blocks + 1) * stride, dtype=torch.uint8).numpy()
         aligned = memory[-memory.ctypes.data % _PAGE :][: work.num_blocks * stride].reshape(work.num_blocks, stride)
 
         def some(first: int, call: Callable[[int, list[Any], int], int]) -> None:
             for number in range(first, work.num_blocks, _THREADS):
-                call(fd, [aligned[number]], number * stride)
+                call(fds[number % len(fds)], [aligned[number]], number // len(fds) * stride)
 
         def move(direction: Direction) -> float:
             call: Any = os.pwritev if direction == "store" else os.preadv
@@ -272,10 +294,7 @@ def _plain_file(path: Path, work: _Work, *, direct: bool) -> Iterator[tuple[str,
                 thread.join()
             return time.perf_counter() - started
 
-        try:
-            yield what, move
-        finally:
-            os.close(fd)
+        yield f"{what}, direct I/O" if direct else what, move
 
 
 @asynccontextmanager
