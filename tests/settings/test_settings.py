@@ -13,7 +13,7 @@ from pydantic import ByteSize, ValidationError
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, check_tiers, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import HostSettings, TierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.redis.redis_backend import RedisBackend
@@ -387,6 +387,11 @@ def test_a_toml_file_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     settings = TieredKVSettings(tiers=["cpu://"])
     assert settings.tiers == (CPUTier(),)
     assert (settings.limits.window, settings.limits.load_timeout_s) == (2 * 1024**2, 7)
+    for limits in ({"bounce": "64MiB"}, CacheLimits(bounce="64MiB")):
+        merged = TieredKVSettings(limits=limits).limits
+        assert merged == CacheLimits(bounce="64MiB", window="2MiB", load_timeout_s=7)
+    host = HostSettings(mode="600")
+    assert TieredKVSettings(host=host).host == host
 
 
 def test_a_variable_of_too_many_levels_is_an_error_of_ours(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,7 +169,7 @@ class TieredKVSettings(BaseSettings):
         sources = [f"{_PREFIX}* of the environment", *([f"the file {path}"] if path else [])]
         try:
             _check_environment(type(self).model_fields)
-            super().__init__(**arguments)
+            super().__init__(**{name: _as_said(value) for name, value in arguments.items()})
         except ValidationError as error:
             lines = [line(where, what) for where, what in problems(error, type(self))]
         except SettingsError as error:
@@ -241,6 +241,11 @@ class TieredKVSettings(BaseSettings):
 
 _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
 """The file of the `from_toml` call that is being made: pydantic-settings has no argument for it."""
+
+
+def _as_said(value: Any) -> Any:  # noqa: ANN401 - as given
+    """Return of limits, and of what a server listens to, only what was said: the rest is the environment's to say."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, CacheLimits | HostSettings) else value
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
