@@ -340,6 +340,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda path: [nvme(path, 4096)],
         r"the NVMe tier at /.*: capacity=4.0 KiB \(4096 bytes\) .*holds no block",
     ),
+    "a small shared disk": (
+        lambda path: [{"medium": "shared_fs", "path": str(path / "shared"), "capacity": 4096}],
+        f"the shared_fs tier's capacity of 4096 bytes is below one block of {STRIDE + 4096} bytes: give it more",
+    ),
     "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "/file: it is a file; the NVMe"),
     "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
     "a path with a rank misspelt": (

@@ -97,6 +97,20 @@ def test_what_was_not_measured_is_not_taken(tmp_path: Path) -> None:
         assert why in result.stderr
 
 
+def test_what_no_file_of_prices_has_is_said_with_what_it_may_have(tmp_path: Path) -> None:
+    """At the top, and in a medium."""
+    file = tmp_path / "prices.toml"
+    for text, why in (
+        ("engine_price = 2", "engine_price: there is no such setting: did you mean 'engine_price_per_hour'?"),
+        (
+            '[[media]]\nname = "cpu"\nprice = 1\nread_bandwidth = "1GB"',
+            "media[0].price: there is no such setting: known are most",
+        ),
+    ):
+        file.write_text(text)
+        assert why in run(TRACE, "--prices", file).stderr
+
+
 def test_what_is_beyond_all_numbers_is_null() -> None:
     """JSON has no infinity: what reads it elsewhere would stop there."""
     best = answer(TRACE, "--no-check", "--engine-price", "1e308")["choices"][0]

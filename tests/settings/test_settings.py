@@ -172,6 +172,8 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
         (["file:///kv?capacity=1GiB&policy=lfu"], "tiers[0]: policy must be one of lru, arc"),
+        (["file:///kv?capacity=1GiB&erase=zap"], "tiers[0].erase: must be true, false or 'punch', got 'zap'"),
+        (["file:///kv?capacity=2GiB&max_capacity=1GiB"], "max_capacity (1.0 GiB) is below capacity (2.0 GiB)"),
         (["cpu://?policy=builtins:int"], "tiers[0].policy: 'builtins:int' is no subclass"),
         (["memory://?capacity=1MiB&timeout_s=0"], "tiers[0].timeout_s: must be positive, got '0'"),
         (["cpu://?timeout_s=1&admit_after=2"], "tiers[0]: timeout_s and admit_after: for storage tiers only"),

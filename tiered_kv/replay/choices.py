@@ -19,6 +19,7 @@ from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.settings.setting_errors import line, problems
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
@@ -98,9 +99,10 @@ class Prices(BaseModel):
         try:
             return cls.model_validate(given)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(map(str, first["loc"]))
-            raise ConfigurationError(f"{source}: {where}: {first['msg']}") from None
+            found = problems(error, cls)
+            inner = {where[:end] for where, _ in found for end in range(len(where))}  # of which a part is wrong
+            wrong = "; ".join(line(where, what) for where, what in found if where not in inner)
+            raise ConfigurationError(f"{source}: {wrong}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, Self, get_args
 
 from pydantic import (
     BaseModel,
@@ -178,10 +178,14 @@ def line(where: Where, what: str) -> str:
 
 def _fields_at(model: type[BaseModel], where: Where) -> dict[str, FieldInfo]:
     for part in where:
-        field = model.model_fields.get(str(part))
-        if field is None or not (isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)):
+        if isinstance(part, int):  # of a list: the model of its items was found with it
+            continue
+        field = model.model_fields.get(part)
+        types = () if field is None else (field.annotation, *get_args(field.annotation))
+        found = [each for each in types if isinstance(each, type) and issubclass(each, BaseModel)]
+        if not found:
             return {}
-        model = field.annotation
+        model = found[0]
     return model.model_fields
 
 

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from tiered_kv.settings.tier_settings import OwnedTierSettings, Size, SizeOrNone, default_size
 
@@ -35,10 +35,19 @@ class NVMeSettings(OwnedTierSettings):
         """The directories."""
         return self.path if isinstance(self.path, tuple) else (self.path,)
 
+    @field_validator("erase", mode="wrap")
+    @classmethod
+    def _check_erase(cls, given: object, validate: ValidatorFunctionWrapHandler) -> object:
+        try:
+            return validate(given)
+        except ValidationError:
+            raise ValueError(f"must be true, false or 'punch', got {given!r:.80}") from None
+
     @model_validator(mode="after")
     def _check_max_capacity(self) -> Self:
         if self.max_capacity is not None and self.max_capacity < self.capacity:
-            raise ValueError("max_capacity is below capacity")
+            most, least = (each.human_readable(separator=" ") for each in (self.max_capacity, self.capacity))
+            raise ValueError(f"max_capacity ({most}) is below capacity ({least})")
         return self
 
     @model_validator(mode="after")

@@ -105,7 +105,10 @@ class SharedFSBackend(Backend):
         settings = self.settings
         largest = max((shape.stride_bytes for shape in context.groups), default=0)
         if largest > settings.capacity:
-            raise ConfigurationError(f"a capacity of {settings.capacity} bytes for blocks of {largest}")
+            raise ConfigurationError(
+                f"the shared_fs tier's capacity of {settings.capacity} bytes is below one block of {largest} bytes: "
+                "give it more, or leave it out"
+            )
         n = settings.num_threads
         self._readers, self._writers = FileThreads(context.workers(n)), FileThreads(context.workers(n))
         self._clerk = FileThreads(context.workers(1))
