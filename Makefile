@@ -61,7 +61,7 @@ help:
 	@test -x $(IN_VENV)pip || $(PYTHON) -m venv .venv
 	@$(PIP) install -c constraints.txt '$(TORCH)' || { \
 		echo "No $(TORCH) for $$($(IN_VENV)python -V) at the package indexes pip knows; taking $(TORCH:+cpu=) instead."; \
-		echo "(An index of CPU builds in PIP_EXTRA_INDEX_URL would save the download of CUDA.)"; \
+		echo "(PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu would save the download of CUDA.)"; \
 		$(PIP) install -c constraints.txt '$(TORCH:+cpu=)'; }
 	@$(PIP) install -c constraints.txt -e '.[$*]'
 	@touch $@

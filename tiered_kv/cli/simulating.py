@@ -31,7 +31,7 @@ def simulate_command(
 ) -> None:
     """Look for broken promises. Ends with 0 if none was found; a seed that fails does so each time.
 
-    With --steps 1 --seed N one seed is run again, and its timeline shown.
+    With --steps 1 --seed N one seed is run again. Of each that fails the end of its timeline is shown.
     """
     num_steps = num_faults = num_seeds = 0
     failed: list[RunReport] = []
