@@ -434,6 +434,17 @@ async def test_a_taken_endpoint_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="cannot connect to 'nowhere'"):
             async with KVEventPublisher(kv, "nowhere"):
                 pass
+        for port in ("99999", "-1"):
+            with pytest.raises(ConfigurationError, match="a port is at most 65535"):
+                async with KVEventPublisher(kv, f"tcp://127.0.0.1:{port}"):
+                    pass
+        for wrong in (
+            {"endpoint": 5557},
+            {"endpoint": "ipc://a", "topic": 5},
+            {"endpoint": "ipc://a", "replay_endpoint": 5},
+        ):
+            with pytest.raises(ConfigurationError, match="must be a str, got 5"):
+                KVEventPublisher(kv, **wrong)
 
 
 WRONG: list[tuple[Callable[[KVEventPublisher], None], str]] = [
@@ -445,6 +456,7 @@ WRONG: list[tuple[Callable[[KVEventPublisher], None], str]] = [
     (lambda p: p.describe(prompt(2), tokens_of(2), hashes=[1]), "2 blocks, 1 hashes"),
     (lambda p: p.describe(prompt(2), tokens_of(2), extra_keys=[None]), "2 blocks, 1 entries"),
     (lambda p: p.describe(prompt(1), [-1] * BLOCK_SIZE), "token ids must lie in"),
+    (lambda p: p.describe([1, 2], tokens_of(1)), "keys must be BlockKeys"),  # type: ignore[arg-type]
 ]
 
 

@@ -44,6 +44,8 @@ class KVEventStatistics:
 
 def tokens_of(keys: BlockKeys, token_ids: TokenIds) -> NDArray[np.uint32]:
     """Return the tokens of all full blocks, ``(n, block_size)``."""
+    if not isinstance(keys, BlockKeys):
+        raise ConfigurationError(f"keys must be BlockKeys, from hash_blocks(), got {type(keys).__name__}")
     tokens, size = as_ints("token_ids", token_ids), keys.block_size
     num = min(len(keys), len(tokens) // size)
     if len(tokens) < len(keys) * size and (num < len(keys) - 1 or len(tokens) % size == 0):

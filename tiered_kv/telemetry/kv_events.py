@@ -83,6 +83,9 @@ class KVEventPublisher:
         Raises:
             ConfigurationError: A value that cannot be right.
         """
+        for name, text in (("endpoint", endpoint), ("replay_endpoint", replay_endpoint or ""), ("topic", topic)):
+            if not isinstance(text, str):
+                raise ConfigurationError(f"{name} must be a str, got {text!r:.80}")
         if form not in {"map", "array"}:
             raise ConfigurationError(f"form must be 'map' or 'array', got {form!r}")
         if snapshot_every_s < 0:

@@ -6,6 +6,7 @@ not kept any more. No send waits for a router: what one does not read in time is
 """
 
 import os
+import re
 import threading
 import time
 from collections import deque
@@ -26,6 +27,7 @@ _LINGER_MS: Final = 500
 _AT_ONCE: Final = 64
 """Pieces of work, and requests, between two looks at the sockets."""
 _SEQUENCE_BYTES: Final = 8
+_MOST_PORT: Final = 65_535
 
 
 @dataclass(frozen=True)
@@ -199,6 +201,11 @@ class RouterSocket:
 
 def _attach(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
     """Bind or connect, as vLLM decides it: ``*``, ``::``, ``ipc://`` and ``inproc://`` are bound."""
+    port = endpoint.rpartition(":")[2]
+    if endpoint.startswith("tcp://") and re.fullmatch(r"-?\d+", port) and not 0 <= int(port) <= _MOST_PORT:
+        raise ConfigurationError(
+            f"KV events cannot use {endpoint!r}: a port is at most {_MOST_PORT}"
+        )  # ZMQ takes another
     is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     try:
         (socket.bind if is_bound else socket.connect)(endpoint)
