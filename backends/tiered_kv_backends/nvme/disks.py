@@ -4,15 +4,17 @@ One that fails or hangs is let go of. It is tried again once in a while, and beg
 away must not come back with it. What hangs there may go on for ever, in threads of that disk alone.
 
 So that none brings back after a restart what was evicted while it was away, each directory has a file ``member``
-(`Member`): an identity of its own, and those of all that were in use when one came or went last, under a number that
-counts these times. The highest number says who belongs together. Whoever is not named there was away while blocks may
-have been evicted, and begins empty; as do the fewer where directories of two tiers are used together, and all where
-those of one were used apart.
+(`Member`): an identity of its own, and those of all that were in use when the tier was opened, or one came or went,
+last, under a number that grows by the time; and the numbers before it. Who is not named under the last number was away
+while blocks may have been evicted, and begins empty. Where directories were used apart there are several last numbers,
+of which none knows the others: who is not named under each begins empty, and that may be all. So do the fewer where
+directories of two tiers are used together.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
-any is named. The file has two copies, in places of its own that are written in turn: a disk that others have filled
-takes it, and a copy that is cut leaves the other.
+any is named. One that is emptied says of the others what all that was read has come to: killed meanwhile, those which
+have to be emptied with it still are. The file has two copies, in places of its own that are written in turn: a disk
+that others have filled takes it, and a copy that is cut leaves the other.
 """
 
 import asyncio
@@ -51,6 +53,10 @@ from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 MEMBER: Final = "member"
 _COPY_BYTES: Final = 4096
 _NUM_COPIES: Final = 2
+_MOST_TURNS: Final = 64
+"""Remembered before the last: of an older one, which of two came first is told by who was in use."""
+_CHANCE_BITS: Final = 32
+"""Of a turn's number: no two are alike that are said apart."""
 
 
 @dataclass(frozen=True)
@@ -59,15 +65,23 @@ class Member:
 
     Attributes:
         id: Its identity: 16 hexadecimal digits.
-        turn: How often directories had come or gone; 0 in one that was never in use.
+        turn: When the tier was opened, or one came or went: greater is later; 0 in one that was never in use.
         ids: Of those in use since.
         tier: The identity of the first directory that the tier had: turns of two tiers say nothing of each other.
+        before: The turns that this one came after, ascending.
     """
 
     id: str = field(default_factory=lambda: system().token_bytes(8).hex())
     turn: Annotated[int, Field(strict=True, ge=0, lt=2**63)] = 0
     ids: frozenset[str] = frozenset()
     tier: str = ""
+    before: tuple[int, ...] = ()
+
+    def is_after(self, other: "Member") -> bool:
+        """Whether who said it knew of the other: of what is too old to be remembered, if any was in use in both."""
+        is_too_old = other.turn < min((*self.before, self.turn))
+        knows = not self.ids.isdisjoint(other.ids) if is_too_old else other.turn in self.before
+        return knows and other.turn < self.turn
 
 
 _MEMBER = TypeAdapter(Member)
@@ -150,26 +164,43 @@ def are_settled(members: Sequence[Member]) -> bool:
     return all(member.ids == ids and member.turn == members[0].turn for member in members)
 
 
-def next_turn(members: Sequence[Member], last: int = 0) -> list[Member]:
-    """Return what each is to say, where just these are in use from now on, and turn ``last`` may have been said."""
-    turn, ids = 1 + max(last, *(member.turn for member in members)), frozenset(member.id for member in members)
-    tier = next(filter(None, (member.tier for member in members)), members[0].id)
-    return [replace(member, turn=turn, ids=ids, tier=tier) for member in members]
+def come_to(members: Sequence[Member]) -> Member:
+    """Return what all of these say together, to be said by one of no name: who was never away while others were in use.
 
-
-def were_away(members: Sequence[Member]) -> list[bool]:
-    """Say which of them were not in use when others were last, or are of another tier than most, or than the first.
-
-    All, if some were in use and none of the others was, and then the other way round: each of them has what was evicted
-    while it was away.
+    Of directories of two tiers those of most count, or of the first one's.
     """
     used = [member for member in members if member.turn]
     if not used:
-        return [False] * len(members)
+        return Member("")
     [(tier, _)] = Counter(member.tier for member in used).most_common(1)  # of equal numbers the first
-    latest = max((member for member in used if member.tier == tier), key=lambda member: member.turn)
-    apart = [member for member in used if member.tier == tier and member.ids.isdisjoint(latest.ids)]
-    return [bool(apart) or member.id not in latest.ids or member.tier not in {"", tier} for member in members]
+    ours = [member for member in used if member.tier == tier]
+    last = [member for member in ours if not any(other.is_after(member) for other in ours)]
+    before = sorted({turn for member in ours for turn in (*member.before, member.turn)})[-_MOST_TURNS:]
+    ids = frozenset.intersection(*(member.ids for member in last))
+    return Member("", _turn_after(member.turn for member in used), ids, tier, tuple(before))
+
+
+def next_turn(members: Sequence[Member], last: Member | None = None) -> list[Member]:
+    """Return what each is to say, where just these are in use from now on, and ``last`` may have been said."""
+    last = last or come_to(members)
+    turn, ids = _turn_after((last.turn, *(each.turn for each in members))), frozenset(each.id for each in members)
+    before = (*last.before, last.turn)[-_MOST_TURNS:] if last.turn else ()
+    said = Member("", turn, ids, last.tier or members[0].id, before)
+    return [replace(said, id=member.id) for member in members]
+
+
+def _turn_after(turns: Iterable[int]) -> int:
+    chance = int.from_bytes(system().token_bytes(_CHANCE_BITS // 8))
+    return ((max(turns) >> _CHANCE_BITS) + 1 << _CHANCE_BITS) + chance
+
+
+def were_away(members: Sequence[Member]) -> list[bool]:
+    """Say which of them were not in use when others were, or are of another tier than most, or than the first.
+
+    All, if each was in use while the others were not: each of them has what was evicted while it was away.
+    """
+    said = come_to(members)
+    return [bool(said.turn) and (member.id not in said.ids or member.tier not in {"", said.tier}) for member in members]
 
 
 def are_copies(members: Sequence[Member]) -> list[bool]:
@@ -180,8 +211,8 @@ def are_copies(members: Sequence[Member]) -> list[bool]:
     return [member is not originals[member.id] for member in members]
 
 
-def make_empty(path: Path) -> None:
-    """Delete all blocks in a directory, of whichever model, and what it says of itself; log which models' they were.
+def make_empty(path: Path, said: Member | None = None) -> None:
+    """Delete all blocks in a directory, of whichever model; log which models' they were. Then it says this of itself.
 
     Raises:
         OSError: They cannot be deleted.
@@ -192,6 +223,9 @@ def make_empty(path: Path) -> None:
             log("warning", "nvme.directory_emptied", path=str(path), folders=folders)
         for folder in folders:
             remove_folder(root, folder)
+        if said is not None:
+            write_member(path, said)
+            return
         with contextlib.suppress(FileNotFoundError):
             files().unlink(MEMBER, dir_fd=root)
 
@@ -272,7 +306,7 @@ class Disks:
             for n, path in enumerate(settings.paths)
         ]
         self._changing = asyncio.Lock()  # which are in use
-        self._last_turn = 0  # that any says, or was to say: what fails may be on its disk all the same
+        self._last = Member("")  # that any says, or was to say: what fails may be on its disk all the same
         self._returning = set[asyncio.Future[None]]()
         self._finding: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -311,7 +345,7 @@ class Disks:
             if disk.store is None:
                 disk.lost.set_result(None)
                 log("error", "nvme.directory_away", path=str(disk.path), error=disk.why)
-        await self._join()
+        await self._join(is_news=True)  # who cannot say it may have been named by one that is not there now
         return found
 
     async def lose(self, disk: Disk, store: DirectoryStore, why: str) -> None:
@@ -353,7 +387,7 @@ class Disks:
         alone names itself: it is another one's tier, should they be used together, and only one of both goes on.
         """
         named = [disk for disk in self._disks if disk.store is not None and disk.is_named]
-        is_as_ever = not self._last_turn and len(self.stores()) == len(self)
+        is_as_ever = not self._last.turn and len(self.stores()) == len(self)
         return [] if is_as_ever and len(named) < len(self) else named
 
     async def each(self, calls: Iterable[tuple[Disk, Coroutine[Any, Any, None]]], *, are_lent: bool = False) -> None:
@@ -451,12 +485,13 @@ class Disks:
         for disk, is_copy in zip(there, are_copies([disk.member for disk in there]), strict=True):
             if is_copy:  # it is a directory of its own, which nobody has named
                 disk.member, disk.is_named = Member(), False
-        return list(zip(there, were_away([disk.member for disk in there]), strict=True))
+        members = [disk.member for disk in there]
+        self._last = come_to(members)
+        return list(zip(there, were_away(members), strict=True))
 
     async def _look_into(self, disk: Disk) -> None:
         said, disk.site = await disk.threads.clerk.run(look_into, disk.path)
         disk.member, disk.is_named = said or Member(), said is not None
-        self._last_turn = max(self._last_turn, disk.member.turn)  # though its store may not open
 
     def _is_unmounted(self, disk: Disk) -> bool:
         """Whether a directory, of a tier that has been used, looks like the mount point of a disk that is away."""
@@ -464,13 +499,20 @@ class Disks:
         return disk.site is Site.EMPTY_ON_SYSTEM_DISK and any(each.site is Site.OWN_DISK for each in others)
 
     async def _empty(self, disk: Disk) -> None:
-        await disk.threads.clerk.run(make_empty, disk.path)
-        disk.member, disk.is_named = Member(), False
+        if disk.member.turn > self._last.turn:  # others have used it since the tier was opened
+            before = (*self._last.before, self._last.turn)
+            self._last = replace(self._last, turn=_turn_after([disk.member.turn]), before=before)
+        said = replace(self._last, id=Member().id) if disk.member.turn else None
+        try:
+            await disk.threads.clerk.run(make_empty, disk.path, said)
+        except OSError as error:
+            raise BackendUnavailableError(f"{disk.path} could not be emptied: {error.strerror}") from error
+        disk.member, disk.is_named = said or Member(), said is not None
 
-    async def _join(self) -> None:
-        """Have those that are in use say so, if they are others than before; see what is missing."""
+    async def _join(self, *, is_news: bool = False) -> None:
+        """Have those that are in use say so, if that is news, or they are others than before; see what is missing."""
         away = [disk for disk in self._disks if disk.store is None]
-        await self._note(is_news=bool(away))  # also where a copy, which has its identity, is in its place
+        await self._note(is_news=is_news or bool(away))  # also where a copy, which has its identity, is in its place
         is_away = np.isin(np.arange(len(self)), [disk.number for disk in away])
         why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
         most = [kind.num_slots(self.max_blocks * len(self)) for kind in self._kinds] if away else []
@@ -488,8 +530,8 @@ class Disks:
         disks = self._to_name()
         members = [disk.member for disk in disks]
         if disks and (is_news or not are_settled(members)):
-            said = next_turn(members, self._last_turn)
-            self._last_turn = said[0].turn
+            said = next_turn(members, self._last)
+            self._last = said[0]
             await self._say_each(zip(disks, said, strict=True))
 
     async def _say_each(self, what: Iterable[tuple[Disk, Member]]) -> None:

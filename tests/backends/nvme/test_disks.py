@@ -592,6 +592,141 @@ async def test_what_was_evicted_in_one_comes_back_from_none_that_was_used_apart(
         assert tier.recovered(N) == count_up(N)
 
 
+async def use_apart(paths: Sequence[Path]) -> None:
+    """Have two directories of one tier that are full of blocks, and each of which was used while the other was away."""
+    async with opened(paths) as tier:
+        await tier.write(count_up(N))
+    for there in (1, 0):
+        take_away(paths[1 - there])
+        async with opened(paths):
+            pass
+        bring_back(paths[1 - there])
+
+
+@pytest.mark.parametrize("num_steps", range(7))
+async def test_killed_while_those_that_were_used_apart_are_emptied(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, num_steps: int
+) -> None:
+    """Before whichever step: the one that was not yet emptied is no tier that goes on, whose blocks would be found."""
+    steps = iter(range(num_steps))
+
+    def until_killed(step: Callable[..., None]) -> Callable[..., None]:
+        def step_until_killed(*args: object) -> None:
+            if next(steps, None) is None:
+                raise RuntimeError("killed")
+            step(*args)
+
+        return step_until_killed
+
+    await use_apart(paths[:2])
+    with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+        for step in (make_empty, write_member):
+            patch.setattr(disks, step.__name__, until_killed(step))
+        async with opened(paths[:2]):
+            pass
+    for _ in range(2):
+        async with opened([paths[1], paths[0]]) as tier:
+            assert tier.recovered(N) == {}
+
+
+async def test_one_that_could_not_be_emptied_brings_nothing_back(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all were to be, those that are empty go on as the tier that they were: it is no other one's, to be kept."""
+    empty, failing = disks.make_empty, set(paths[:2])
+
+    def empty_unless_failing(path: Path, said: Member | None) -> None:
+        if path in failing:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        empty(path, said)
+
+    await use_apart(paths[:2])
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "make_empty", empty_unless_failing)
+        with pytest.raises(BackendUnavailableError, match="could not be emptied"):
+            async with opened(paths[:2]):
+                pass
+        failing.remove(paths[0])
+        async with opened(paths[:2]) as tier:
+            assert missing_slots(tier) == list(range(1, N, 2))
+            await tier.write({0: N})
+    async with opened([paths[1], paths[0]]) as tier:
+        assert tier.recovered(N + 1) == {1: N}
+
+
+async def test_one_that_was_left_behind_costs_no_other_its_blocks(paths: list[Path], tmp_path: Path) -> None:
+    """Directories that were replaced one after the other: the first that comes back begins empty, the last does not."""
+    a, b, c = paths
+    d = tmp_path / "d"
+    for together in ([a, b], [a, c], [c, d]):
+        async with opened(together) as tier:
+            await tier.write(count_up(N))
+    async with opened([b, d]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(1, N, 2)}
+
+
+async def test_one_that_could_not_say_whom_it_was_used_with_knows_who_was_away(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Named by another alone: whoever is used without that one says so, though to itself all is as it was before."""
+    write = disks.write_member
+
+    def write_elsewhere(path: Path, member: Member) -> None:
+        if path == paths[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, member)
+
+    async with opened(paths[:1]):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "write_member", write_elsewhere)
+        async with opened(paths[:2]) as tier:
+            await tier.write(count_up(N))
+    async with opened(paths[:1]):
+        pass  # in which a block of the other may be evicted
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(0, N, 2)}
+
+
+async def test_one_that_comes_back_from_elsewhere_is_known_by_its_new_name(paths: list[Path]) -> None:
+    """However much later it was used there than the others here: at the next start it was not away."""
+    async with opened(paths[:2]):
+        pass
+    take_away(paths[1])
+    now = [0.0]
+    async with opened(paths[:2], now) as tier:
+        bring_back(paths[1])
+        for _ in range(5):
+            async with opened(paths[1:2]):
+                pass
+        now[0] += 6
+        tier.backend.try_again()
+        await until_back(tier.backend)
+        await tier.write(count_up(N))
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == count_up(N)
+
+
+@pytest.mark.parametrize("num_more", [0, 3])
+def test_of_two_that_named_a_third_one_apart_the_third_goes_on(num_more: int) -> None:
+    """Killed before that one had it said to it: each of the others was away while it was used without the other."""
+    a, b, c = next_turn([Member(name) for name in "abc"])
+    for _ in range(1 + num_more):
+        a, _ = next_turn([a, b])
+    b, c = next_turn([b, c])
+    assert were_away([a, b, c]) == [True, False, True]
+    assert were_away([a, b]) == [True, False]
+
+
+def test_turns_that_nobody_remembers_came_before() -> None:
+    """After however many: one that was away begins empty, and those that were in use go on."""
+    first = there = next_turn([Member(name) for name in "abc"])
+    for _ in range(1000):
+        there = next_turn(there[:2])
+    assert were_away([*there, first[2]]) == [False, False, True]
+    assert len(there[0].before) < 100
+
+
 async def test_one_that_another_tier_had_is_added_empty(paths: list[Path], tmp_path: Path) -> None:
     """However often directories came and went there: of two tiers' directories the larger number stays."""
     async with opened(paths[:2]) as tier:
