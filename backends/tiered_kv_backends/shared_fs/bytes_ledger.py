@@ -5,7 +5,9 @@ and whether anyone sweeps or not. Deleting gives nothing back: a sweep counts wh
 Bytes that were taken and perhaps not yet written when a sweep began are counted on top, whatever it found of them; so
 the number is never too low. Where it is not known, nothing is written.
 
-The file is one line, a checksum and JSON, changed under flock(2) for some microseconds.
+The file is one line, a checksum and JSON, changed under flock(2) for some microseconds. Where who has it locked was
+stopped, another file takes its place: what is written to the old one from then on counts for nobody, who writes it
+included.
 
 What a process may write to a shared directory: bytes taken from the ledger that all share, if it has room.
 """
@@ -22,16 +24,19 @@ import uuid
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Final
 
 from pydantic import Field, TypeAdapter, ValidationError
 
 from tiered_kv.media.backend import Block
 from tiered_kv.values.errors import BackendUnavailableError
+from tiered_kv.values.log import log
 from tiered_kv_backends.shared_fs import files
 from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of
 
 LEDGER_NAME = "ledger"
+_NEXT_NAME = f"{LEDGER_NAME}.new"
 ALLOWANCE_S = 60.0
 """For how long bytes taken may lie unused, before they must be taken anew."""
 
@@ -40,6 +45,8 @@ _DEAD_NS = 600 * 10**9
 _LOCK_S, _PAUSE_S = 2.0, 0.01
 """How long others may keep it locked: they need microseconds, unless their machine has stopped them. The longest pause
 between two tries; chance chooses each, so that of many who wait none is always too late."""
+_STOPPED_NS = 60 * 10**9
+"""Age of what was written last at which who keeps it locked is taken to have been stopped."""
 _MOST_BYTES = 1 << 20
 """Of the file: of some 20,000 processes."""
 
@@ -78,6 +85,7 @@ class ByteLedger:
 
     def __init__(self, root: str, capacity: int, wall_clock_ns: Callable[[], int]) -> None:
         self._root = root
+        self._path = Path(root, LEDGER_NAME)
         self._capacity = capacity
         self._wall_clock_ns = wall_clock_ns
         self._writer = uuid.uuid4().hex[:16]
@@ -118,7 +126,7 @@ class ByteLedger:
             How many it is; None if nothing can be known now.
 
         Raises:
-            OSError: The filesystem fails, or is not mounted.
+            OSError: The filesystem fails, or is not mounted; `BlockingIOError`: others have it locked.
         """
         try:
             with self._locked() as file:
@@ -128,7 +136,7 @@ class ByteLedger:
                 self._put(file, books, taken, unwritten + taken)
                 self.num_sweeps = books.num_sweeps
                 return taken
-        except (BlockingIOError, FileNotFoundError):
+        except FileNotFoundError:
             check_mounted(self._root)
             return None
 
@@ -188,19 +196,56 @@ class ByteLedger:
         """Yield the file, locked.
 
         Raises:
-            BlockingIOError: Others keep it locked.
+            BlockingIOError: Others keep it locked, or have another in its place by now: nothing was written.
             OSError: The filesystem fails, or knows no locks.
         """
-        file = open_own(self._root, LEDGER_NAME, flags)
+        file = self._lock(flags)
         try:
-            until = time.monotonic() + _LOCK_S
-            while not try_lock(file):
-                if time.monotonic() > until:
-                    raise BlockingIOError(errno.EAGAIN, "others keep it locked", f"{self._root}/{LEDGER_NAME}")
-                time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret; in a thread
             yield file
+            if not self._is_in_place(file):
+                raise self._blocked()
         finally:
             os.close(file)
+
+    def _lock(self, flags: int) -> int:
+        until = time.monotonic() + _LOCK_S
+        while True:
+            with contextlib.ExitStack() as opened:
+                file = open_own(self._root, LEDGER_NAME, flags)
+                opened.callback(os.close, file)
+                if not (is_ours := try_lock(file) and self._is_in_place(file)) and time.monotonic() > until:
+                    return self._replaced(file)
+                if is_ours:
+                    opened.pop_all()
+                    return file
+            time.sleep(random.uniform(0, _PAUSE_S))  # noqa: S311 - no secret; in a thread
+
+    def _replaced(self, stopped: int) -> int:
+        """Put a file, locked, in the place of one that a process keeps locked which was stopped.
+
+        In its place first, and then filled: until it is nothing is known, and what is written to the other one before
+        is read, if who writes it does not find it replaced.
+        """
+        if os.fstat(stopped).st_mtime_ns > self._wall_clock_ns() - _STOPPED_NS:
+            raise self._blocked()
+        with contextlib.ExitStack() as opened:
+            file = open_own(self._root, _NEXT_NAME, os.O_CREAT)
+            opened.callback(os.close, file)
+            if not (try_lock(file) and self._is_in_place(stopped)):
+                raise self._blocked()  # others are at it, or have been
+            Path(self._root, _NEXT_NAME).rename(self._path)
+            os.pwrite(file, os.pread(stopped, _MOST_BYTES, 0), 0)
+            log("warning", "shared_fs.ledger_replaced", path=self._root)
+            opened.pop_all()
+            return file
+
+    def _is_in_place(self, file: int) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return os.path.samestat(os.fstat(file), self._path.stat())
+        return False
+
+    def _blocked(self) -> BlockingIOError:
+        return BlockingIOError(errno.EAGAIN, "others keep it locked", str(self._path))
 
 
 def try_lock(file: int) -> bool:
@@ -267,6 +312,7 @@ class DirectoryRoom:
         self._clock = clock
         self._taking = asyncio.Lock()
         self._allowance, self._allowance_until = 0, float("-inf")
+        self._num_blocked = 0  # calls that others kept the ledger from
         self.unwritten = 0
         self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
 
@@ -282,12 +328,12 @@ class DirectoryRoom:
         """
         if not await self._is_free(blocks):
             return 0
-        needed = sum(block.num_bytes for block in blocks)
+        needed, num_blocked = sum(block.num_bytes for block in blocks), self._num_blocked
         async with self._taking:
             if self._clock() >= self._allowance_until:
                 self.unwritten -= self._allowance
                 self._allowance = 0
-            if self._allowance < needed:
+            if self._allowance < needed and num_blocked == self._num_blocked:  # else it has waited as long behind one
                 ahead = min(int(self._capacity * _TAKEN_FRACTION), _TAKEN_BYTES)
                 await self._take(max(needed, ahead) - self._allowance)
                 on_taken()
@@ -320,6 +366,8 @@ class DirectoryRoom:
         self.unwritten += wanted  # first: a sweep may begin meanwhile
         try:
             taken = await self._threads.run(self._ledger.take, wanted, before) or 0
+        except BlockingIOError:
+            taken, self._num_blocked = 0, self._num_blocked + 1
         except OSError as error:
             self.unwritten -= wanted
             raise BackendUnavailableError(f"{self._root}: {text_of(error)}") from error

@@ -1,20 +1,23 @@
 """What a shared directory may still take: all processes' ledger, one's room in it, and when a sweep is due."""
 
 import asyncio
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tiered_kv.media.backend import Block
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey, Namespace
+from tiered_kv_backends.shared_fs import bytes_ledger
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom, LedgerCounts
 from tiered_kv_backends.shared_fs.files import FileThreads, probe
 from tiered_kv_backends.shared_fs.sweeper import Sweeper, Swept
@@ -292,6 +295,97 @@ def test_a_sweep_that_is_stopped_sets_nothing_right(root: str, clock: Clock) -> 
     sweeper.stop()
     assert sweeper.sweep() == Swept(0, 0, 0, 0)
     assert (books_of(ledger).total, books_of(ledger).num_sweeps) == (5000, 0)
+
+
+@contextlib.contextmanager
+def stopped(root: str, clock: Clock) -> Iterator[int]:
+    """Have a process be stopped while it has the ledger locked, which was written just now; yield its descriptor."""
+    with Path(root, "ledger").open("r+") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        os.utime(file.fileno(), ns=(0, clock.now_ns))
+        yield file.fileno()
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have nobody wait long for a lock."""
+    monkeypatch.setattr(bytes_ledger, "_LOCK_S", 0.0)
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_process_that_was_stopped_with_the_ledger_keeps_it_for_a_minute(root: str, clock: Clock) -> None:
+    """From then on the others go on with what it had written, and any of them may be stopped the same way."""
+    ledger, other = ledger_in(root, clock), ledger_in(root, clock)
+    assert ledger.take(100, 0) == 100
+    for num_taken in (100, 101):
+        with stopped(root, clock):
+            clock.now_ns += MINUTE_NS - 1
+            with pytest.raises(BlockingIOError, match="others keep it locked"):
+                other.take(1, 0)
+            clock.now_ns += 1
+            assert books_of(ledger).total == num_taken
+            assert other.take(1, 0) == 1
+            assert books_of(ledger).total == num_taken + 1
+
+
+@pytest.mark.usefixtures("hurried")
+@pytest.mark.parametrize("when", ["before it wrote", "behind that"])
+def test_what_a_process_takes_that_goes_on_too_late_is_not_taken(
+    root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Whenever it was stopped: never do two have the same bytes."""
+    late, other = ledger_in(root, clock), ledger_in(root, clock)
+    pwrite, is_first, has_written = os.pwrite, True, when == "behind that"
+
+    def be_stopped(file: int, data: bytes, offset: int) -> int:
+        nonlocal is_first
+        was_first, is_first = is_first, False
+        if was_first and has_written:
+            pwrite(file, data, offset)
+        if was_first:
+            os.utime(file, ns=(0, clock.now_ns))
+            clock.now_ns += MINUTE_NS
+            assert other.take(CAPACITY, 0) == CAPACITY - (300 if has_written else 0)
+        return pwrite(file, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", be_stopped)
+    with pytest.raises(BlockingIOError):
+        late.take(300, 0)
+    assert books_of(other).total == CAPACITY
+    assert late.take(300, 0) == 0
+
+
+class InTurn(AtOnce):
+    """Workers that run calls at the next turn of the loop."""
+
+    def run(self, function: Callable[..., Any], *args: object) -> "asyncio.Future[Any]":
+        """Run a call."""
+
+        async def later() -> object:
+            await checkpoint()
+            return await AtOnce.run(self, function, *args)
+
+        return asyncio.ensure_future(later())
+
+
+@pytest.mark.usefixtures("hurried")
+async def test_who_waits_behind_others_for_the_ledger_does_not_wait_as_long_again(root: str, clock: Clock) -> None:
+    """Else the last of many stores would be late, and the tier bypassed for it. What was taken ahead is used."""
+    ledger, workers, asked = ledger_in(root, clock), InTurn(), list[int]()
+    room = room_in(root, clock, ledger, workers)
+    assert await room.take(blocks(7), lambda: None) == 7
+    workers.seen = lambda: asked.append(1)
+
+    async def take_three_times() -> list[int]:
+        return await asyncio.gather(*(room.take(blocks(2), lambda: None) for _ in range(3)))
+
+    with stopped(root, clock):
+        assert await take_three_times() == [1, 0, 0]
+        assert len(asked) == 1
+        assert await take_three_times() == [0, 0, 0]
+        assert len(asked) == 2
+        assert room.unwritten == 8 * BLOCK
+    assert await take_three_times() == [2, 2, 2]
 
 
 def make_records(root: str, salt: int, num_records: int) -> None:
