@@ -7,11 +7,11 @@ import asyncio
 import contextlib
 import errno
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -258,27 +258,32 @@ class DirectoryStore:
         with self._translated(f"forget {len(slots)} slots of {self.path}"):
             await self._forget(files, slots)
 
-    async def checkpoint(
+    def checkpoint(
         self, group: int, names: Names, slots: Slots, sequences: NDArray[np.uint64], *, sync: bool = False
-    ) -> None:
+    ) -> Coroutine[Any, Any, None]:
         """Remember exactly these blocks, used in this order; with ``sync``, survive a loss of power.
 
-        A block whose write begins while this is called may be remembered too.
+        It begins when this is called: what is written to one of the slots from then on is entered behind. A block
+        whose write begins before it has ended may be remembered too.
 
         Raises:
             BackendUnavailableError: The disk did not take it. Any of these and of those remembered before may be.
         """
         files = self._group(group, slots)
         dropped = files.held_beside(slots)
-        with self._translated(f"remember {len(slots)} blocks in {self.path}"):
-            remembered = self._run(self._clerk, files.remember, names, slots, sequences)
-            files.num_checkpoints += 1  # what is written to one of the slots from now on is entered behind
-            remembered.add_done_callback(files.end_checkpoint)
-            await self._forget(files, dropped)
-            await remembered
-            if sync:
-                await self._run(self._writers, files.slab.sync)
-                await self._run(self._clerk, self._files.sync, files.ledger)
+        remembered = self._run(self._clerk, files.remember, names, slots, sequences)
+        files.num_checkpoints += 1
+        remembered.add_done_callback(files.end_checkpoint)
+
+        async def checkpoint() -> None:
+            with self._translated(f"remember {len(slots)} blocks in {self.path}"):
+                await self._forget(files, dropped)
+                await remembered
+                if sync:
+                    await self._run(self._writers, files.slab.sync)
+                    await self._run(self._clerk, self._files.sync, files.ledger)
+
+        return checkpoint()
 
     async def resize(self, num_blocks: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.

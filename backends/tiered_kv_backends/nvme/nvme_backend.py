@@ -325,14 +325,12 @@ class NVMeBackend(SlotBackend):
     ) -> None:
         """Make a call that changes what is remembered; a directory that is away needs none: it will come back empty."""
 
-        async def change(disk: Disk, at: Slots, local: Slots) -> None:
-            if (store := disk.store) is None:
-                await self._disks.until_settled()
-                return
-            await self._change(disk, store, call(store, at, local))
+        def change(disk: Disk, at: Slots, local: Slots) -> Coroutine[Any, Any, None]:
+            store = disk.store
+            return self._disks.until_settled() if store is None else self._change(disk, store, call(store, at, local))
 
         shares = self._shares(slots)
-        await self._disks.each((share[0], change(*share)) for share in shares if everywhere or len(share[1]))
+        await self._disks.each([(share[0], change(*share)) for share in shares if everywhere or len(share[1])])
 
     async def _change(self, disk: Disk, store: DirectoryStore, call: Awaitable[None]) -> None:
         """Wait for a call; where that fails with its whole directory, and there are others, let go of this one."""

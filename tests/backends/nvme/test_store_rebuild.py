@@ -310,6 +310,12 @@ async def test_what_is_written_behind_a_checkpoint_is_what_a_restart_finds(tmp_p
     checkpoint = backend.checkpoint(0, block_names([key_of(n) for n in range(3)]), np.arange(3))
     _, stored = await threads.end(checkpoint, tier.write({1: 11}))
     assert stored == [Outcome.STORED]
+    checkpoint = backend.checkpoint(0, block_names([key_of(n) for n in (0, 11, 2)]), np.arange(3))
+    remembering, _ = await threads.begin(checkpoint)
+    made = make_block(content_of(12), key_of(12))
+    if not backend.begin_write(0, np.array([2]), block_names([key_of(12)]), [made], lambda _: None, lambda _: None):
+        await threads.end(tier.write({2: 12}))
+    await threads.end(remembering)
     await threads.end(backend.aclose())
     async with open_tier(tmp_path) as tier:
-        assert tier.recovered(12) == {0: 0, 1: 11, 2: 2}
+        assert tier.recovered(13) == {0: 0, 1: 11, 2: 12}
