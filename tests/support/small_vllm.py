@@ -288,7 +288,7 @@ class SmallVLLM:
             num_ranks=num_ranks, num_stages=1, groups=groups or (group(),),
             num_engine_blocks=num_blocks + 1, num_step_blocks=16,
             loads=role != "kv_producer", stores=role != "kv_consumer",
-            tells_events=False, writes_first=writes_first,
+            tells_events=False, writes_first=writes_first, is_async=bool(is_async),
         )  # fmt: skip
         self.groups = configuration.groups
         self.has_cache = has_cache

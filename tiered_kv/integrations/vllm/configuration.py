@@ -200,6 +200,7 @@ class Configuration:
         tells_events: Whether vLLM publishes KV events.
         writes_first: Whether vLLM's model runner writes to blocks that it hands out anew (empties them, copies to them)
             before it tells the workers whose they were: its second one does.
+        is_async: Whether vLLM schedules a step before it has the output of the one before it.
     """
 
     connector: ConnectorSettings
@@ -214,6 +215,7 @@ class Configuration:
     stores: bool
     tells_events: bool
     writes_first: bool
+    is_async: bool
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
@@ -249,6 +251,7 @@ class Configuration:
             stores=transfer.is_kv_producer,
             tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
             writes_first=bool(vllm_config.use_v2_model_runner),
+            is_async=bool(vllm_config.scheduler_config.async_scheduling),
         )
 
     @cached_property
@@ -283,6 +286,15 @@ class Configuration:
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
         return len(self.groups) == 1 and self.is_whole
+
+    @cached_property
+    def loads_first(self) -> bool:
+        """Whether a step may begin with a load that it computes with; else requests wait for theirs beside steps.
+
+        Not where a host's server may go before it has begun, and a step more is scheduled by then: vLLM computes anew
+        what the first of them had, and answers with the token that the other has made of it.
+        """
+        return self.loads_parts and (self.below.settings is not None or not self.is_async)
 
     @cached_property
     def is_whole(self) -> bool:

@@ -384,7 +384,8 @@ class PendingLoads:
         if not num_blocks or (num_blocks < bringing.num_blocks and not loads_parts):
             self._give_up(bringing)
             return 0, False
-        bringing.is_told, bringing.comes_first = True, loads_parts and bringing.num_bytes <= self._num_first_bytes
+        bringing.is_told, is_little = True, bringing.num_bytes <= self._num_first_bytes
+        bringing.comes_first = self._configuration.loads_first and is_little
         if bringing.comes_first:
             self._num_first_bytes -= bringing.num_bytes
         size = self._configuration.main.block_size
