@@ -550,6 +550,7 @@ def test_a_prompt_comes_back_to_the_last_end_that_all_groups_have(shape: str) ->
         engine.step()
         assert two.is_loading
         assert two.num_computed_tokens == 12 * BLOCK_SIZE
+        assert engine.hits == {"host": 12 * BLOCK_SIZE}
         engine.settle()
         engine.settle_loop()
         engine.step()

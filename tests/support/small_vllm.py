@@ -50,7 +50,7 @@ def pretended() -> dict[str, ModuleType]:
         return tensor
 
     bases = (
-        "KVCacheEvent", "BlockStored", "BlockRemoved", "CacheHitSource", "KVConnectorHandshakeMetadata",
+        "KVCacheEvent", "BlockStored", "BlockRemoved", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
         "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
@@ -62,6 +62,7 @@ def pretended() -> dict[str, ModuleType]:
         "KVConnectorStats": Stats,
         "SecondaryTierManager": SecondaryTierManager,
         "Medium": SimpleNamespace(STORAGE="storage"),
+        "CacheHitSource": SimpleNamespace(HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="others"),
         "get_offload_block_hash": None,
         "get_offload_group_idx": None,
         "generate_block_hash_extra_keys": None,
@@ -253,6 +254,7 @@ class SmallVLLM:
         num_free: Blocks that nobody has.
         num_preemptions: So far.
         orders: Of each step, the stores that the workers were told of, those before computing too.
+        hits: Tokens that were found, by where they were, in vLLM's words.
     """
 
     def __init__(
@@ -316,6 +318,7 @@ class SmallVLLM:
         self.running: list[Request] = []
         self.waiting: deque[Request] = deque()
         self.orders: list[int] = []
+        self.hits: Counter[str] = Counter()
         self.num_preemptions = 0
         self._kept: dict[str, Request] = {}
         self._failed: set[str] = set()
@@ -465,6 +468,7 @@ class SmallVLLM:
             self.num_here += len(here)
             self.running.append(self.waiting.popleft())
             self.scheduling.begin(request, request.tables, found)
+            self.hits.update(self.scheduling.hit_sources(request, found) if found else {})
             request.num_computed_tokens = num_here + found
             if is_beside:
                 request.is_loading = True

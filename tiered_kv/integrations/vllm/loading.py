@@ -359,7 +359,7 @@ class PendingLoads:
         if not (self._memory and tracked.may_hurry):
             return None
         needed = self._needed(request, first, num_found)
-        load_s, num_blocks = self._note_tiers(tracked, needed), sum(len(keys) for _, keys in needed)
+        load_s, num_blocks = self._note_tiers(tracked, needed, num_found), sum(len(keys) for _, keys in needed)
         bringing = self._bringing[request.request_id] = Bringing(
             tracked,
             {group.number: self._planner.plan_load(keys) for group, keys in needed},
@@ -432,8 +432,10 @@ class PendingLoads:
         )
         return [(group, need.needed) for group, need in needs if len(need.needed)]
 
-    def _note_tiers(self, tracked: Tracked, needed: list[tuple[EngineGroup, BlockKeys]]) -> float | None:
-        """Take note of which tiers have the main group's blocks; return how long loading all is likely to take.
+    def _note_tiers(
+        self, tracked: Tracked, needed: list[tuple[EngineGroup, BlockKeys]], num_tokens: int
+    ) -> float | None:
+        """Take note of which tiers have so many tokens, by the main group; return how long loading is likely to take.
 
         From memory that is 0; None if it is not known.
         """
@@ -445,7 +447,8 @@ class PendingLoads:
             is_measured = found.num_blocks == len(keys) and found.estimated_load_s > 0
             is_known = is_known and (in_memory == len(keys) or is_measured)
             if group is self._configuration.main:
-                tracked.by_tier = {tier: num_blocks * size for tier, num_blocks in found.by_tier.items()}
+                each = max(size, -(-num_tokens // len(keys)))  # few blocks of a window stand for all that comes before
+                tracked.by_tier = {tier: num_blocks * each for tier, num_blocks in found.by_tier.items()}
         return load_s if is_known else None
 
     def _wait(self, *beginning: Beginning) -> None:
@@ -477,7 +480,7 @@ class PendingLoads:
         if num_tokens < tracked.num_found and not self._configuration.loads_parts:
             self.let_go(tracked)  # other blocks of windows and states are needed
         brought = self._bringing.get(request.request_id)
-        load_s = self._note_tiers(tracked, needed) if brought is None else None
+        load_s = self._note_tiers(tracked, needed, num_tokens) if brought is None else None
         for group, keys in needed:
             ids = tuple(tables[group.table][keys.start : keys.start + len(keys)])
             self._describe(request, group, keys[: (first + num_tokens) // group.block_size - keys.start])
