@@ -15,7 +15,7 @@ from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread, store
-from tiered_kv import ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
+from tiered_kv import BlockKeys, ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.transfers.transfer_requests import JobRequest
@@ -92,6 +92,25 @@ async def test_one_store_holds_blocks_of_several_prompts() -> None:
             assert ranks.engines[rank].count_right(of_tenant, range(4), f"rank {rank}") == 4
         assert (await loading.ended()).num_blocks == 4
         ranks.close()
+        await until_idle(kv)
+
+
+async def test_what_is_answered_for_one_salt_is_not_of_another() -> None:
+    """Where hashes are the engine's own, two tenants may have the same: each block is answered for by itself."""
+    ours, theirs = (BlockKeys.from_hashes(list(KEYS), block_size=KEYS.block_size, salt=salt) for salt in ("a", "b"))
+    async with open_any(engine := AnyEngine(), cpu(32)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store([ours, theirs], engine.spec(range(2 * N)))
+        await job.planned()
+        job.complete(ours)
+        with pytest.raises(ConfigurationError, match="of several salts"):
+            job.complete(list(theirs))
+        assert (await kv.lookup(theirs)).num_blocks == 0
+        assert job.result is None
+        job.complete(theirs, moved=False)
+        assert (await job.ended()).mask.tolist() == [True] * N + [False] * N
+        assert [(await kv.lookup(each)).num_blocks for each in (ours, theirs)] == [N, 0]
         await until_idle(kv)
 
 

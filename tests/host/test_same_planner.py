@@ -20,6 +20,7 @@ SAME = {
         "test_what_one_rank_has_not_copied_is_readable_on_none",
         "test_fewer_than_none_moved_is_none",
         "test_one_store_holds_blocks_of_several_prompts",
+        "test_what_is_answered_for_one_salt_is_not_of_another",
         "test_several_prompts_that_cannot_be_stored_together",
         "test_a_plan_holds_what_it_names",
         "test_what_is_being_copied_out_is_loaded_from_where_it_is",

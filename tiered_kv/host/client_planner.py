@@ -43,7 +43,7 @@ from tiered_kv.host.protocol import (
 )
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
-from tiered_kv.transfers.jobs import Job, JobBook, with_a_worker
+from tiered_kv.transfers.jobs import Job, JobBook, named_of, with_a_worker
 from tiered_kv.transfers.workers import Process, WorkerProcesses
 from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError
 from tiered_kv.values.hints import ReuseHint, check_hint
@@ -336,8 +336,7 @@ class FarJobs(JobBook):
         rank = self._rank(rank)
         # Of one that has ended here too: the server may hold its slots until it hears of them.
         if (far := self._underway.get(job) or self._sent.get(job.number)) is not None:
-            named = set(keys)
-            at = np.flatnonzero(np.array([key in named for key in far.request.keys], np.bool_))
+            at = np.flatnonzero(named_of(far.request.keys, keys))
             self._loop_calls.call(far.send, JobMovedKeys(far.number, rank, wire.as_bytes(at), moved))
 
     def cancel(self, job: Job, *, undelivered: bool) -> None:

@@ -240,7 +240,9 @@ class SessionJobs:
                 is_outside = len(positions) and not 0 <= positions.min() <= positions.max() < len(keys)
                 if is_outside or len(positions) > len(keys):
                     raise ConfigurationError(f"{len(positions)} positions of a job of {len(keys)} keys")
-                job.complete([keys[at] for at in positions.tolist()], rank=request.rank, moved=request.moved)
+                answered = np.zeros(len(keys), np.bool_)
+                answered[positions] = True
+                self._jobs.complete_some(job, answered, request.rank, moved=request.moved)
 
     def cancel(self, id_: int) -> None:
         """End a job whose plan no worker has, as only its client knows."""

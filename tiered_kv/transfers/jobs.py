@@ -33,7 +33,7 @@ from tiered_kv.transfers.workers import WorkerProcesses
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
 from tiered_kv.values.integers import as_int
-from tiered_kv.values.keys import StoredKeys
+from tiered_kv.values.keys import BlockKeys, KeyRuns, StoredKeys
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
@@ -107,12 +107,12 @@ class Job:
         Keys for which there is nothing to move, and a job that is over, are passed over.
 
         Args:
-            keys: Of the job.
+            keys: Of the job. `BlockKeys` are those of their salt; bare hashes will do where none is of several salts.
             rank: Whose part of them.
             moved: Whether they were.
 
         Raises:
-            ConfigurationError: No such rank.
+            ConfigurationError: No such rank, or bare hashes that the job has of several salts.
         """
         self._book.complete_keys(self, keys, rank, moved=moved)
 
@@ -328,6 +328,22 @@ class JobBook(ABC):
                 waiter.set_result(None)
 
 
+def named_of(keys: StoredKeys, named: Sequence[bytes]) -> Mask:
+    """Say which of a job's keys are named: those of one salt alone, by `BlockKeys`.
+
+    Raises:
+        ConfigurationError: Bare hashes, and keys of several salts have one of them.
+    """
+    runs, hashes = keys.runs if isinstance(keys, KeyRuns) else (keys,), set(named)
+    salt = named.salt_id if isinstance(named, BlockKeys) else None
+    ours = [run for run in runs if salt in (None, run.salt_id)]
+    if len({run.salt_id for run in ours}) > 1:
+        of_hash = {each: run.salt_id for run in ours for each in run}
+        if any(of_hash[each] != run.salt_id for run in ours for each in run if each in hashes):
+            raise ConfigurationError("the job has blocks of several salts by these hashes: name them by BlockKeys")
+    return np.array([each in hashes and salt in (None, run.salt_id) for run in runs for each in run], np.bool_)
+
+
 def with_a_worker(job: Job) -> ConfigurationError:
     """Say why a job is not cancelled."""
     return ConfigurationError(
@@ -388,9 +404,13 @@ class Jobs(JobBook):
     @override
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         rank = self._rank(rank)
-        if (underway := self._underway.get(job)) is not None and self._is_open:
-            named = set(keys)
-            answered: Mask = np.array([key in named for key in underway.request.keys], np.bool_)
+        if (underway := self._underway.get(job)) is not None:
+            self.complete_some(job, named_of(underway.request.keys, keys), rank, moved=moved)
+
+    def complete_some(self, job: Job, answered: Mask, rank: int, *, moved: bool) -> None:
+        """Do as `complete_keys`, with a mask of the job's keys."""
+        rank = self._rank(rank)
+        if self._is_open:
             self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 
     @override
