@@ -168,6 +168,20 @@ async def test_what_was_answered_before_the_rest_was_bound_is_counted_once(direc
         await until_idle(kv)
 
 
+async def test_what_was_answered_as_not_moved_stays_so() -> None:
+    """Key by key, whatever its worker says of all."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.spec(range(N)))
+        await job.planned()
+        job.complete(KEYS[:1], moved=False)
+        planner.complete(Outcomes(job.number, 0, N))
+        assert (await job.ended()).mask.tolist() == (await kv.presence(KEYS)).tolist() == [False] + [True] * (N - 1)
+        await until_idle(kv)
+
+
 async def test_what_is_over_can_be_ended_again() -> None:
     """By its last answer once more, by a cancellation, and in a cache that is closed: none of it is an error."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

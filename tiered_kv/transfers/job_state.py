@@ -334,8 +334,9 @@ class Underway:
 
     def take(self, rank: int, num_moved: int, error: str, seconds: float = 0.0) -> None:
         """Take a rank's answer: it has moved the first slots of its part, and will touch none any more."""
-        if self.plan is not None and self._unanswered.pop(rank, None) is not None:
-            self._moved[rank] |= self._mask_of(self.plan.move_of(rank).positions[: max(0, num_moved)])
+        if self.plan is not None and (unanswered := self._unanswered.pop(rank, None)) is not None:
+            positions = self.plan.move_of(rank).positions[: max(0, num_moved)]
+            self._moved[rank] |= unanswered & self._mask_of(positions)
             self._moved_s = max(self._moved_s, seconds)
             if error:
                 self._errors[rank] = error
