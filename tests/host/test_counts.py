@@ -11,7 +11,7 @@ from tests.host.test_deaths import attached_at, served
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
-from tiered_kv import Outcomes, Snapshot
+from tiered_kv import Outcomes, Reason, Shard, Snapshot
 from tiered_kv.host import wire
 
 KEYS = prompt(8)
@@ -46,6 +46,34 @@ async def test_loads_that_a_server_refuses_are_counted(tmp_path: Path) -> None:
             await first
             stats = kv.stats()
             assert (stats.requested, stats.missed_because) == (16, {"too many loads": 8})
+
+
+@pytest.mark.parametrize("limit", ["jobs_per_client", "bytes_per_client"])
+async def test_plans_that_a_server_refuses_are_counted(limit: str, tmp_path: Path) -> None:
+    """Beside one that holds as much as a client may: stores are dropped, and loads missed. Each rank counts."""
+    host = {limit: 1 if limit == "jobs_per_client" else 8 * 2 * STRIDE}
+    with serving(tmp_path, cpu(64), host=host) as server:
+        async with attached(server, shard=(Shard(0, 2), Shard(1, 2))) as kv:
+            planner = kv.planner()
+            for rank in range(2):
+                planner.register_worker(rank=rank)
+            job = planner.plan_store(KEYS)
+            await job.planned()
+            assert (await planner.plan_store([prompt(4, seed=1), prompt(4, seed=2)]).ended()).errors
+            assert (await planner.plan_load(KEYS).ended()).errors
+            stats = kv.stats()
+            assert (stats.dropped, stats.dropped_because) == (16, {Reason.TOO_MANY_STORES: 16})
+            assert (stats.missed, stats.missed_because) == (16, {Reason.TOO_MANY_LOADS: 16})
+            job.cancel()
+
+
+async def test_a_plan_to_store_of_who_only_reads_is_counted(tmp_path: Path) -> None:
+    """As dropped for that, like any store of its."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, read_only=True) as reader:
+            reader.planner().register_worker()
+            assert (await reader.planner().plan_store(KEYS).ended()).errors == ("read only",)
+            assert reader.stats().dropped_because == {Reason.READ_ONLY: 8}
 
 
 async def test_loads_that_new_weights_overtake_are_counted_as_missed(tmp_path: Path) -> None:

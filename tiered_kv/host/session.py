@@ -225,11 +225,14 @@ class Session:
         match request:
             case PlanJob():
                 self._new(request.id)
+                seat = self._seat(request.keys.epoch).seat
                 if request.direction == "store" and self.is_read_only:
+                    self.jobs.refuse(request, seat, Reason.READ_ONLY)
                     raise ConfigurationError("read only")
                 if len(self.jobs) >= self._limits.jobs_per_client:
+                    self.jobs.refuse(request, seat)
                     raise CapacityError("too many jobs")
-                self.jobs.plan(request, self._seat(request.keys.epoch).seat, send)
+                self.jobs.plan(request, seat, send)
             case Follow():
                 self._new(request.id)
                 if len(self._changes) >= min(MOST_STREAMS, self._limits.leases_per_client):

@@ -37,7 +37,7 @@ from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, 
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.jobs import Job, Jobs
 from tiered_kv.transfers.transfer_requests import JobRequest
-from tiered_kv.values.errors import CapacityError, ConfigurationError
+from tiered_kv.values.errors import CapacityError, ConfigurationError, Reason
 from tiered_kv.values.keys import Names, StoredKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
@@ -187,21 +187,11 @@ class SessionJobs:
         Raises:
             TieredKVError: It cannot be: `Jobs.begin` says why.
         """
-        if len(request.more) >= _MOST_PROMPTS:
-            raise ConfigurationError(f"a job of {len(request.more) + 1} prompts, {_MOST_PROMPTS} at most")
-        if request.more and (
-            request.direction == "load" or {each.epoch for each in request.more} != {request.keys.epoch}
-        ):
-            raise ConfigurationError("keys of several prompts, or of several weights, for one load or store")
-        said, num_ranks = (request.keys, *request.more), len(seat.shards)
-        if (num_keys := sum(map(len, said))) * num_ranks > MOST_BLOCKS:
-            raise ConfigurationError(
-                f"a plan of {num_keys} keys for {num_ranks} ranks, {MOST_BLOCKS} blocks at most: give fewer keys to it"
-            )
-        keys = stored_keys([each.block_keys() for each in said])
+        keys = _keys_of(request, len(seat.shards))
         parts = seat.batches(keys)
         num_bytes = len(keys) * sum(chain.stride_bytes for chain, _ in parts)
         if num_bytes > self._account.room_bytes:
+            self.refuse(request, seat)
             raise CapacityError(
                 f"{num_bytes} bytes to hold for a job, of {self._account.room_bytes} that may be held yet"
             )
@@ -216,6 +206,19 @@ class SessionJobs:
         self._by_id[request.id] = job, keys
         self._account.hold(num_bytes)
         self._tasks.spawn(self._tell(request.id, job, num_bytes, send), f"tell of a job to {request.direction}")
+
+    def refuse(self, request: PlanJob, seat: Seat, why: Reason | None = None) -> None:
+        """Count one that does not begin, for each rank; its client has too much under way, unless it is said why.
+
+        Raises:
+            TieredKVError: It could not be anyway, and counts for nothing.
+        """
+        why = why or (Reason.TOO_MANY_LOADS if request.direction == "load" else Reason.TOO_MANY_STORES)
+        for chain, batch in seat.batches(_keys_of(request, len(seat.shards))):
+            if request.direction == "load":
+                chain.fates.count_load(batch, 0, why)
+            else:
+                chain.fates.count_store(len(batch), stored=0, present=0, dropped={why: len(batch)})
 
     def take(self, request: AboutJob) -> None:
         """Take what a client says of a job; of one that is over it is passed over.
@@ -268,6 +271,24 @@ class SessionJobs:
         finally:
             del self._by_id[id_]
             self._account.hold(-num_bytes)
+
+
+def _keys_of(request: PlanJob, num_ranks: int) -> StoredKeys:
+    """Return what a job is about.
+
+    Raises:
+        ConfigurationError: More than it may be, or of prompts that go into no job together.
+    """
+    if len(request.more) >= _MOST_PROMPTS:
+        raise ConfigurationError(f"a job of {len(request.more) + 1} prompts, {_MOST_PROMPTS} at most")
+    if request.more and (request.direction == "load" or {each.epoch for each in request.more} != {request.keys.epoch}):
+        raise ConfigurationError("keys of several prompts, or of several weights, for one load or store")
+    said = request.keys, *request.more
+    if (num_keys := sum(map(len, said))) * num_ranks > MOST_BLOCKS:
+        raise ConfigurationError(
+            f"a plan of {num_keys} keys for {num_ranks} ranks, {MOST_BLOCKS} blocks at most: give fewer keys to it"
+        )
+    return stored_keys([each.block_keys() for each in said])
 
 
 def _some_blocks(num_keys: int, group: int) -> GPULoadStoreSpec:
