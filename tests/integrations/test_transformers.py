@@ -448,7 +448,16 @@ def test_a_model_has_one_cache_at_a_time(model: Model, expected: list[list[int]]
 def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
     """Before anything is generated, with what to do."""
     ids, mask = padded()
+    with pytest.raises(ConfigurationError, match="not str"), open_tiered("my-model"):  # type: ignore[arg-type]
+        pass
+    with pytest.raises(ConfigurationError, match="salt must be"), open_tiered(model, salt=5):  # type: ignore[arg-type]
+        pass
     with opened(model, tmp_path) as tiered:
+        for wrong in ({"input_ids": ids, "attention_mask": mask}, ids.tolist()):
+            with pytest.raises(ConfigurationError, match="input_ids must be a tensor"):
+                tiered.past(wrong)  # type: ignore[arg-type]
+        with pytest.raises(ConfigurationError, match="sequences must be a tensor"):
+            tiered.past(ids, mask).store(ids.tolist())  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match="left"):
             tiered.past(ids, mask.flip(1))
         with pytest.raises(ConfigurationError, match="must be equal"):

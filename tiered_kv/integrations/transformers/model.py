@@ -23,11 +23,11 @@ from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
-from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache
+from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache, check_is_tensor
 from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.keys import ModelIdentity, salt_digest
 from tiered_kv.values.layout import KVGroup, KVLayout, Order
 
 _STAGING_BYTES: Final = 32 * 1024 * 1024
@@ -70,6 +70,9 @@ class TieredModel:
             ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
                 where the model has states; or tokens stand for images, videos or sound.
         """
+        check_is_tensor("input_ids", input_ids)
+        if attention_mask is not None:
+            check_is_tensor("attention_mask", attention_mask)
         for kind in _NOT_TEXT:
             token = getattr(self._model.config, f"{kind}_token_id", None)
             if token is not None and bool((input_ids == token).any()):
@@ -111,6 +114,7 @@ def open_tiered(
         BackendUnavailableError: A tier cannot be reached.
     """
     _check(model)
+    salt_digest(salt)  # refuses what is none
     ranks = Ranks.of(model)
     parts = _parts_of(model, block_size)
     layout = KVLayout(tuple(part.group for part in parts.all))
@@ -256,6 +260,8 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
 
 def _check(model: PreTrainedModel) -> None:
     """Raise `ConfigurationError` if this model keeps anything that is not served, or not all of it here."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigurationError(f"a model is what from_pretrained returns, not {type(model).__name__}")
     if BEGIN in vars(model):
         raise ConfigurationError(
             "open_tiered has a cache open for this model, and generate_batch could not tell which of two is meant: "

@@ -236,6 +236,7 @@ class TieredCache(DynamicCache):
         Raises:
             ConfigurationError: They do not begin with the prompts.
         """
+        check_is_tensor("sequences", sequences)
         sequences = sequences.detach().cpu()
         width = self._prompts.shape[1]
         if sequences.dim() != 2 or not torch.equal(sequences[:, :width], self._prompts):
@@ -347,6 +348,15 @@ class TieredCache(DynamicCache):
 def _is_of_tokens(given: object) -> TypeGuard[Tensor]:
     """Say whether this is ``(batch, n)``, an element a token."""
     return isinstance(given, Tensor) and given.dim() == 2
+
+
+def check_is_tensor(name: str, given: object) -> None:
+    """Raise `ConfigurationError` unless it is one: a tokenizer returns a dict of them, or lists."""
+    if not isinstance(given, Tensor):
+        raise ConfigurationError(
+            f"{name} must be a tensor, (batch, width), got {type(given).__name__}: a tokenizer's return_tensors='pt' "
+            "makes a dict of such"
+        )
 
 
 def _left_pads(input_ids: Tensor, attention_mask: Tensor | None) -> list[int]:
