@@ -103,6 +103,8 @@ def check_size(given: object) -> None:
 def _as_path(given: object, path: Path) -> Path:
     if given in ("", b""):
         raise ValueError("must not be empty: write '.' for the current directory")
+    if "://" in str(given):
+        raise ValueError("is a URL: write the path alone, or the whole tier as a URL")
     if any(part.startswith("$") for part in path.parts):
         raise ValueError("variables of the environment are not filled in: write the path itself; '~' is your home")
     try:

@@ -95,6 +95,8 @@ def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
         raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
     if not parts.scheme or "://" not in url:
         raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
+    if parts.fragment:  # where a part of a password may be, which messages would show
+        raise ConfigurationError("what is behind the '#' of a tier's URL would be lost: write %23")
     return parts, parse_qsl(parts.query, keep_blank_values=True)
 
 

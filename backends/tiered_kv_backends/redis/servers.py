@@ -146,6 +146,8 @@ class _Target(NamedTuple):
             named = []
         if not named or not all(host for host, _ in named):
             raise ValueError("must name a host, host:port or [address]:port, or several of them, by commas")
+        if parts.query or parts.fragment:  # where a part of a password may be, which messages would show
+            raise ValueError("ends with the host or database: give other settings beside url; in a password ? is %3F")
         secret = SecretStr(password) if password else None
         return cls(named, username or None, secret, int(path or 0), parts.scheme == "rediss")
 
