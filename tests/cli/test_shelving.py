@@ -266,6 +266,36 @@ async def test_what_cannot_be_done_is_said_in_one_line(arguments: tuple[str, ...
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.parametrize("medium", ["nvme", "shared_fs"])
+async def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
+    medium: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a tenant whose blocks are in it would be said to be deleted. Root may list all: so the system is played."""
+    await fill({"medium": medium, "path": str(tmp_path / "kv"), "capacity": "16MiB"})
+    closed, scandir = next(each for each in (tmp_path / "kv").glob("*/") if len(each.name) > 8), os.scandir
+
+    others = tmp_path / "kv" / "lost+found"
+    others.mkdir()
+
+    def refuse(path: str) -> Any:  # noqa: ANN401 - as the system has it
+        if Path(path) in {closed, others}:
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    for command in (
+        ["inspect"],
+        ["verify"],
+        ["delete", "--salt", "geheim", "--yes"],
+        ["delete", "--salt", "x", "--dry-run"],
+    ):
+        result = await run(command[0], str(tmp_path / "kv"), *command[1:])
+        assert result.exit_code == 2
+        assert result.stderr == f"tiered-kv: {closed}: Permission denied\n"
+    closed = others
+    assert (await run("inspect", str(tmp_path / "kv"))).exit_code == 0
+
+
 @pytest.mark.parametrize("tier", ["shared_fs"], indirect=True)
 async def test_no_option_that_is_empty_stands_for_all(tier: dict[str, Any], config: str) -> None:
     """As one that a script has filled in with nothing: the blocks of every tenant would go."""

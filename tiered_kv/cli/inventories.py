@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from tiered_kv.media.seal import Seal
 
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
+_FOLDER: Final = re.compile(r"[0-9a-f]+(-\d+of\d+)?|replicated|\d+of\d+")
+"""What a tier calls its folders; others in its place, as lost+found, are nobody's here."""
 _SHARED_FILE: Final = re.compile(
     r"(?P<path>[0-9a-f]{64}/[0-9a-f]{32}/(replicated|[0-9]+of[0-9]+)/[0-9a-f]{32})/[0-9a-f]+/[0-9a-f]{64}"
 )
@@ -189,7 +191,13 @@ def _delete(found: Sequence[Found]) -> None:
 
 
 def _records_in(root: Path) -> Iterator[Found]:
-    for folder, folders, files in os.walk(root):
+    def give_up(error: OSError) -> None:
+        """Raise for a folder of ours that cannot be listed: what is in it would be taken for gone."""
+        path = Path(error.filename or root)
+        if not isinstance(error, FileNotFoundError) and (path == root or _FOLDER.fullmatch(path.name)):
+            raise error
+
+    for folder, folders, files in os.walk(root, onerror=give_up):
         folders.sort()
         here = Path(folder)
         if "slab" in files and _NVME_FOLDER.fullmatch(here.name):
