@@ -307,6 +307,7 @@ class Disks:
         ]
         self._changing = asyncio.Lock()  # which are in use
         self._last = Member("")  # that any says, or was to say: what fails may be on its disk all the same
+        self._turn_of_others = 0  # the last that others than those now in use say, or may say, of themselves
         self._returning = set[asyncio.Future[None]]()
         self._finding: asyncio.Task[None] | None = None
         self._retry_at = 0.0
@@ -377,8 +378,7 @@ class Disks:
         if not members:
             return len(self.stores()) == len(self)
         ids = frozenset(member.id for member in members)
-        latest = max(member.turn for member in members)
-        return any(member.ids == ids and member.turn == latest for member in members)
+        return any(member.ids == ids and member.turn > self._turn_of_others for member in members)
 
     def _to_name(self) -> list[Disk]:
         """Those that are to be named: all in use that can be. The next start empties the others.
@@ -487,6 +487,7 @@ class Disks:
                 disk.member, disk.is_named = Member(), False
         members = [disk.member for disk in there]
         self._last = come_to(members)
+        self._turn_of_others = self._last.turn
         return list(zip(there, were_away(members), strict=True))
 
     async def _look_into(self, disk: Disk) -> None:
@@ -529,8 +530,10 @@ class Disks:
         await self._say_each([(disk, disk.member) for disk in unnamed])
         disks = self._to_name()
         members = [disk.member for disk in disks]
-        if disks and (is_news or not are_settled(members)):
+        if disks and (is_news or not (self._is_noted() and are_settled(members))):
             said = next_turn(members, self._last)
+            if said[0].ids != self._last.ids:
+                self._turn_of_others = self._last.turn
             self._last = said[0]
             await self._say_each(zip(disks, said, strict=True))
 

@@ -928,6 +928,28 @@ async def test_what_no_disk_could_note_is_not_done(paths: list[Path], monkeypatc
         await tier.backend.forget(0, slots_of({2: 2, 0: 0}))
 
 
+async def test_a_note_of_before_another_was_added_says_nothing_of_it(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a disk that takes none since: that it was in use alone once does not say that the other is away now."""
+    write = disks.write_member
+
+    def write_elsewhere(path: Path, member: Member) -> None:
+        if path == paths[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, member)
+
+    async with opened(paths[:1]):
+        pass
+    with monkeypatch.context() as patch:
+        patch.setattr(disks, "write_member", write_elsewhere)
+        async with opened(paths[:2]) as tier:
+            await tier.write(count_up(N))
+            break_disk(paths[1])
+            with pytest.raises(BackendUnavailableError, match="could note"):
+                await tier.backend.forget(0, slots_of({1: 1}))
+
+
 async def test_what_was_noted_in_vain_counts_no_more(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A note that fails may be on the disk: the next one is a later one, and a disk that missed that was away."""
     write, fails = disks.write_member, True
