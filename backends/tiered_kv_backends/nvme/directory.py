@@ -355,7 +355,8 @@ def _folders(fd: int) -> list[FolderEntry]:
 def remove_folder(parent_fd: int, name: str) -> None:
     """Delete what a tier has made in a folder, and the folder if nothing else is in it.
 
-    The records are the first to go: what is left by a process that is killed meanwhile brings none of them back.
+    The records are the first to go: what is left by a process that is killed meanwhile brings none of them back. Nor
+    does a loss of power, once this has returned.
 
     Raises:
         OSError: It cannot be deleted.
@@ -365,6 +366,7 @@ def remove_folder(parent_fd: int, name: str) -> None:
         for each in IN_FOLDER:
             with contextlib.suppress(FileNotFoundError):
                 files().unlink(each, dir_fd=fd)
+        files().fsync(fd)
         is_empty = not files().entries(fd)
     finally:
         files().close(fd)

@@ -194,6 +194,22 @@ async def test_what_is_emptied_is_told(paths: list[Path], caplog: pytest.LogCapt
     assert shape_of("a").fingerprint.hex() in told
 
 
+async def test_what_is_emptied_is_so_for_good_before_it_is_named(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loss of power must not leave the blocks beside a note that the directory was in use."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[:1]):
+        pass
+    forced = list[Path]()
+    with monkeypatch.context() as patch:
+        before_calls(patch, paths[1], lambda fd: forced.append(Path(f"/proc/self/fd/{fd}").readlink()), ("fsync",))
+        async with opened(paths[:2]):
+            pass
+    assert forced.index(slab_of(paths[1]).parent) < forced.index(paths[1] / "member")
+
+
 async def test_none_is_none(paths: list[Path]) -> None:
     """Where no directory can be used, or one for what is not its disk's fault, the tier does not open."""
     async with opened(paths[:1]):
@@ -263,7 +279,12 @@ async def test_a_bad_place_is_no_bad_disk(paths: list[Path]) -> None:
         assert missing_slots(tier) == []
 
 
-def before_calls(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[int], object]) -> None:
+_CALLS = ("pread", "preadv", "pwrite", "pwritev", "fsync", "ftruncate", "listdir")
+
+
+def before_calls(
+    monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[int], object], calls: Sequence[str] = _CALLS
+) -> None:
     """Have every call on an open file or folder at or below a path preceded by ``act(descriptor)``."""
 
     def acting(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -275,7 +296,7 @@ def before_calls(monkeypatch: pytest.MonkeyPatch, path: Path, act: Callable[[int
 
         return then_call
 
-    for name in ("pread", "preadv", "pwrite", "pwritev", "fsync", "ftruncate", "listdir"):
+    for name in calls:
         monkeypatch.setattr(os, name, acting(getattr(os, name)))
     for name in ("_READ", "_WRITE"):
         way = getattr(slabs, name)
