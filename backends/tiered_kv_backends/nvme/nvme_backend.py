@@ -324,13 +324,17 @@ class NVMeBackend(SlotBackend):
         everywhere: bool = False,
     ) -> None:
         """Make a call that changes what is remembered; a directory that is away needs none: it will come back empty."""
-
-        def change(disk: Disk, at: Slots, local: Slots) -> Coroutine[Any, Any, None]:
-            store = disk.store
-            return self._disks.until_settled() if store is None else self._change(disk, store, call(store, at, local))
-
-        shares = self._shares(slots)
-        await self._disks.each([(share[0], change(*share)) for share in shares if everywhere or len(share[1])])
+        disks = self._disks
+        shares = [share for share in self._shares(slots) if everywhere or len(share[1])]
+        await disks.each(
+            [
+                (disk, self._change(disk, store, call(store, at, local)))
+                for disk, at, local in shares
+                if (store := disk.store) is not None
+            ]
+        )
+        if any(disk.store is None for disk, _, _ in shares):  # also one that was let go of meanwhile
+            await disks.until_settled()
 
     async def _change(self, disk: Disk, store: DirectoryStore, call: Awaitable[None]) -> None:
         """Wait for a call; where that fails with its whole directory, and there are others, let go of this one."""

@@ -949,6 +949,27 @@ async def test_what_no_disk_could_note_is_not_done(paths: list[Path], monkeypatc
         await tier.backend.forget(0, slots_of({2: 2, 0: 0}))
 
 
+async def test_what_hangs_is_not_forgotten_before_another_has_noted_it(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That its disk is let go of ends the wait, and does not say that a restart finds none of it."""
+
+    def write_to_full(path: Path, _: Member) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    now = [0.0]
+    async with opened(paths, now) as tier:
+        await tier.write(count_up(N))
+        with hanging(paths[0], monkeypatch), monkeypatch.context() as patch:
+            patch.setattr(disks, "write_member", write_to_full)
+            forgetting = asyncio.ensure_future(tier.backend.forget(0, slots_of({0: 0})))
+            await until(lambda: underway(tier.backend))
+            now[0] += 11
+            tier.backend.find_hung()
+            with pytest.raises(BackendUnavailableError, match="could note"):
+                await forgetting
+
+
 async def test_a_note_of_before_another_was_added_says_nothing_of_it(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
