@@ -331,7 +331,8 @@ class Disks:
         """
         found: list[tuple[Disk, list[Entries]]] = []
         problems: list[Exception] = []
-        for disk, was_away in await self._look(problems):
+        looked_into = await self._look(problems)
+        for disk, was_away in sorted(looked_into, key=lambda each: each[1]):  # if another is refused, none is emptied
             try:
                 if was_away:
                     await self._empty(disk)

@@ -748,6 +748,18 @@ def test_turns_that_nobody_remembers_came_before() -> None:
     assert len(there[0].before) < 100
 
 
+async def test_a_start_that_is_refused_empties_nothing(paths: list[Path]) -> None:
+    """Where directories are another process's, one of one's own that would begin empty beside them keeps its blocks."""
+    async with opened(paths[:1]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[1:]):
+        with pytest.raises(ConfigurationError, match="held by another"):
+            async with opened(paths):
+                pass
+    async with opened(paths[:1]) as tier:
+        assert tier.recovered(N) == count_up(N)
+
+
 async def test_one_that_another_tier_had_is_added_empty(paths: list[Path], tmp_path: Path) -> None:
     """However often directories came and went there: of two tiers' directories the larger number stays."""
     async with opened(paths[:2]) as tier:
