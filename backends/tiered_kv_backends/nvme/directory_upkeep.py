@@ -80,6 +80,8 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
 def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
     num_deleted = 0
     for each in _used_in(path):
+        if each != path and not _holds_blocks(each):
+            continue  # another program's, perhaps: it has its own idea of a file of that name
         with taken(each) as root:
             num_deleted += sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
     return num_deleted
@@ -91,16 +93,30 @@ def _used_in(path: Path) -> list[Path]:
     Raises:
         OSError: In none: of a disk that is away blocks would come back with it.
     """
-    names = [""]
+    used = [path] if files().exists(path / HOLDER) else []
     with contextlib.suppress(FileNotFoundError):
         fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            names += sorted(each.name for each in files().entries(fd) if each.is_folder)
+            below = sorted(path / each.name for each in files().entries(fd) if each.is_folder)
         finally:
             files().close(fd)
-    if not (used := [path / name for name in names if files().exists(path / name / HOLDER)]):
+        for each in below:
+            with contextlib.suppress(PermissionError):  # another user's, as lost+found is
+                used += [each] if files().exists(each / HOLDER) else []
+    if not used:
         raise FileNotFoundError(errno.ENOENT, "no tier has used it: is the disk mounted?")
     return used
+
+
+def _holds_blocks(path: Path) -> bool:
+    try:
+        fd = files().open(path, _FOLDER)
+    except PermissionError:
+        return False
+    try:
+        return bool(folders_in(fd))
+    finally:
+        files().close(fd)
 
 
 def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:

@@ -1,5 +1,7 @@
 """Deleting a tenant's blocks from a directory that no cache has open."""
 
+import errno
+import os
 from pathlib import Path
 
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout, Shard
+from tiered_kv.system import Files
 from tiered_kv_backends.nvme import delete_tenant
 
 N = 8
@@ -113,6 +116,36 @@ async def test_a_tenant_goes_from_every_model_of_a_server(tmp_path: Path) -> Non
             await delete_tenant(settings, "ann")
     assert await delete_tenant(settings, "ann") == 2 * N
     assert await delete_tenant(settings, "ann") == 0
+
+
+async def test_what_another_program_keeps_there_is_not_touched(tmp_path: Path) -> None:
+    """A folder in the tier's directory that is no tier's, though a file in it is called as one of theirs is."""
+    engine = await filled(nvme(tmp_path))
+    theirs = tmp_path / "lease" / "holder"
+    theirs.parent.mkdir(mode=0o777)
+    theirs.parent.chmod(0o777)
+    theirs.write_text("node-7")
+    assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N
+    assert theirs.read_text() == "node-7"
+    assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
+
+
+async def test_a_folder_that_may_not_be_looked_into_is_no_tier_s(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The root of a disk has a folder of its filesystem's own, which is for the superuser alone."""
+    exists = Files.exists
+
+    def exists_where_allowed(self: Files, path: Path) -> bool:
+        if "lost+found" in path.parts:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return exists(self, path)
+
+    engine = await filled(nvme(tmp_path))
+    (tmp_path / "lost+found").mkdir(mode=0o700)
+    monkeypatch.setattr(Files, "exists", exists_where_allowed)
+    assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N
+    assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
 
 
 async def test_where_no_tier_was_nobody_knows_what_is_gone(tmp_path: Path) -> None:
