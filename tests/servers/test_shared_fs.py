@@ -27,7 +27,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs import SharedFSBackend, delete_tenant, files, sweep
+from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, delete_tenant, files, sweep
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 
@@ -420,6 +420,15 @@ async def test_where_usage_is_unknown_nothing_is_written(tmp_path: Path, text: b
             fcntl.flock(lock, fcntl.LOCK_UN)
             await backend.sweep()
             assert await store(backend, keys_of(2)) == [Outcome.STORED]
+
+
+async def test_a_held_ledger_makes_no_store_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However short the tier's time is: for a store that is late the tier is bypassed, by loads too."""
+    monkeypatch.setattr(bytes_ledger, "_LOCK_S", 3600.0)
+    async with opened(tmp_path, timeout_s=0.4) as backend:
+        with (tmp_path / "ledger").open("r+") as ledger:
+            fcntl.flock(ledger, fcntl.LOCK_EX)
+            assert await store(backend, keys_of(1)) == [Outcome.REFUSED]
 
 
 async def test_a_held_ledger_refuses_stores(tmp_path: Path) -> None:

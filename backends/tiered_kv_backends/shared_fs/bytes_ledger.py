@@ -17,6 +17,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
 import random
 import time
@@ -81,13 +82,15 @@ class ByteLedger:
         root: The directory.
         capacity: Bytes that all processes together may have there.
         wall_clock_ns: What entries are dated with.
+        timeout_s: Of the tier: no call waits for others longer than a part of that.
     """
 
-    def __init__(self, root: str, capacity: int, wall_clock_ns: Callable[[], int]) -> None:
+    def __init__(self, root: str, capacity: int, wall_clock_ns: Callable[[], int], timeout_s: float = math.inf) -> None:
         self._root = root
         self._path = Path(root, LEDGER_NAME)
         self._capacity = capacity
         self._wall_clock_ns = wall_clock_ns
+        self._timeout_s = timeout_s
         self._writer = uuid.uuid4().hex[:16]
         self.num_sweeps = 0
         """When bytes were last taken, or a sweep was found to be done."""
@@ -208,7 +211,7 @@ class ByteLedger:
             os.close(file)
 
     def _lock(self, flags: int) -> int:
-        until = time.monotonic() + _LOCK_S
+        until = time.monotonic() + min(_LOCK_S, self._timeout_s / 4)
         while True:
             with contextlib.ExitStack() as opened:
                 file = open_own(self._root, LEDGER_NAME, flags)

@@ -113,7 +113,7 @@ class SharedFSBackend(Backend):
         self._readers, self._writers = FileThreads(context.workers(n)), FileThreads(context.workers(n))
         self._clerk = FileThreads(context.workers(1))
         self._context, self._clock = context, context.clock
-        self._ledger = ByteLedger(self._root, settings.capacity, self._wall_clock_ns)
+        self._ledger = ByteLedger(self._root, settings.capacity, self._wall_clock_ns, settings.timeout_s)
         self._room = DirectoryRoom(
             self._root, self._ledger, settings.capacity, settings.min_free_fraction, self._writers, self._clock
         )
