@@ -277,8 +277,11 @@ def test_what_memory_has_no_room_for_is_computed() -> None:
         engine.settle()
 
 
-def test_what_others_had_the_room_for_is_brought_once_they_have_theirs(tmp_path: Path) -> None:
-    """What storage and memory have of five prompts is more than memory holds: none is computed for that."""
+def test_what_others_had_the_room_for_is_brought_once_they_have_theirs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What storage and memory have of six prompts is more than memory holds: none is computed for that."""
+    monkeypatch.setattr(VLLM.loading, "_AHEAD_S", 60.0)  # all are looked up in one step
     names, disk = [str(number) for number in range(6)], {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
     with opened(SMALL, disk, num_blocks=512, load_timeout_s=60.0) as engine:
         for name in names:
