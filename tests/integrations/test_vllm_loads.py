@@ -233,6 +233,36 @@ def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch,
         assert waits == [0.0, 1.5]
 
 
+def test_steps_wait_again_once_storage_that_was_late_has_answered(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One read that takes longer than the others costs no later request a step."""
+    with stored_below(tmp_path) as engine:
+        slow_to_compute(monkeypatch, engine)
+        looked, planner = Looked(engine), engine.scheduling._planner  # noqa: SLF001 - ours
+        wait, waits = planner.wait_planned, list[str]()
+
+        def wait_in_vain(*_: object) -> bool:
+            waits.append("in vain")
+            return False
+
+        planner.wait_planned = wait_in_vain
+        engine.ask("late", LENGTH, 1, prompt="a")
+        with nothing_planned(engine):
+            engine.step()
+            engine.ask("beside", LENGTH, 1, prompt="a")
+            engine.step()
+            planner.wait_planned = wait
+        engine.settle()
+        assert (waits, looked.now) == (["in vain"], 0.0)
+        fill_memory(engine, "d")
+        loads = loads_of(engine)
+        engine.ask("next", LENGTH, 1, prompt="a")
+        engine.step()
+        assert loads == [True]
+        engine.settle()
+
+
 @pytest.mark.parametrize(
     ("why", "num_lost"), [("given up", 0), ("late", 6), ("other weights", 0), ("not asked for", 6)]
 )

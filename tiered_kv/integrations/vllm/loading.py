@@ -38,7 +38,8 @@ _PATIENCE_S: Final = 0.002
 _READ_PATIENCE_S: Final = 0.005
 """And so long for what this cache's own storage is likely to have read by then, if computing it takes twice as long."""
 _READ_AGAIN_S: Final = 0.25
-"""For so long no step waits for storage after a wait that was in vain: it may have come to hang."""
+"""For so long no step waits for storage after a wait that was in vain, unless what it waited for has come meanwhile:
+it may have come to hang."""
 _LOOK_AGAIN_S: Final = 0.0003
 _TOLD_AGAIN_S: Final = 0.02
 """For so long who waits for blocks of vLLM's is told what was found, and not looked for anew: that would take some
@@ -108,6 +109,7 @@ class PendingLoads:
         self._beginning: list[Beginning] = []  # in this step
         self._bringing: dict[str, Bringing] = {}  # for requests that have no blocks of vLLM's yet
         self._read_again_s = -math.inf
+        self._late: list[Job] = []  # what a step waited for in vain until then
         self._renew()
 
     def _renew(self) -> None:
@@ -466,11 +468,17 @@ class PendingLoads:
                     self._patience_s -= time.monotonic() - began_s
                 continue
             wait_s = min(self._read_patience_s, each.num_tokens / per_s / 2 if per_s else 0.0)
-            if each.load_s is None or each.load_s > wait_s or self._clock() < self._read_again_s:
+            if each.load_s is None or each.load_s > wait_s or self._may_hang:
                 continue
             if not self._planner.wait_planned(each.jobs, wait_s):
-                self._read_again_s = self._clock() + _READ_AGAIN_S
+                self._read_again_s, self._late = self._clock() + _READ_AGAIN_S, each.jobs
             self._read_patience_s -= time.monotonic() - began_s
+
+    @property
+    def _may_hang(self) -> bool:
+        """Whether a step has waited for storage in vain just now, for what has not come yet."""
+        have_come = (job.decided is not None and job.decided.num_blocks > 0 for job in self._late)
+        return self._clock() < self._read_again_s and not all(have_come)
 
     def begin(self, tracked: Tracked, tables: Sequence[list[int]], num_external_tokens: int) -> None:
         """Have what was found copied, now that its request has its blocks; by block table, these."""
