@@ -106,7 +106,7 @@ def test_prices_are_read_from_toml(tmp_path: Path) -> None:
     read = Prices.from_toml(file)
     assert (read.engine_price_per_hour, read.media[0].policy, read.media[0].most) == (4.0, "mq", 512 * 2**30)
     file.write_text('[[media]]\nname = "cpu"\nprice_per_gib_month = -3\nread_bandwidth = "10GB"\n')
-    with pytest.raises(ConfigurationError, match=r"media\.0\.price_per_gib_month"):
+    with pytest.raises(ConfigurationError, match=r"media\[0\]\.price_per_gib_month"):
         Prices.from_toml(file)
     file.write_text("media = [")
     with pytest.raises(ConfigurationError, match="is no TOML"):

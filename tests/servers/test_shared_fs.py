@@ -912,7 +912,7 @@ async def test_a_closed_tier_says_so(tmp_path: Path) -> None:
         ("file", {}, "/file: it is no directory"),
         ("file", {"read_only": True}, "/file: it is no directory"),
         ("file/kv", {}, "/file/kv: Not a directory"),
-        ("kv", {"capacity": 5000}, "5000 bytes for blocks of 106496"),
+        ("kv", {"capacity": 5000}, "5000 bytes is below one block of 106496"),
     ],
 )
 async def test_what_can_never_work_is_refused_at_opening(
