@@ -307,28 +307,6 @@ def test_what_memory_has_no_room_for_is_computed() -> None:
         engine.settle()
 
 
-def test_what_others_had_the_room_for_is_brought_once_they_have_theirs(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """What storage and memory have of six prompts is more than memory holds: none is computed for that."""
-    monkeypatch.setattr(VLLM.loading, "_AHEAD_S", 60.0)  # all are looked up in one step
-    names, disk = [str(number) for number in range(6)], {"medium": "nvme", "path": tmp_path, "capacity": 512 * STRIDE}
-    with opened(SMALL, disk, num_blocks=512, load_timeout_s=60.0) as engine:
-        for name in names:
-            serve(engine, name, 8)
-            engine.settle_loop()
-            engine.scheduling.kv.flush()
-        engine.scheduling.counts.take()
-        for name in names:
-            engine.ask(f"{name} again", 8 * BLOCK_SIZE, 1, prompt=name)
-        with nothing_planned(engine):
-            engine.step()
-        assert engine.scheduling.num_bringing > 32
-        engine.settle()
-        said = engine.scheduling.counts.take().data
-        assert (said["load_blocks"], said["load_blocks_lost"]) == (6 * 7, 0)
-
-
 def test_what_is_much_goes_on_beside_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is copied once memory has it; until then its request has no blocks, and then it waits alone."""
     monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 6)

@@ -383,8 +383,6 @@ class PendingLoads:
             self._give_up(bringing)
             return 0, False
         loads_parts, num_blocks = self._configuration.loads_parts, bringing.num_held
-        if num_blocks < bringing.num_blocks and self._tries_again(bringing):
-            return None, False
         if not num_blocks or (num_blocks < bringing.num_blocks and not loads_parts):
             self._give_up(bringing)
             return 0, False
@@ -395,16 +393,6 @@ class PendingLoads:
         size = self._configuration.main.block_size
         bringing.tracked.num_found = num_blocks * size if loads_parts else bringing.num_tokens
         return bringing.tracked.num_found, not bringing.comes_first
-
-    def _tries_again(self, bringing: Bringing) -> bool:
-        """Let go of less than was found, once, where others may have the room: looked for anew it waits for that."""
-        tracked = bringing.tracked
-        is_alone = self.num_bringing <= bringing.num_blocks
-        if is_alone or not tracked.may_try_again or self._is_late(bringing):
-            return False
-        tracked.may_try_again, tracked.said = False, None
-        self.let_go(tracked)
-        return True
 
     def _is_late(self, bringing: Bringing) -> bool:
         return self._clock() - bringing.begun_s > self._paying.patience_s(bringing.num_tokens)

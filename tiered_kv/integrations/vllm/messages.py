@@ -114,7 +114,6 @@ class Tracked:
         num_stored: Of its first tokens, how many have blocks in place that are stored, being stored, due, or not to be.
         num_noted: Of its first tokens, of how many the blocks are known to be in vLLM's cache.
         may_hurry: Whether to bring what was found to host memory before vLLM has blocks for it: until it had none then.
-        may_try_again: Whether to bring what was found anew, if less came and others' loads may have had the room.
         may_load: False once a load brought less than was found: it would find the same again, and again.
         may_store: False once other weights are served than those that have computed what it has.
         is_worth: How many of the tokens that were found pay, by where they begin and how many they are: decided once.
@@ -138,7 +137,6 @@ class Tracked:
     num_stored: int = 0
     num_noted: int = 0
     may_hurry: bool = True
-    may_try_again: bool = True
     may_load: bool = True
     may_store: bool = True
     is_wanted: bool | None = None
