@@ -201,11 +201,9 @@ class RouterSocket:
 
 def _attach(socket: "zmq.Socket[bytes]", endpoint: str) -> str:
     """Bind or connect, as vLLM decides it: ``*``, ``::``, ``ipc://`` and ``inproc://`` are bound."""
-    port = endpoint.rpartition(":")[2]
+    port = endpoint.rpartition(":")[2]  # ZMQ takes another one for a port that there is not
     if endpoint.startswith("tcp://") and re.fullmatch(r"-?\d+", port) and not 0 <= int(port) <= _MOST_PORT:
-        raise ConfigurationError(
-            f"KV events cannot use {endpoint!r}: a port is at most {_MOST_PORT}"
-        )  # ZMQ takes another
+        raise ConfigurationError(f"KV events cannot use {endpoint!r}: a port is at most {_MOST_PORT}")
     is_bound = "*" in endpoint or "::" in endpoint or endpoint.startswith(("ipc://", "inproc://"))
     try:
         (socket.bind if is_bound else socket.connect)(endpoint)

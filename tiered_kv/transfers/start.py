@@ -411,12 +411,12 @@ class ReadyLoad(BegunLoad):
     def _let_go(self, *, is_use: bool = False) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        chain = self._request.chain
         if self._fill is not None:
             self._fill.let_go()
-        for lease in self._leases:
-            lease.release(is_use=is_use)
-        if self._leases or self._fill is not None:
-            self._request.chain.room.changed()
+            chain.room.changed()
+        if self._leases:
+            chain.release(*self._leases, is_use=is_use)
 
     def _revoke_late(self) -> None:
         self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))

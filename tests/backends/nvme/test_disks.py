@@ -556,25 +556,30 @@ def test_killed_while_it_is_noted_who_is_there(paths: list[Path], num_written: i
     assert read_member(paths[0]).turn == 0
 
 
+def take_no_note(patch: pytest.MonkeyPatch, full: Path) -> None:
+    """Have a directory's disk be full: nothing can be said there of who is in use."""
+    write = disks.write_member
+
+    def write_elsewhere(path: Path, member: Member) -> None:
+        if path == full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        write(path, member)
+
+    patch.setattr(disks, "write_member", write_elsewhere)
+
+
 @pytest.mark.parametrize("was_alone", ["whole", "without its name"])
 async def test_one_that_was_alone_stays_where_another_is_added(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, was_alone: str
 ) -> None:
     """Though its disk takes nothing new meanwhile: a directory that nobody could know by its name was not away."""
-    write = disks.write_member
-
-    def write_elsewhere(path: Path, member: Member) -> None:
-        if path == paths[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, member)
-
     async with opened(paths[:1]) as tier:
         await tier.write(count_up(N))
     if was_alone == "without its name":
         (paths[0] / "member").unlink()
     there = {2 * n: n for n in range(N)}
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "write_member", write_elsewhere)
+        take_no_note(patch, paths[0])
         async with opened(paths[:2]) as tier:
             assert tier.recovered(N) == there
     for _ in range(2):
@@ -690,17 +695,10 @@ async def test_one_that_could_not_say_whom_it_was_used_with_knows_who_was_away(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Named by another alone: whoever is used without that one says so, though to itself all is as it was before."""
-    write = disks.write_member
-
-    def write_elsewhere(path: Path, member: Member) -> None:
-        if path == paths[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, member)
-
     async with opened(paths[:1]):
         pass
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "write_member", write_elsewhere)
+        take_no_note(patch, paths[0])
         async with opened(paths[:2]) as tier:
             await tier.write(count_up(N))
     async with opened(paths[:1]):
@@ -848,14 +846,7 @@ async def test_one_that_takes_no_name_keeps_nothing_from_being_noted(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full disk cannot say who it is: that another is away is noted all the same. That it cannot is told once."""
-    write = disks.write_member
-
-    def write_elsewhere(path: Path, member: Member) -> None:
-        if path == paths[2]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, member)
-
-    monkeypatch.setattr(disks, "write_member", write_elsewhere)
+    take_no_note(monkeypatch, paths[2])
     now = [0.0]
     async with opened(paths, now) as tier:
         await tier.write(count_up(N))
@@ -986,17 +977,10 @@ async def test_a_note_of_before_another_was_added_says_nothing_of_it(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a disk that takes none since: that it was in use alone once does not say that the other is away now."""
-    write = disks.write_member
-
-    def write_elsewhere(path: Path, member: Member) -> None:
-        if path == paths[0]:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        write(path, member)
-
     async with opened(paths[:1]):
         pass
     with monkeypatch.context() as patch:
-        patch.setattr(disks, "write_member", write_elsewhere)
+        take_no_note(patch, paths[0])
         async with opened(paths[:2]) as tier:
             await tier.write(count_up(N))
             break_disk(paths[1])
