@@ -7,7 +7,7 @@ import pytest
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import BackendUnavailableError, Outcomes, TieredKV
+from tiered_kv import BackendUnavailableError, CacheLimits, Outcomes, TieredKV
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.values.errors import Reason
@@ -245,4 +245,50 @@ async def test_what_a_disk_is_writing_counts_as_dropped_there() -> None:
         assert (memory.written, below.written, below.dropped) == (4, 1, 3)
         assert kv.stats()["below"].dropped_because == {Reason.REMOVED: 3}
         assert medium.num_records == 1
+        await until_idle(kv)
+
+
+async def test_what_another_write_is_bringing_counts_as_dropped_there() -> None:
+    """A store that leaves it to that write says of the tier what the one that writes it says."""
+    engine, medium, keys = Engine(), ScriptedSlotBackend(name="below"), KEYS[:2]
+    async with open_cache(CPU, medium, engine=engine, limits=CacheLimits()) as kv:
+        budget = inside(kv).chains[0].storage[0].calls.budget
+        medium.on_write.hold()
+        first = await kv.store(keys, engine.compute(keys))
+        await until(lambda: medium.on_write.num_held > 0)
+        await kv.evict(keys, tier="cpu")
+        second = await kv.store(keys, engine.compute(keys))
+        assert budget.room.num_waiting == 0, "its turn has come"
+        evicting = asyncio.ensure_future(kv.evict(keys[1:], tier="below"))
+        await until(lambda: not kv.membership(keys[1:], tier="below").any())
+        medium.on_write.release()
+        await evicting
+        below = [(await stored.settled())[-1] for stored in (first, second)]
+        assert [(each.written, each.present, each.dropped, each.failed) for each in below] == [
+            (1, 0, 1, 0),
+            (0, 1, 1, 0),
+        ]
+        assert kv.stats()["below"].dropped_because == {Reason.REMOVED: 2}
+        assert await kv.drain(), "none was lost"
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("tier", [None, "cpu"])
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_another_store_is_copying_counts_as_removed(tier: str | None, *, layerwise: bool) -> None:
+    """Whoever left it to that store names the call, not the store, which has moved it."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(CPU, engine=engine, device=device) as kv:
+        first = kv.start_store(KEYS[:2], engine.compute(KEYS[:2]))
+        second = kv.start_store(KEYS, engine.compute(KEYS), layerwise=layerwise)
+        await asyncio.sleep(0)
+        await kv.evict(KEYS[:1], tier=tier)
+        await until(lambda: first.done, on_wait=device.step)
+        for layer in range(len(engine.caches)) if layerwise else ():
+            second.store_layer(layer)
+        await until(lambda: second.done, on_wait=device.step)
+        stored = await second
+        assert (stored.num_stored, stored.num_present, stored.drop_reasons) == (2, 1, {Reason.REMOVED: 1})
+        assert [(each.written, each.present, each.dropped) for each in await stored.settled()] == [(2, 1, 1)]
+        assert kv.stats()["cpu"].dropped_because == {Reason.REMOVED: 2}
         await until_idle(kv)

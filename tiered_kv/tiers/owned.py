@@ -236,6 +236,7 @@ class OwnedTier(StorageTier, BookedTier):
         if len(todo) < len(at):
             is_left = ~(fresh | self.index.ready(asked.names))
             writing.left, writing.left_names = at[is_left], asked.names[is_left]
+            writing.left_wanted = self.expect(writing.left_names)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))
@@ -282,13 +283,15 @@ class OwnedTier(StorageTier, BookedTier):
         waiting.add_done_callback(lambda _: then(self._report_of(writing)))
 
     def _report_of(self, writing: "_SlotWrite") -> WriteReport:
-        """Say what has become of the blocks: what another write was to bring, and has not, has failed here too."""
-        report = writing.report
-        if len(writing.left):
-            report.present[writing.left] = self.index.ready(writing.left_names)
+        """Say what became of the blocks: what another write was to bring, and has not, is gone or has failed here."""
+        report, left, unwanted = writing.report, writing.left, writing.report.unwanted
+        if len(left) and unwanted is not None:
+            report.present[left] = is_there = self.index.ready(writing.left_names)
+            report.dropped[left] = unwanted[left] = ~(is_there | writing.left_wanted)
+            self.expect_no_more(writing.left_wanted)
         is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
-        return WriteReport(report.written, report.present, report.dropped, because, report.unwanted, report.num_removed)
+        return WriteReport(report.written, report.present, report.dropped, because, unwanted, report.num_removed)
 
     def take_out(self, names: Names, is_wrong: Mask, refused: Refusals, batch: Batch | None = None) -> int:
         """Remove those of the blocks, leased and read, that are not what they should be; return how many are broken.
@@ -502,7 +505,8 @@ class _SlotWrite:
         todo: Its positions in the write.
         reservation: Of its slots; None if there was no room.
         report: What has become of all blocks.
-        left: Positions of those that another write has slots for, which may fail; ``left_names`` are theirs.
+        left: Positions of those that another write has slots for, which may fail; ``left_names`` are theirs, and
+            ``left_wanted`` says which were not removed since.
     """
 
     batch: Batch
@@ -512,6 +516,6 @@ class _SlotWrite:
 
     def __post_init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.left, self.left_names = np.empty(0, np.intp), self.batch.names[:0]
+        self.left, self.left_names, self.left_wanted = np.empty(0, np.intp), self.batch.names[:0], np.empty(0, np.bool_)
         slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
         self.slots: Slots = slots[slots >= 0]

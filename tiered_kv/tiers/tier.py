@@ -245,9 +245,10 @@ def prefix_of(mask: Mask) -> int:
 
 
 class Expected:
-    """Blocks that are to be stored once their turn comes, and which of them are wanted still.
+    """Blocks that are to be stored once their turn comes, or by others, and which of them are wanted still.
 
-    What is evicted by name, or cleared, before it has a place in any books must not come after that.
+    What is evicted by name, or cleared, before it has a place in any books must not come after that; who waits for
+    what others bring is to know why it has not come.
     """
 
     def __init__(self) -> None:
@@ -301,6 +302,7 @@ class MemoryTier(BookedTier):
     Attributes:
         index: Which block is in which row.
         rows: ``(num_slots, stride / 8)`` int64.
+        left: What stores have left to others, which have slots for it.
         write_back: Whether blocks wait in the tier above for the cleaner, if there is one above.
     """
 
@@ -308,6 +310,7 @@ class MemoryTier(BookedTier):
         super().__init__(name)
         self.index = index
         self.rows = rows
+        self.left = Expected()
         self.write_back = write_back
 
     @property

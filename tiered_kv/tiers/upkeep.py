@@ -201,6 +201,7 @@ def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine
         chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     for memory in (each for each in chain.memory if tier in (None, each.name)):
         memory.index.remove(batch.names)
+        memory.left.forget(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
@@ -227,6 +228,7 @@ async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
         chain.expected.clear()
         for memory in chain.memory:
             memory.index.clear()
+            memory.left.clear()
         chain.room.changed()
         removals += [(tier, chain.tasks.spawn(tier.clear(), f"clear {tier.name}")) for tier in chain.owned]
     return num_blocks, await _kept_by(removals)

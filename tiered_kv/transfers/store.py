@@ -113,7 +113,7 @@ class Store(Revocable):
         self._head_below = Head(chain) if gpu is not None else None  # on the host, to which the pool's blocks go
         self._num_stored = self._num_present = 0
         self._present: list[Batch] = []
-        self._left: list[tuple[MemoryTier, Batch]] = []  # what others have slots for
+        self._left: list[tuple[MemoryTier, Batch, Mask]] = []  # what others have slots for, and what is wanted of it
         self._dropped: dict[Reason, int] = {}
         self._settled: asyncio.Future[tuple[TierStore, ...]] = asyncio.get_running_loop().create_future()
         self._num_windows = 0
@@ -332,11 +332,13 @@ class Store(Revocable):
 
     def _count_left(self) -> None:
         """Count what was left to others, now that nothing is copied any more: it may have come to nothing."""
-        for tier, batch in self._left:
+        for tier, batch, wanted in self._left:
+            tier.left.drop(wanted)
             is_there = self._chain.has_or_brings(tier, batch.names)
             if is_there.any():
                 self._count_present(batch[is_there])
-            self._drop(batch[~is_there], Reason.NOT_MOVED)
+            self._drop(batch[~is_there & wanted], Reason.NOT_MOVED)
+            self._drop(batch[~is_there & ~wanted], Reason.REMOVED)
         self._left.clear()
 
     def _count_present(self, batch: Batch) -> None:
@@ -377,7 +379,8 @@ class Store(Revocable):
         if len(there := (~fresh).nonzero()[0]):
             is_ready = tier.index.ready(names[there])
             if (num_ready := len(is_ready.nonzero()[0])) < len(there):
-                self._left.append((tier, part[there[~is_ready]]))
+                left = part[there[~is_ready]]
+                self._left.append((tier, left, tier.left.add(left.names)))
             if num_ready:
                 self._count_present(part[there[is_ready]])
                 self._head.hold(tier, names[there])
