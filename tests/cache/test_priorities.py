@@ -10,8 +10,9 @@ from tests.support import virtual
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
-from tests.support.virtual import advance
+from tests.support.virtual import InlineWorkers, advance
 from tiered_kv import Block, BlockKey, CacheLimits, GPULoadStoreSpec, Outcome, Priority
+from tiered_kv.testing import ScriptedDevice
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 ROOMY = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
@@ -172,15 +173,19 @@ async def test_a_planned_load_takes_no_slots_that_blocks_only_pass_through() -> 
         await until_idle(kv)
 
 
-async def test_a_load_does_not_wait_behind_stores_for_its_turns() -> None:
+async def test_a_load_does_not_wait_behind_stores_for_its_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a thousand stores begun before it that only find their blocks there already, most end after it."""
-    medium, engine = ScriptedBackend(), Engine()
+    monkeypatch.setattr("tiered_kv.cache.opening.WorkerPool", InlineWorkers)  # turns alone count, no thread's time
+    medium, engine, device = ScriptedBackend(), Engine(), ScriptedDevice()
     keys = prompt(4)
-    async with open_cache(medium, engine=engine, limits=LIMITS) as kv:
-        await keep(kv, engine, keys)
+    async with open_cache(medium, engine=engine, limits=LIMITS, device=device) as kv:
+        storing = kv.start_store(keys, engine.compute(keys))
+        await until(lambda: storing.done, on_wait=device.step)
+        await (await storing).settled()
         stores = [kv.start_store(keys, GPULoadStoreSpec(range(4))) for _ in range(1000)]
-        loaded = await kv.load(keys, GPULoadStoreSpec(range(4, 8)))
-        assert (loaded.num_blocks, engine.read(range(4, 8))) == (4, contents(keys))
+        loading = kv.start_load(keys, GPULoadStoreSpec(range(4, 8)))
+        await until(lambda: loading.done, on_wait=device.step)
         assert sum(each.done for each in stores) < 500
+        assert ((await loading).num_blocks, engine.read(range(4, 8))) == (4, contents(keys))
         assert [(await each).num_present for each in stores] == [4] * 1000
         await until_idle(kv)
