@@ -6,8 +6,9 @@ from typing import Any
 
 from pydantic import Field
 
-from tiered_kv.media.backend import Backend, Block, Outcome, check_lengths
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
 from tiered_kv.settings.tier_settings import Size, StorageTierSettings
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey
 
 
@@ -31,6 +32,15 @@ class MemoryBackend(Backend):
         self.settings = self.Settings.of(settings)
         self._records: OrderedDict[BlockKey, bytes] = OrderedDict()  # least recently used first
         self._num_bytes = 0
+
+    async def open(self, context: BackendContext) -> None:
+        """Take nothing yet. A capacity that no record fits into is wrong: nothing would ever be kept."""
+        largest = max((shape.record_bytes for shape in context.groups), default=0)
+        if largest > self.settings.capacity:
+            raise ConfigurationError(
+                f"the memory tier's capacity of {self.settings.capacity} bytes is below one block of {largest} bytes: "
+                "give it more, or leave it out"
+            )
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Say HIT or MISS for each key. Exact, and no use of the block."""

@@ -344,6 +344,10 @@ TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
         lambda path: [{"medium": "shared_fs", "path": str(path / "shared"), "capacity": 4096}],
         f"the shared_fs tier's capacity of 4096 bytes is below one block of {STRIDE + 4096} bytes: give it more",
     ),
+    "a small memory tier": (
+        lambda _: ["memory://?capacity=100"],
+        r"the memory tier's capacity of 100 bytes is below one block of \d+ bytes: give it more",
+    ),
     "a path that is a file": (lambda path: [cpu(4), nvme(path / "file")], "/file: it is a file; the NVMe"),
     "a path under a file": (lambda path: [cpu(4), nvme(path / "file" / "kv")], "file/kv"),
     "a path with a rank misspelt": (
