@@ -10,6 +10,8 @@ there. Linux has ``openat2`` since 5.6; elsewhere, and where a sandbox refuses i
 so it holds at the moment when it has run: what is written later counts at the next run. A tier of medium ``shared_fs``
 has the setting ``salt_quota`` besides, which its sweeps keep.
 
+An ``nvme`` tier and one of medium ``shared_fs`` know a directory of the other's by the file that it makes there first.
+
 `scrubbed` takes secrets out of what servers say: some repeat in an error what they were sent.
 """
 
@@ -66,6 +68,8 @@ class Opener:
         return -1  # whatever is in the way, step by step it shows which
 
 
+NVME_MARK: Final = "holder"
+SHARED_FS_MARK: Final = "sweeper.lock"
 FINGERPRINT = re.compile("[0-9a-f]{64}")
 EPOCH = re.compile("[0-9a-f]{32}")
 SHARD = re.compile("replicated|[0-9]+of[0-9]+")

@@ -4,6 +4,7 @@ import asyncio
 import re
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,11 @@ class Unmakeable(LRUPolicy):
         raise OSError("no file")
 
 
+def shared_fs(path: Path) -> dict[str, Any]:
+    """Return settings of a directory that others use too."""
+    return {"medium": "shared_fs", "path": str(path), "capacity": "16MiB", "min_free_fraction": 0}
+
+
 TIERS: dict[str, tuple[Callable[[Path], list[Any]], str]] = {
     "none": (lambda _: [], "at least one tier"),
     "no tier": (lambda _: [7], r"tiers\[0\]: a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
@@ -387,6 +393,24 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
         await asyncio.sleep(0)
     assert threading.active_count() <= num_threads  # others of the tests before may have ended meanwhile
     assert open_files() <= files
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "message"),
+    [
+        (nvme, shared_fs, "/holder: an NVMe tier has this directory: each needs one of its own"),
+        (shared_fs, nvme, "is a shared_fs tier's, whose sweeper.lock is in it: each needs a directory of its own"),
+    ],
+)
+async def test_a_directory_that_a_tier_of_another_kind_has_used(
+    tmp_path: Path, first: Callable[[Path], Any], then: Callable[[Path], Any], message: str
+) -> None:
+    """Neither takes the other's, which goes on being used: one would delete what it does not know."""
+    for make in (first, then, first):
+        async with AsyncExitStack() as stack:
+            if make is then:
+                stack.enter_context(pytest.raises(ConfigurationError, match=message))
+            await stack.enter_async_context(open_any(AnyEngine(), cpu(4), make(tmp_path)))
 
 
 @pytest.mark.slow

@@ -37,6 +37,7 @@ from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES, blocks_within
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.ledger import Ledger
+from tiered_kv_backends.paths import NVME_MARK, SHARED_FS_MARK
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
@@ -118,7 +119,7 @@ FINGERPRINT = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
-HOLDER = "holder"
+HOLDER = NVME_MARK
 IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
 """What a tier makes in a folder, or made in an earlier format; the records first."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -330,13 +331,18 @@ def taken(path: Path) -> Iterator[int]:
     """Take a directory for this process alone, and yield its descriptor; it is made if need be, for its owner only.
 
     Raises:
-        ConfigurationError: It is none, not this user's alone, not writable, or held by another process.
+        ConfigurationError: It is none, not this user's alone, not writable, a shared_fs tier's, or held by another
+            process.
     """
     with contextlib.ExitStack() as opened:
         with explained(path):
             fd = open_root(path)
             opened.callback(files().close, fd)
             opened.callback(_Lock(path, fd).release)
+            if files().exists(path / SHARED_FS_MARK) and not files().exists(path / HOLDER):
+                raise ConfigurationError(
+                    f"{path} is a shared_fs tier's, whose {SHARED_FS_MARK} is in it: each needs a directory of its own"
+                )
             _name_holder(fd)
         yield fd
 

@@ -20,12 +20,12 @@ from typing import NamedTuple, ParamSpec, Self, TypeVar, cast
 
 from tiered_kv.media.backend import Block, Outcome, Workers
 from tiered_kv.values.keys import BlockKey
-from tiered_kv_backends.paths import Opener
+from tiered_kv_backends.paths import NVME_MARK, SHARED_FS_MARK, Opener
 
 # ruff: noqa: PTH116 - calls relative to open folders, which Path has not
 
 
-LOCK_NAME = "sweeper.lock"
+LOCK_NAME = SHARED_FS_MARK
 """Locked by whoever sweeps. It also says that the filesystem is mounted."""
 FOLDER_DIGITS = 3
 """So many digits of a block's hash name its folder: 4096 folders for the blocks of one namespace."""
@@ -153,10 +153,12 @@ def check_mounted(root: str) -> None:
 
 
 def _check_folder(root: str) -> None:
-    """Raise if something else than a directory is there."""
+    """Raise if something else than a directory is there, or one of an NVMe tier."""
     path = Path(root)
     if path.exists() and not path.is_dir():
         raise NotADirectoryError(errno.ENOTDIR, "it is no directory, which a shared_fs tier needs for its own", root)
+    if (mark := path / NVME_MARK).exists():
+        raise FileExistsError(errno.EEXIST, "an NVMe tier has this directory: each needs one of its own", str(mark))
 
 
 def _check_alone(root: str, owner: int | None = None) -> None:
