@@ -17,6 +17,7 @@ import pytest
 
 from tests.support.caches import inside
 from tests.support.late_copies import LateCopies
+from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState, ConfigurationError, KVLayout, Outcomes
 from tiered_kv.catalog.copy_budget import CopyBudget
@@ -135,6 +136,46 @@ class Copies:
         self._is_held = False
         for copying, told in self._held:
             told.set_result(copying.result())
+
+
+class LateStarts:
+    """Has a worker's copies out of the engine begin when the test says so."""
+
+    def __init__(self, engine: SmallVLLM) -> None:
+        self._held: list[tuple[Any, object, Future[Outcomes]]] = []
+        self._worker = engine.workers[0]
+        self._start = self._worker._start  # noqa: SLF001 - ours
+
+        def start_late(plan: Any, after: object, ahead_of: object = None) -> "Future[Outcomes]":  # noqa: ANN401 - of ours
+            if plan is None or plan.direction != "store":
+                started: Future[Outcomes] = self._start(plan, after, ahead_of)
+                return started
+            self._held.append((plan, after, Future()))
+            return self._held[-1][2]
+
+        self._worker._start = start_late  # noqa: SLF001 - likewise
+
+    @property
+    def num_held(self) -> int:
+        """How many have not begun."""
+        return len(self._held)
+
+    def begin(self) -> None:
+        """Have those that were held begin and end, and all others at once from now on."""
+        self._worker._start = self._start  # noqa: SLF001 - likewise
+        for plan, after, told in self._held:
+            told.set_result(self._start(plan, after).result())
+
+
+def fall_silent(engine: SmallVLLM) -> None:
+    """Have the client of a host's server find that it has said nothing for too long."""
+    there = engine.scheduling.kv.cache._connection.there  # noqa: SLF001 - nothing else does it in no time
+
+    async def look() -> None:
+        for _ in range(2):
+            there.look(1e9)
+
+    engine.scheduling.kv.call(look)
 
 
 def step_settled(engine: SmallVLLM, count: int) -> None:
@@ -360,6 +401,36 @@ def test_blocks_are_kept_until_every_rank_has_copied_them() -> None:
         copying.set_result(Outcomes(job, 1, 3))
         engine.settle()
         assert engine.num_free == num_free
+
+
+@pytest.mark.parametrize("is_wrong", [False, True])
+def test_what_a_server_forgets_that_says_nothing_is_kept_until_it_is_copied(tmp_path: Path, *, is_wrong: bool) -> None:
+    """It may speak again, and keep what workers have copied: vLLM's blocks, as they were, and none that were wrong."""
+    wanted = {"num_blocks": 16, "store_when": "evicted", "has_cache": True}
+    with serving(tmp_path, ROOMY), opened(connect=f"unix://{tmp_path / 'kv.sock'}", **wanted) as engine:
+        copies = LateStarts(engine)
+        requests = [engine.ask(prompt, 6 * BLOCK_SIZE + 1, 1, prompt=prompt) for prompt in "abcd"]
+        for _ in requests:
+            step_settled(engine, 3)
+        assert copies.num_held
+        fall_silent(engine)
+        engine.scheduling._hear_of_jobs()  # noqa: SLF001 - ours
+        if is_wrong:
+            engine.scheduling.take(VLLM.messages.Report(is_wrong=True))
+        for prompt in "ef":  # which take what is free
+            engine.ask(prompt, 2 * BLOCK_SIZE + 1, 1, prompt=prompt)
+            step_settled(engine, 3)
+        assert engine.scheduling.holds_blocks
+        copies.begin()
+        while engine.scheduling.holds_blocks:
+            step_settled(engine, 1)
+        kv = engine.scheduling.kv
+        kv.flush()
+        assert (kv.stats()["cpu"].ready > 0) is not is_wrong
+        for request in requests:
+            serve(engine, request.prompt, 6)  # and what is loaded is looked at
+        assert engine.num_free == 16
+        assert engine.scheduling._storing.num_held == 0  # noqa: SLF001 - likewise
 
 
 def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

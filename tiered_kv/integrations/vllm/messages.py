@@ -273,6 +273,7 @@ class Store:
         num_blocks: How many.
         num_unanswered: Ranks that may read the blocks yet, or have not begun.
         is_told: Whether the workers have it.
+        is_counted: Whether the end of its job is.
         num_steps: For how many they have had it.
         nobodys: vLLM's blocks that no request has, which are held in its pool.
         turns: Of blocks of vLLM's, among them these, see `PendingStores.copy_out`.
@@ -285,6 +286,7 @@ class Store:
     num_unanswered: int
     dues: list[Due] = field(default_factory=list)
     is_told: bool = False
+    is_counted: bool = False
     num_steps: int = 0
     nobodys: list[int] = field(default_factory=list)
     turns: Mapping[int, int] = field(default_factory=dict)

@@ -172,7 +172,7 @@ class PendingStores:
         self._num_steps += 1
         self._num_copying, is_slow = 0, False
         for store in self._stores.values():
-            if store.num_unanswered and store.job.result is None:
+            if store.num_unanswered and (store.is_told or store.job.result is None):
                 self._num_copying += store.num_blocks
                 store.num_steps += store.is_told
                 is_slow = is_slow or store.num_steps > _STEPS_OF_A_COPY
@@ -260,18 +260,25 @@ class PendingStores:
         store.num_unanswered -= 1
         if not store.num_unanswered:
             self._let_go(store)
-        plan = store.job.plan
-        if store.num_whole == store.num_blocks or plan is None or not plan.moves:  # or it has ended meanwhile
+            if store.is_counted:
+                del self._stores[outcomes.job]
+        if store.num_whole == store.num_blocks:
             return outcomes
-        positions = plan.move_of(outcomes.rank).positions
+        plan = store.job.plan
+        # Of a job that has ended nobody knows which blocks are whole; a server that was silent may yet keep them.
+        positions = plan.move_of(outcomes.rank).positions if plan is not None and plan.moves else ()
         num_whole = sum(1 for _ in takewhile(lambda at: at < store.num_whole, positions))
         return replace(outcomes, num_moved=min(outcomes.num_moved, num_whole))
 
     def ended(self, job: Job) -> None:
-        """Count a job that has ended."""
-        if job.result is not None and (store := self._stores.pop(job.number, None)) is not None:
+        """Count a job that has ended, and let go of its blocks, unless a worker may be copying them yet."""
+        if job.result is None or (store := self._stores.get(job.number)) is None:
+            return
+        store.is_counted = True
+        self._counts.store(store.num_blocks, job.result.num_blocks)
+        if not (store.is_told and store.num_unanswered):  # else its server was silent, and may speak again
             self._let_go(store)
-            self._counts.store(store.num_blocks, job.result.num_blocks)
+            del self._stores[job.number]
 
     def forget(self) -> None:
         """Drop what no worker has been told of: other weights have computed it than those that are named from now on.
