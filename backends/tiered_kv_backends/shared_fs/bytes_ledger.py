@@ -361,8 +361,10 @@ class DirectoryRoom:
 
     def return_all(self) -> None:
         """Give back what is not used. In a thread."""
+        # What has lain too long may be in the number no more: others' sweeps take it for that of a dead process.
+        unused = self._allowance if self._clock() < self._allowance_until else 0
         with contextlib.suppress(OSError):  # the next sweep finds that it is not used
-            self._ledger.give_back(self._allowance, self.unwritten - self._allowance)
+            self._ledger.give_back(unused, self.unwritten - self._allowance)
 
     async def _take(self, wanted: int) -> None:
         before = self.unwritten

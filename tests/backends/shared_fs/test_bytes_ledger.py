@@ -203,6 +203,20 @@ async def test_room_that_lies_unused_is_taken_anew(root: str, clock: Clock) -> N
     assert room.unwritten == 10 * BLOCK  # two that are being written, and what was taken now
 
 
+async def test_room_that_a_sweep_no_longer_counts_is_not_given_back(root: str, clock: Clock) -> None:
+    """A process that closes after an idle night leaves a ledger that says no less than there is."""
+    ledger, others = ledger_in(root, clock), ledger_in(root, clock)
+    room = room_in(root, clock, ledger)
+    assert await room.take(blocks(1), lambda: None) == 1
+    room.settle(BLOCK, is_written=True)
+    clock.now_ns += 11 * MINUTE_NS
+    others.end_sweep(others.begin_sweep(lambda: 0), BLOCK)
+    assert books_of(others).total == BLOCK
+    room.return_all()
+    assert books_of(others).total == BLOCK
+    assert [unwritten for unwritten, _ in books_of(others).writers.values()] == [0]
+
+
 async def test_room_being_taken_is_seen_by_a_sweep(root: str, clock: Clock) -> None:
     """It may begin before the answer is here; of a call that failed nothing is kept."""
     ledger, workers, seen = ledger_in(root, clock), AtOnce(), list[int]()
