@@ -296,6 +296,35 @@ async def test_an_answer_is_believed_until_a_load_fails(server: S3Server) -> Non
         assert await mine.lookup_prefix(keys) == 8
 
 
+class Late(S3Backend):
+    """Its store's answers, whether an object is there, come when a test says so."""
+
+    has_answered: asyncio.Event
+    may_come: asyncio.Event
+
+    async def _exists(self, name: str, deadline: float) -> bool:
+        found = await super()._exists(name, deadline)
+        self.has_answered.set()
+        await self.may_come.wait()
+        return found
+
+
+@pytest.mark.parametrize("is_stored", [True, False], ids=["stored", "deleted"])
+async def test_an_answer_that_comes_late_is_not_believed(*, is_stored: bool) -> None:
+    """Of a key that was stored or deleted while the store was asked for it, the next lookup asks again."""
+    (key,) = chain(1)
+    async with open_backend(Late({"url": "memory:///", "pack_bytes": 0, "answer_ttl_s": 3600})) as backend:
+        backend.has_answered, backend.may_come = asyncio.Event(), asyncio.Event()
+        if not is_stored:
+            await store(backend, [key])
+        looking = asyncio.ensure_future(backend.lookup_prefix([key]))
+        await backend.has_answered.wait()
+        await (store(backend, [key]) if is_stored else backend.delete([key]))
+        backend.may_come.set()
+        await looking
+        assert await backend.lookup_prefix([key]) == is_stored
+
+
 async def test_a_hole_is_found_by_the_load(server: S3Server) -> None:
     """Bisection may look past a hole; once a load has seen it, no lookup does."""
     keys = chain(8)

@@ -1,17 +1,28 @@
 """What is there, by few questions. A chained key names all before it, so a prefix is found by bisection.
 
 Bisection over holes is an estimate, and so is an answer of a second ago: a load decides, and what it finds missing is
-remembered as such. Touched by the event loop only.
+remembered as such. An answer that comes after a store or a deletion of this process, and was asked for before, is older
+than that. Touched by the event loop only.
 """
 
 from asyncio import gather
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.s3.packing import Unit
 
 _MAX_ANSWERS = 1 << 16
+
+
+@dataclass(eq=False)
+class Question:
+    """One under way, and what has happened since it was asked: which keys were stored, and whether any were refuted."""
+
+    stored: set[bytes] = field(default_factory=set)
+    is_refuted: bool = False
 
 
 class PresenceAnswers:
@@ -21,7 +32,18 @@ class PresenceAnswers:
         self._clock = clock
         self._ttl_s = ttl_s
         self._num_answers = 0
+        self._under_way: set[Question] = set()
         self._by_namespace: defaultdict[Namespace, dict[bytes, tuple[bool, float]]] = defaultdict(dict)
+
+    @contextmanager
+    def asking(self) -> Iterator[Question]:
+        """Yield a question that is asked from here on, for `put` and `refute`."""
+        question = Question()
+        self._under_way.add(question)
+        try:
+            yield question
+        finally:
+            self._under_way.discard(question)
 
     def bounds(self, keys: Sequence[BlockKey]) -> tuple[int, int]:
         """Return how many leading keys are there for sure, and at most: those before the first that is known to lack.
@@ -42,9 +64,13 @@ class PresenceAnswers:
             num_known = n + 1
         return num_known, len(keys)
 
-    def put(self, key: BlockKey, *, is_there: bool) -> None:
-        """Believe for a while that a key, and with it those before it, is there; or that it is not."""
-        if self._ttl_s <= 0:
+    def put(self, key: BlockKey, *, is_there: bool, question: Question | None = None) -> None:
+        """Believe for a while that a key, and with it those before it, is there; or that it is not.
+
+        Unless, since the question was asked, any were refuted, or the key was stored.
+        """
+        is_older = question is not None and (question.is_refuted if is_there else key.hash in question.stored)
+        if self._ttl_s <= 0 or is_older:
             return
         if self._num_answers >= _MAX_ANSWERS:
             self._by_namespace.clear()
@@ -52,18 +78,22 @@ class PresenceAnswers:
         self._num_answers += 1
         self._by_namespace[key.namespace][key.hash] = is_there, self._clock() + self._ttl_s
 
-    def drop(self, keys: Iterable[BlockKey]) -> None:
+    def drop(self, keys: Sequence[BlockKey]) -> None:
         """Believe nothing about these keys themselves: they were stored."""
+        for question in self._under_way:
+            question.stored.update(key.hash for key in keys)
         for key in keys:
             if known := self._by_namespace.get(key.namespace):
                 known.pop(key.hash, None)
 
-    def refute(self, keys: Iterable[BlockKey], missing: Iterable[BlockKey]) -> None:
+    def refute(self, keys: Iterable[BlockKey], missing: Iterable[BlockKey], question: Question | None = None) -> None:
         """Believe nothing in the namespaces of ``keys``, which a load did not find as told, except what it saw."""
+        for each in self._under_way:
+            each.is_refuted = True
         for namespace in {key.namespace for key in keys}:
             self._by_namespace.pop(namespace, None)
         for key in missing:
-            self.put(key, is_there=False)
+            self.put(key, is_there=False, question=question)
 
 
 async def count_blocks(

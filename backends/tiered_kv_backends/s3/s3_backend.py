@@ -101,14 +101,15 @@ class S3Backend(Backend):
         if num_known == limit:
             return limit
         deadline = self._deadline()
-        units = await self._units(keys, deadline)
-        n = await count_blocks(
-            keys, units, num_known, lambda name: self._exists(name, deadline), self._packing.is_single
-        )
+        with self._answers.asking() as question:
+            units = await self._units(keys, deadline)
+            n = await count_blocks(
+                keys, units, num_known, lambda name: self._exists(name, deadline), self._packing.is_single
+            )
         if n:
-            self._answers.put(keys[n - 1], is_there=True)
+            self._answers.put(keys[n - 1], is_there=True, question=question)
         if n < len(keys):
-            self._answers.put(keys[n], is_there=False)
+            self._answers.put(keys[n], is_there=False, question=question)
         return n
 
     async def locate(self, keys: Sequence[BlockKey]) -> ObjectLoadStoreSpec | None:
@@ -141,12 +142,13 @@ class S3Backend(Backend):
         """
         check_lengths(keys, into)
         deadline = self._deadline()
-        units = await self._units(keys, deadline)
-        reads = [self._read_unit(unit, keys, into, deadline) for unit in units]
-        outcomes = await _outcomes(units, reads)
+        with self._answers.asking() as question:
+            units = await self._units(keys, deadline)
+            reads = [self._read_unit(unit, keys, into, deadline) for unit in units]
+            outcomes = await _outcomes(units, reads)
         missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
         if missing or Outcome.FAILED in outcomes or Outcome.CORRUPT in outcomes:
-            self._answers.refute(keys, missing)
+            self._answers.refute(keys, missing, question)
         return outcomes
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
@@ -184,11 +186,13 @@ class S3Backend(Backend):
         single, packed = self._packing.parted(unnamed)
         self._doomed.add(single, may_be_packed=False)
         self._doomed.add(packed, may_be_packed=True)
-        self._answers.refute(keys, keys)
-        await asyncio.gather(*(self._put(mark_of(key), b"", deadline) for key in packed))
         names = dict.fromkeys(key.path for key in keys)
         names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
-        await self._delete_all([*names], deadline)
+        try:
+            await asyncio.gather(*(self._put(mark_of(key), b"", deadline) for key in packed))
+            await self._delete_all([*names], deadline)
+        finally:
+            self._answers.refute(keys, keys)
         return not packed
 
     async def _units(self, keys: Sequence[BlockKey], deadline: float) -> list[Unit]:

@@ -143,6 +143,24 @@ def test_a_failed_load_drops_what_was_said() -> None:
     assert known.bounds(KEYS) == (0, 3)
 
 
+def test_an_answer_knows_nothing_of_what_came_after_its_question() -> None:
+    """What was stored meanwhile may be there though it says not, and what was refuted may not be though it says so."""
+    known, _ = answers()
+    with known.asking() as late, known.asking() as later:
+        known.drop([KEYS[2]])
+        known.put(KEYS[2], is_there=False, question=late)
+        known.put(KEYS[1], is_there=True, question=late)
+        assert known.bounds(KEYS) == (2, 8)
+        known.refute(KEYS, [KEYS[2], KEYS[3]], later)
+        assert known.bounds(KEYS) == (0, 3)
+        known.put(KEYS[1], is_there=True, question=late)
+    assert known.bounds(KEYS) == (0, 3)
+    with known.asking() as new:
+        known.put(KEYS[1], is_there=True, question=new)
+        known.put(KEYS[2], is_there=False, question=new)
+    assert known.bounds(KEYS) == (2, 2)
+
+
 def test_answers_stay_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many keys are asked about, a bounded number of answers is kept."""
     monkeypatch.setattr(presence, "_MAX_ANSWERS", 4)
