@@ -31,7 +31,7 @@ from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings, paths_of
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
 from tiered_kv.values.layout import KVLayout
@@ -181,7 +181,7 @@ def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSet
         yield tier.model_copy(update=room | {"max_capacity": None}) if isinstance(tier, CPUTier | GPUTier) else tier
         return
     with ExitStack() as made:
-        own = [made.enter_context(_folder_beside(path)) / "tier" for path in _paths_of(tier)]
+        own = [made.enter_context(_folder_beside(path)) / "tier" for path in paths_of(tier)]
         if not own:
             raise ConfigurationError("there is nothing to compare it with")
         yield tier.model_copy(update=room | {"path": own[0] if len(own) == 1 else tuple(own)})
@@ -193,13 +193,6 @@ def _folder_beside(path: Path) -> Iterator[Path]:
     beside = there.parent if there == path and there.parent.stat().st_dev == there.stat().st_dev else there
     with tempfile.TemporaryDirectory(prefix=".tiered-kv-bench-", dir=beside) as folder:
         yield Path(folder)
-
-
-def _paths_of(tier: TierSettings) -> tuple[Path, ...]:
-    """Return the directories of a tier; none where its medium is another."""
-    given = getattr(tier, "path", ())
-    paths = given if isinstance(given, tuple) else (given,)
-    return paths if all(isinstance(each, Path) for each in paths) else ()
 
 
 @asynccontextmanager
@@ -251,7 +244,7 @@ async def _ceiling(tier: TierSettings, work: _Work) -> AsyncIterator[tuple[str, 
             return min(by_all_threads - started, time.perf_counter() - by_all_threads)
 
         yield "one copy in memory", copy
-    elif paths := _paths_of(tier):
+    elif paths := paths_of(tier):
         with _plain_files(paths, work, direct=isinstance(tier, OwnedTierSettings)) as (what, move):
             yield what, lambda direction: asyncio.to_thread(move, direction)
     else:

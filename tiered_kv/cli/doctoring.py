@@ -22,7 +22,7 @@ from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings
+from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings, paths_of
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Event, TierFailed, TierStalled
 from tiered_kv.values.keys import ModelIdentity, hash_blocks
@@ -126,8 +126,7 @@ def _of_server(settings: TieredKVSettings) -> Finding:
 def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         yield Finding("bad", name, "there is no GPU", "leave the gpu tier out")
-    given, capacity = getattr(tier, "path", ()), getattr(tier, "capacity", None)
-    paths = (given,) if isinstance(given, Path) else given
+    paths, capacity = paths_of(tier), getattr(tier, "capacity", None)
     if not isinstance(capacity, int):
         return
     for path in paths:

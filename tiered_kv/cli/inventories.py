@@ -25,7 +25,7 @@ from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_b
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import TierSettings
+from tiered_kv.settings.tier_settings import TierSettings, paths_of
 from tiered_kv.values.errors import (
     BackendUnavailableError,
     BlockCorruptError,
@@ -327,8 +327,8 @@ def inventory_at(
         return open_directories([Path(where)], to_delete=to_delete)
     if isinstance(tier, CPUTier | GPUTier):
         raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
-    if isinstance(path := getattr(tier, "path", None), Path | tuple):
-        return open_directories(path if isinstance(path, tuple) else [path], to_delete=to_delete)
+    if paths := paths_of(tier):
+        return open_directories(paths, to_delete=to_delete)
     return resolve(tier.medium).inventory(tier)
 
 

@@ -27,7 +27,7 @@ from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.settings import CacheLimits
-from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
+from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings, paths_of
 from tiered_kv.traces import Trace
 from tiered_kv.traces.requests import Ids
 from tiered_kv.values.errors import ConfigurationError
@@ -238,8 +238,7 @@ class _Engine:
 
 def _beside(tiers: Sequence[TierSettings]) -> Path:
     """Return a folder on the disk of the first tier that has one."""
-    paths = (each if isinstance(each, Path) else each[0] for tier in tiers if (each := getattr(tier, "path", None)))
-    path = next(paths, Path()).absolute()
+    path = next((path for tier in tiers for path in paths_of(tier)), Path()).absolute()
     return next(each for each in path.parents if each.exists())
 
 

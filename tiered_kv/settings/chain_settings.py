@@ -16,6 +16,7 @@ from tiered_kv.settings.tier_settings import (
     SizeOrNone,
     TierSettings,
     default_size,
+    paths_of,
 )
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import split_tier_url
@@ -167,9 +168,9 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
             continue
         if tier.write == "back" and not memory:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
-        given, is_owned = getattr(tier, "path", ()), isinstance(tier, OwnedTierSettings)
-        for path in (given,) if isinstance(given, Path) else given:
-            other, is_others_alone = taken.setdefault(Path(path).resolve(), (name, is_owned))
+        is_owned = isinstance(tier, OwnedTierSettings)
+        for path in paths_of(tier):
+            other, is_others_alone = taken.setdefault(path.resolve(), (name, is_owned))
             if other != name and (is_owned or is_others_alone):
                 what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
         what = what or _policy_problem(tier)

@@ -160,6 +160,13 @@ class TierSettings(Checked):
         return values
 
 
+def paths_of(tier: TierSettings) -> tuple[Path, ...]:
+    """Return the directories that a tier keeps its blocks in; none if its medium has no ``path``."""
+    given = getattr(tier, "path", ())
+    paths = given if isinstance(given, tuple) else (given,)
+    return paths if all(isinstance(each, Path) for each in paths) else ()
+
+
 class BookedTierSettings(TierSettings):
     """Base of the settings of a tier of which the cache keeps the books: it says what goes, and when."""
 
