@@ -26,12 +26,13 @@ from rich.progress import Progress
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.cli.replaying import size_of
 from tiered_kv.cli.running import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, settings_of
-from tiered_kv.media.backend import Backend, BackendContext, Block, RecordShape
+from tiered_kv.media.backend import Backend, Block, RecordShape
 from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings, paths_of
+from tiered_kv.testing import open_backend
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
 from tiered_kv.values.layout import KVLayout
@@ -136,7 +137,8 @@ class _Work:
         self.caches = [torch.ones(num_blocks, 2, _BLOCK_SIZE, 8, head_dim, dtype=torch.bfloat16)]
         self.layout = KVLayout.from_tensors(self.caches, block_size=_BLOCK_SIZE, axes="BPNHD")
         self.num_blocks = num_blocks
-        self.num_bytes = num_blocks * self.layout.groups[0].payload_bytes
+        self.record = RecordShape(os.urandom(32), self.layout.groups[0].payload_bytes)
+        self.num_bytes = num_blocks * self.record.payload_bytes
         self.model = ModelIdentity("bench", weights="none")
 
     def keys(self) -> BlockKeys:
@@ -173,8 +175,7 @@ async def _measured(
 @contextmanager
 def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSettings]:
     """Yield the tier with a path and a capacity for this work: a cache may have the real one open."""
-    stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))  # with its header, of whole pages
-    room = {"capacity": 4 * work.num_blocks * stride + _NOTES}
+    room = {"capacity": 4 * work.num_blocks * work.record.stride_bytes + _NOTES}
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here")
     if not isinstance(tier, OwnedTierSettings):
@@ -257,7 +258,7 @@ def _plain_files(
     paths: Sequence[Path], work: _Work, *, direct: bool
 ) -> Iterator[tuple[str, Callable[[Direction], float]]]:
     """Yield what writes or reads as many blocks in plain files, one a directory, each by one call, in some threads."""
-    stride = _PAGE * (1 + -(-work.num_bytes // work.num_blocks // _PAGE))
+    stride = work.record.stride_bytes
     with ExitStack() as opened:
         what, fds = "a plain file" if len(paths) == 1 else f"{len(paths)} plain files", []
         for path in paths:
@@ -296,38 +297,20 @@ async def _client_alone(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
     backend = make_backend(tier)
     if not isinstance(backend, Backend):
         raise ConfigurationError("there is nothing to compare it with")
-    shape = RecordShape(os.urandom(32), work.num_bytes // work.num_blocks)
-    blocks = [Block.empty(shape.payload_bytes) for _ in range(work.num_blocks)]
-    space = Namespace(shape.fingerprint, epoch=epoch_digest("bench"))
+    blocks = [Block.empty(work.record.payload_bytes) for _ in range(work.num_blocks)]
+    space = Namespace(work.record.fingerprint, epoch=epoch_digest("bench"))
     keys = [BlockKey(space, os.urandom(32), position) for position in range(work.num_blocks)]
-    await backend.open(BackendContext((shape,), _OwnThreads, time.monotonic))
-    try:
 
-        async def move(direction: Direction) -> float:
-            started = time.perf_counter()
-            await (backend.write(keys, blocks) if direction == "store" else backend.read(keys, blocks))
-            return time.perf_counter() - started
+    async def move(direction: Direction) -> float:
+        started = time.perf_counter()
+        await (backend.write(keys, blocks) if direction == "store" else backend.read(keys, blocks))
+        return time.perf_counter() - started
 
+    async with open_backend(backend, work.record):
         try:
             yield move
         finally:
             await backend.delete(keys)
-    finally:
-        await backend.aclose()
-
-
-class _OwnThreads:
-    """`Workers` for what is no cache."""
-
-    def __init__(self, num_threads: int) -> None:
-        self._turns = asyncio.Semaphore(num_threads)
-
-    async def run(self, function: Callable[..., Any], *args: object) -> Any:  # noqa: ANN401 - the function's
-        async with self._turns:
-            return await asyncio.to_thread(function, *args)
-
-    def begin_each(self, calls: Sequence[Callable[[], Any]], then: Callable[[Callable[[], list[Any]]], object]) -> None:
-        asyncio.gather(*map(self.run, calls)).add_done_callback(lambda ended: then(ended.result))
 
 
 def _speed(bytes_per_s: float) -> str:
