@@ -3,7 +3,8 @@
 import json
 import os
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -14,14 +15,13 @@ from pydantic.fields import FieldInfo
 from rich.markup import escape
 
 from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, refuse_if, settings_of
-from tiered_kv.settings.chain_settings import CPUTier, GPUTier
-from tiered_kv.settings.registry import OWN_MEDIA, known_media, resolve
-from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
-from tiered_kv.settings.tier_settings import HostSettings, TierSettings
+from tiered_kv.settings.chain_settings import model_of
+from tiered_kv.settings.registry import known_media
+from tiered_kv.settings.settings import CONFIG, PREFIX, TieredKVSettings, tables_of
+from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
 
-_PREFIX: Final = "TIERED_KV_"
-_NESTED: Final[Mapping[str, type[BaseModel]]] = {"limits": CacheLimits, "host": HostSettings}
+_TABLES: Final = tables_of(TieredKVSettings.model_fields)
 
 
 @dataclass(frozen=True)
@@ -63,15 +63,15 @@ def config_command(
 def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
     """Return every setting, and where it comes from: a variable, the file, or the default. Secrets are stars."""
     values = settings.model_dump(mode="json")
-    path = path or (Path(given) if (given := os.environ.get(f"{_PREFIX}CONFIG")) else None)
+    path = path or (Path(given) if (given := os.environ.get(CONFIG)) else None)
     file = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
-    nested = {name: values.pop(name) for name in _NESTED}
+    tables = {name: values.pop(name) for name in _TABLES}
     del values["tiers"]
     found = [Key(f"tiers[{n}]", _said(tier), _source("tiers", file, path)) for n, tier in enumerate(settings.tiers)]
     found += [Key(name, json.dumps(value), _source(name, file, path)) for name, value in values.items()]
     return found + [
         Key(f"{table}.{name}", json.dumps(value), _source(table, file, path, name))
-        for table, fields in nested.items()
+        for table, fields in tables.items()
         for name, value in fields.items()
     ]
 
@@ -79,18 +79,18 @@ def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
 def all_keys() -> list[Key]:
     """Return every key there is with its default, and the variable that sets it."""
     found = [
-        Key(name, _default(field), f"{_PREFIX}{name.upper()}")
+        Key(name, _default(field), f"{PREFIX}{name.upper()}")
         for name, field in TieredKVSettings.model_fields.items()
-        if name not in _NESTED
+        if name not in _TABLES
     ]
     found += [
-        Key(f"{table}.{name}", _default(field), f"{_PREFIX}{table.upper()}__{name.upper()}")
-        for table, model in _NESTED.items()
+        Key(f"{table}.{name}", _default(field), f"{PREFIX}{table.upper()}__{name.upper()}")
+        for table, model in _TABLES.items()
         for name, field in model.model_fields.items()
     ]
-    for medium, model in _models():
+    for medium, model in _models().items():
         found += [
-            Key(f"{medium}: {name}", _default(field), f"{_PREFIX}TIERS (JSON)")
+            Key(f"{medium}: {name}", _default(field), f"{PREFIX}TIERS (JSON)")
             for name, field in model.model_fields.items()
             if name != "medium"
         ]
@@ -99,29 +99,27 @@ def all_keys() -> list[Key]:
 
 def settings_schema() -> dict[str, Any]:
     """Return the JSON schema of the settings, and of each medium's tiers."""
-    media = {medium: model.model_json_schema() for medium, model in _models()}
+    media = {medium: model.model_json_schema() for medium, model in _models().items()}
     return {"settings": TieredKVSettings.model_json_schema(), "tiers": media}
 
 
-def _models() -> Iterator[tuple[str, type[BaseModel]]]:
-    """Yield the media whose extras are installed."""
+def _models() -> dict[str, type[BaseModel]]:
+    """Return the settings of each medium whose extra is installed."""
+    found: dict[str, type[BaseModel]] = {}
     for medium in known_media():
-        if medium in OWN_MEDIA:
-            yield medium, GPUTier if medium == "gpu" else CPUTier
-            continue
-        try:
-            yield medium, resolve(medium).Settings
-        except ConfigurationError:
-            continue
+        with suppress(ConfigurationError):
+            found[medium] = model_of(medium)
+    return found
 
 
-def _source(name: str, file: Mapping[str, Any], path: Path | None, limit: str = "") -> str:
-    whole = f"{_PREFIX}{name}".upper()
-    for variable in [f"{whole}__{limit}".upper(), whole] if limit else [whole]:
+def _source(name: str, file: Mapping[str, Any], path: Path | None, key: str = "") -> str:
+    """Return where a field, or a key of a table, comes from."""
+    whole = f"{PREFIX}{name}".upper()
+    for variable in [f"{whole}__{key}".upper(), whole] if key else [whole]:
         is_set = next((each for each in os.environ if each.upper() == variable), "")
-        if is_set and (variable != whole or not limit or limit in (json.loads(os.environ[is_set]) or ())):
+        if is_set and (variable != whole or not key or key in (json.loads(os.environ[is_set]) or ())):
             return is_set
-    in_file = limit in file.get(name, {}) if limit else name in file
+    in_file = key in file.get(name, {}) if key else name in file
     return str(path) if in_file else "default"
 
 

@@ -74,6 +74,18 @@ class CPUTier(MemoryTierSettings):
         return self
 
 
+def model_of(medium: str) -> type[TierSettings]:
+    """Return the class of a medium's settings.
+
+    Raises:
+        ConfigurationError: As `resolve`.
+    """
+    if medium in OWN_MEDIA:
+        return GPUTier if medium == "gpu" else CPUTier
+    model: type[TierSettings] = resolve(medium).Settings
+    return model
+
+
 def tier_name(tier: TierSettings) -> str:
     """Return what results, logs and metrics call a tier: its ``name``, else its medium (of a path, the class)."""
     return tier.name or tier.medium.rpartition(":")[2]
@@ -91,9 +103,9 @@ def tier_from(value: object) -> TierSettings:
     """
     if isinstance(value, str):
         name = medium_for_scheme(split_tier_url(value)[0].scheme)
-        value = {"medium": name, **_model_of(name).from_url(value)}
+        value = {"medium": name, **model_of(name).from_url(value)}
     if isinstance(value, TierSettings):
-        model = _model_of(value.medium)
+        model = model_of(value.medium)
         if not isinstance(value, model):
             package = model.__module__
             if package.startswith("tiered_kv."):
@@ -108,7 +120,7 @@ def tier_from(value: object) -> TierSettings:
     medium = value.get("medium")
     if not isinstance(medium, str) or not medium:
         raise ConfigurationError("a tier needs its medium: write e.g. {'medium': 'cpu', 'capacity': '32GiB'}")
-    model = _model_of(medium)
+    model = model_of(medium)
     return model.model_validate(dict(value))
 
 
@@ -189,10 +201,3 @@ def _policy_problem(tier: TierSettings) -> str:
 
 def _can_keep(tier: "GPUTier | CPUTier") -> bool:
     return isinstance(tier, GPUTier) or bool(tier.capacity or tier.max_capacity)
-
-
-def _model_of(medium: str) -> type[TierSettings]:
-    if medium in OWN_MEDIA:
-        return GPUTier if medium == "gpu" else CPUTier
-    model: type[TierSettings] = resolve(medium).Settings
-    return model

@@ -13,7 +13,7 @@ import difflib
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any, Self, TypedDict, Unpack
@@ -25,6 +25,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+from pydantic.fields import FieldInfo
 from pydantic_settings import (
     BaseSettings,
     InitSettingsSource,
@@ -40,13 +41,11 @@ from tiered_kv.settings.setting_errors import Checked, line, problems
 from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
 
-_PREFIX = "TIERED_KV_"
-_CONFIG = "TIERED_KV_CONFIG"
+PREFIX = "TIERED_KV_"
+CONFIG = "TIERED_KV_CONFIG"
 _LIKE_OURS = re.compile("TIERED_*KV_*(.+)")
 _OF_KUBERNETES = re.compile(r"\w+_(SERVICE_(HOST|PORT)(_\w+)?=|PORT_\d+_(TCP|UDP|SCTP)(_\w+)?=|PORT=(tcp|udp|sctp)://)")
 """What every pod has of each service beside it, whatever that is called."""
-_IN_PARTS = ("LIMITS", "HOST")
-"""Fields of which each part has a variable of its own, behind ``__``."""
 _GIB, _MIB = 1024**3, 1024**2
 
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -129,7 +128,7 @@ class TieredKVSettings(BaseSettings):
     """
 
     model_config = SettingsConfigDict(
-        env_prefix=_PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", hide_input_in_errors=True
+        env_prefix=PREFIX, env_nested_delimiter="__", frozen=True, extra="forbid", hide_input_in_errors=True
     )
 
     tiers: tuple[Tier, ...] = (CPUTier(),)
@@ -165,8 +164,8 @@ class TieredKVSettings(BaseSettings):
         return self
 
     def __init__(self, **arguments: Unpack[_Arguments]) -> None:
-        path = _config_file.get() or os.environ.get(_CONFIG)
-        sources = [f"{_PREFIX}* of the environment", *([f"the file {path}"] if path else [])]
+        path = _config_file.get() or os.environ.get(CONFIG)
+        sources = [f"{PREFIX}* of the environment", *([f"the file {path}"] if path else [])]
         try:
             _check_environment(type(self).model_fields)
             super().__init__(**{name: _as_said(value) for name, value in arguments.items()})
@@ -226,7 +225,7 @@ class TieredKVSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Order the sources: arguments, environment, TOML file."""
-        path = _config_file.get() or os.environ.get(_CONFIG)
+        path = _config_file.get() or os.environ.get(CONFIG)
         if not path:
             return init_settings, env_settings
         return init_settings, env_settings, InitSettingsSource(settings_cls, _read_toml(Path(path)))
@@ -244,8 +243,8 @@ _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
 
 
 def _as_said(value: Any) -> Any:  # noqa: ANN401 - as given
-    """Return of limits, and of what a server listens to, only what was said: the rest is the environment's to say."""
-    return value.model_dump(exclude_unset=True) if isinstance(value, CacheLimits | HostSettings) else value
+    """Return of a table only the keys that were given: the environment may have the others."""
+    return value.model_dump(exclude_unset=True) if isinstance(value, Checked) else value
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
@@ -263,27 +262,34 @@ def _no_json(error: SettingsError) -> str:
     named = re.search(r'field "(\w+)"', str(error))
     field = named[1] if named else "tiers"
     example = {"tiers": '["cpu://?capacity=32GiB"]', "metrics_salts": '["tenant-7"]'}.get(field, '{"name": value}')
-    return f"{_PREFIX}{field.upper()}: write JSON, e.g. {_PREFIX}{field.upper()}='{example}'"
+    return f"{PREFIX}{field.upper()}: write JSON, e.g. {PREFIX}{field.upper()}='{example}'"
 
 
-def _check_environment(fields: Iterable[str]) -> None:
+def tables_of(fields: Mapping[str, FieldInfo]) -> dict[str, type[Checked]]:
+    """Return the fields that are tables in a file, ``[limits]``: in the environment each key is behind a ``__``."""
+    kinds = ((name, field.annotation) for name, field in fields.items())
+    return {name: kind for name, kind in kinds if isinstance(kind, type) and issubclass(kind, Checked)}
+
+
+def _check_environment(fields: Mapping[str, FieldInfo]) -> None:
     """Refuse variables that look like ours and are not read."""
-    known = [field.upper() for field in fields] + [_CONFIG.removeprefix(_PREFIX)]
+    tables = {table.upper() for table in tables_of(fields)}
+    known = [field.upper() for field in fields] + [CONFIG.removeprefix(PREFIX)]
     for variable, value in os.environ.items():
         like_ours = _LIKE_OURS.fullmatch(variable.upper())
         if like_ours is None or _OF_KUBERNETES.match(f"{variable}={value}"):
             continue
         name = like_ours[1]
         head, *rest = name.split("__", maxsplit=1)
-        if variable.upper() == _PREFIX + name and (head in _IN_PARTS if rest else head in known):
+        if variable.upper() == PREFIX + name and (head in tables if rest else head in known):
             continue
         limit = re.sub(r"^LIMITS?_*", "", name)
         if limit.lower() in CacheLimits.model_fields:
-            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}LIMITS__{limit}")
+            raise ConfigurationError(f"{variable} is not read: write {PREFIX}LIMITS__{limit}")
         if name.endswith("CAPACITY"):
-            tiers = f"{_PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"
+            tiers = f"{PREFIX}TIERS='[\"cpu://?capacity=32GiB\"]'"
             raise ConfigurationError(f"{variable} is not read: tiers are given whole, e.g. {tiers}")
         whole = "_".join([head, *rest])
         if close := [whole] if whole in known else difflib.get_close_matches(head, known, n=1):
-            meant = "__".join([close[0], *rest]) if close[0] in _IN_PARTS else close[0]
-            raise ConfigurationError(f"{variable} is not read: write {_PREFIX}{meant}")
+            meant = "__".join([close[0], *rest]) if close[0] in tables else close[0]
+            raise ConfigurationError(f"{variable} is not read: write {PREFIX}{meant}")
