@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import as_int, as_ints
-from tiered_kv.values.keys import BlockKeys, Namespace, TokenIds
+from tiered_kv.values.integers import as_int
+from tiered_kv.values.keys import BlockKeys, Namespace, TokenIds, token_array
 
 
 class HasChanges(Protocol):
@@ -46,13 +46,11 @@ def tokens_of(keys: BlockKeys, token_ids: TokenIds) -> NDArray[np.uint32]:
     """Return the tokens of all full blocks, ``(n, block_size)``."""
     if not isinstance(keys, BlockKeys):
         raise ConfigurationError(f"keys must be BlockKeys, from hash_blocks(), got {type(keys).__name__}")
-    tokens, size = as_ints("token_ids", token_ids), keys.block_size
+    tokens, size = token_array(token_ids), keys.block_size
     num = min(len(keys), len(tokens) // size)
     if len(tokens) < len(keys) * size and (num < len(keys) - 1 or len(tokens) % size == 0):
         raise ConfigurationError(f"{len(keys)} blocks of {size} tokens have {len(keys) * size}, got {len(tokens)}")
-    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= 1 << 32):
-        raise ConfigurationError(f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
-    return tokens[: num * size].astype("<u4").reshape(num, size)
+    return tokens[: num * size].reshape(num, size)
 
 
 def own_hashes(keys: BlockKeys) -> NDArray[np.uint64]:

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.tiers.changes import Added, Cleared, Removed, Snapshot, TierChange
-from tiered_kv.values.keys import Names
+from tiered_kv.values.keys import DIGEST_BYTES, Names, rows_of
 
 Form = Literal["map", "array"]
 Event = dict[str, Any]
@@ -145,7 +145,6 @@ _EPOCH_BYTES: Final = 8
 _HEAD: Final = struct.Struct(f"<{_EPOCH_BYTES}sQQ?IIII")  # epoch, hash, parent, has one, position, group, tokens, names
 _POSITION: Final = struct.Struct("<I")
 _POSITION_AT: Final = struct.calcsize(f"<{_EPOCH_BYTES}sQQ?")
-_NAME_BYTES: Final = 32
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,7 +175,7 @@ class Description:
 
     def records(self) -> Iterator[tuple[list[bytes], bytes]]:
         """Yield of each block its names and its record: packed, so that a million of them weigh little."""
-        columns = [_rows(names) for names in self.names]
+        columns = [rows_of(names) for names in self.names]
         hashes = self.hashes.tolist()
         parents = [self.parent, *hashes[:-1]]
         num_names = len(columns) if len(columns) > 1 else 0  # a block of one rank is found by the name it goes under
@@ -228,13 +227,13 @@ class RouterBooks:
         moves: list[tuple[bytes, bool]]
         match change:
             case Snapshot(names=names):
-                now = set(_rows(names))
+                now = set(rows_of(names))
                 moves = [(name, False) for name, tiers in held.items() if tiers & bit and name not in now]
-                moves += [(name, True) for name in _rows(names)]
+                moves += [(name, True) for name in rows_of(names)]
             case Added(names=names):
-                moves = [(name, True) for name in _rows(names)]
+                moves = [(name, True) for name in rows_of(names)]
             case Removed(names=names):
-                moves = [(name, False) for name in _rows(names)]
+                moves = [(name, False) for name in rows_of(names)]
             case Cleared():
                 moves = [(name, False) for name, tiers in held.items() if tiers & bit]
             case _:
@@ -386,18 +385,13 @@ def _position(record: bytes) -> int:
 def _names_in(record: bytes) -> list[bytes]:
     *_, num_tokens, num_names = _HEAD.unpack_from(record)
     start = _HEAD.size + 4 * num_tokens
-    return [record[start + _NAME_BYTES * n : start + _NAME_BYTES * (n + 1)] for n in range(num_names)]
+    return [record[start + DIGEST_BYTES * n : start + DIGEST_BYTES * (n + 1)] for n in range(num_names)]
 
 
 def _unpack(record: bytes) -> Described:
     _, own, parent, has_parent, position, group, num_tokens, num_names = _HEAD.unpack_from(record)
     stop = _HEAD.size + 4 * num_tokens
     tokens = tuple(np.frombuffer(record, "<u4", num_tokens, _HEAD.size).tolist())
-    extra = record[stop + _NAME_BYTES * num_names :]
+    extra = record[stop + DIGEST_BYTES * num_names :]
     lora_id, lora_name, extra_keys = msgspec.msgpack.decode(extra) if extra else (None, None, None)
     return Described(own, parent if has_parent else None, position, group, tokens, lora_id, lora_name, extra_keys)
-
-
-def _rows(names: Names) -> list[bytes]:
-    rows: list[bytes] = np.ascontiguousarray(names).view(f"V{_NAME_BYTES}").ravel().tolist()
-    return rows

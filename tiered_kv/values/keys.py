@@ -443,6 +443,24 @@ _TAIL = b"tiered_kv tail hash v1"
 _MAX_TOKEN_ID = 2**32
 
 
+def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
+    """Return token ids as little-endian uint32, in memory of its own.
+
+    Raises:
+        ConfigurationError: They are no flat sequence of ints, or one is out of range.
+    """
+    if isinstance(token_ids, str):
+        raise ConfigurationError("token_ids must be ints, got str: a tokenizer makes tokens of text")
+    if isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
+        with suppress(OverflowError, TypeError):  # `as_ints` finds the words for it
+            return np.frombuffer(array("I", token_ids), "=u4").astype("<u4", copy=False)  # thrice as fast
+    tokens = as_ints("token_ids", token_ids)
+    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
+        msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
+        raise ConfigurationError(msg)
+    return tokens.astype("<u4")
+
+
 def hash_blocks(
     token_ids: TokenIds,
     *,
@@ -473,7 +491,7 @@ def hash_blocks(
     Source: chained prefix hashing as in vLLM's "Automatic Prefix Caching"; the encoding is our own and versioned.
     """
     block_size, group = as_int("block_size", block_size, least=1), as_int("a KV group's number", group)
-    tokens = _as_token_array(token_ids)
+    tokens = token_array(token_ids)
     num_blocks = len(tokens) // block_size
     salt_id = salt_digest(salt)
     if extra is not None and len(extra) < num_blocks:
@@ -511,7 +529,7 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
     Raises:
         ConfigurationError: A full block or more, a token id out of range, or an empty slice as parent.
     """
-    tokens = _as_token_array(token_ids)
+    tokens = token_array(token_ids)
     _check_parent(parent)
     if len(tokens) >= parent.block_size:
         raise ConfigurationError(
@@ -546,16 +564,3 @@ def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size
 def _check_parent(parent: object) -> None:
     if not isinstance(parent, BlockKeys):
         raise ConfigurationError(f"parent must be the BlockKeys of what comes before, got {type(parent).__name__}")
-
-
-def _as_token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
-    if isinstance(token_ids, str):
-        raise ConfigurationError("token_ids must be ints, got str: a tokenizer makes tokens of text")
-    if isinstance(token_ids, list) and token_ids and type(token_ids[0]) is int:
-        with suppress(OverflowError, TypeError):  # `as_ints` finds the words for it
-            return np.frombuffer(array("I", token_ids), "=u4").astype("<u4", copy=False)  # thrice as fast
-    tokens = as_ints("token_ids", token_ids)
-    if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
-        msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
-        raise ConfigurationError(msg)
-    return tokens.astype("<u4")
