@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from tests.host.test_deaths import attached_at, served
-from tests.support.any_layout import STRIDE, AnyEngine, cpu, prompt
+from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.serving import attached, serving
 from tiered_kv import Outcomes, Reason, Shard, Snapshot
@@ -65,6 +65,28 @@ async def test_plans_that_a_server_refuses_are_counted(limit: str, tmp_path: Pat
             assert (stats.dropped, stats.dropped_because) == (16, {Reason.TOO_MANY_STORES: 16})
             assert (stats.missed, stats.missed_because) == (16, {Reason.TOO_MANY_LOADS: 16})
             job.cancel()
+
+
+@pytest.mark.parametrize("num_moved", [8, 0])
+async def test_what_one_rank_leaves_to_another_client_counts_once_it_is_there(tmp_path: Path, num_moved: int) -> None:
+    """Of a store by all ranks: the other client's worker may fail, and then not every rank has what was copied out."""
+    engine, both = AnyEngine(), Shard.every(2)
+    with serving(tmp_path, cpu(32, 2 * STRIDE)) as server:
+        async with attached(server, shard=both[0]) as one, attached(server, shard=both) as all_:
+            (of_one := one.planner()).register_worker()
+            planner = all_.planner()
+            for rank in range(2):
+                planner.register_worker(rank=rank)
+            await (left := of_one.plan_store(KEYS, engine.spec(range(8)))).planned()
+            job = planner.plan_store(KEYS, engine.spec(range(8)))
+            assert [move.positions for move in (await job.planned()).moves] == [(), tuple(range(8))]
+            of_one.complete(Outcomes(left.number, 0, num_moved))
+            await left.ended()
+            planner.complete(Outcomes(job.number, 1, 8))
+            result = await job.ended()
+            assert (result.num_blocks, int(result.mask.sum())) == (num_moved, num_moved)
+            assert result.num_bytes == result.by_tier["cpu"].num_bytes == 8 * SMALL.groups[0].payload_bytes
+            assert (await all_.lookup(KEYS)).num_blocks == num_moved
 
 
 async def test_a_plan_to_store_of_who_only_reads_is_counted(tmp_path: Path) -> None:

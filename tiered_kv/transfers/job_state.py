@@ -370,14 +370,16 @@ class Underway:
         for held in self._held:
             held.end(moved, self._counted)
         if is_load:
-            num_blocks, num_moved = prefix_of(moved[self._wanted]), int(np.count_nonzero(moved))
+            num_blocks = prefix_of(moved[self._wanted])
         else:
             everywhere = np.logical_and.reduce([held.present for held in self._held])
-            num_blocks = num_moved = int(np.count_nonzero(moved & ~everywhere))
+            # What a rank was to have without a copy, and has not: another's plan, to which it was left, may yet fail.
+            lost = np.logical_or.reduce([held.present & ~held.kept for held in self._held])
+            num_blocks = int(np.count_nonzero(moved & ~everywhere & ~lost))
         shares = self._shares(moved)
         for held in self._held:
             moved &= held.kept
-        return self._result(num_blocks, num_moved, errors, moved, shares)
+        return self._result(num_blocks, errors, moved, shares)
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End it with nothing; what a worker may be writing to stays reserved for good."""
@@ -387,7 +389,7 @@ class Underway:
                 held.abandon(self._counted)
             else:
                 held.end(nothing, self._counted)
-        return self._result(0, 0, [why], nothing)
+        return self._result(0, [why], nothing)
 
     def _shares(self, moved: Mask) -> dict[str, TierShare]:
         """Say which tiers had, or have taken, what every rank has moved."""
@@ -402,12 +404,11 @@ class Underway:
     def _result(
         self,
         num_blocks: int,
-        num_moved: int,
         errors: Sequence[str],
         mask: Mask,
         shares: Mapping[str, TierShare] | None = None,
     ) -> JobResult:
-        num_bytes = num_moved * sum(chain.group.payload_bytes for chain, _ in self.request.parts)
+        num_bytes = sum(share.num_bytes for share in (shares or {}).values())
         seconds, planned_s = self._clock() - self._begun, self._planned - self._begun
         mask.flags.writeable = False
         times = seconds, planned_s, self._moved_s
