@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 import zmq
 
-from tiered_kv.telemetry.router_books import END, Form
+from tiered_kv.telemetry.kv_event_values import Form
+from tiered_kv.telemetry.router_books import END
 
 Place = tuple[str | None, str | None, int | None]
 """Medium, locality and KV group."""

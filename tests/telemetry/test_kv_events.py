@@ -33,8 +33,7 @@ from tiered_kv import (
     hash_blocks,
 )
 from tiered_kv.telemetry import KVEventPublisher
-from tiered_kv.telemetry.kv_event_values import HasChanges
-from tiered_kv.telemetry.router_books import Form
+from tiered_kv.telemetry.kv_event_values import Form, HasChanges
 from tiered_kv.tiers.changes import Changes
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}

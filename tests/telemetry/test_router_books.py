@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from tests.support.engine import BLOCK_SIZE
 from tests.support.router import Index, decoder
 from tiered_kv import Added, BlockKeys, Cleared, Namespace, Removed, Shard, Snapshot, TierChange, hash_blocks
-from tiered_kv.telemetry.router_books import Batch, CacheSpec, Description, EventMedium, Form, RouterBooks, encode
+from tiered_kv.telemetry.kv_event_values import Form
+from tiered_kv.telemetry.router_books import Batch, CacheSpec, Description, EventMedium, RouterBooks, encode
 
 EPOCHS = (b"1" * 32, b"2" * 32)
 MEDIA = {

@@ -1,8 +1,8 @@
-"""What a publisher of KV events takes and gives: a cache, descriptions of blocks, counts. Needs no extra."""
+"""What a publisher of KV events takes and gives: settings, a cache, descriptions of blocks, counts. Needs no extra."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,24 @@ from tiered_kv.tiers.changes import Changes
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, Namespace, TokenIds, token_array
+
+Form = Literal["map", "array"]
+"""How an event is written: with the names of its fields, or, for older routers, without."""
+
+
+@dataclass(frozen=True)
+class SocketSettings:
+    """What `KVEventPublisher` takes for its sockets; it says what each is."""
+
+    endpoint: str
+    replay_endpoint: str | None
+    topic: str
+    data_parallel_rank: int | None
+    form: Form
+    high_water_mark: int
+    buffer_steps: int
+    buffer_bytes: int
+    snapshot_every_s: float
 
 
 class HasChanges(Protocol):

@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.telemetry.kv_event_values import (
+    Form,
     HasChanges,
     KVEventStatistics,
+    SocketSettings,
     given_hashes,
     own_hashes,
     parent_of,
@@ -53,7 +55,7 @@ class KVEventPublisher:
         media: Mapping[str, MediumName] | None = None,
         localities: Mapping[str, Locality] | None = None,
         cache_specs: Mapping[int, tuple[str] | tuple[str, int]] | None = None,
-        form: Literal["map", "array"] = "map",
+        form: Form = "map",
         high_water_mark: int = 10_000,
         buffer_steps: int = 10_000,
         buffer_bytes: int = 64 << 20,
@@ -93,15 +95,17 @@ class KVEventPublisher:
         self.endpoint, self.replay_endpoint = endpoint, replay_endpoint
         self._kv = kv
         self._media, self._localities, self._cache_specs = dict(media or {}), dict(localities or {}), cache_specs or {}
-        self._options: dict[str, Any] = {
-            "topic": topic,
-            "data_parallel_rank": data_parallel_rank,
-            "form": form,
-            "high_water_mark": as_int("high_water_mark", high_water_mark, least=1),
-            "buffer_steps": as_int("buffer_steps", buffer_steps, least=1),
-            "buffer_bytes": as_int("buffer_bytes", buffer_bytes, least=1),
-            "snapshot_every_s": snapshot_every_s,
-        }
+        self._settings = SocketSettings(
+            endpoint,
+            replay_endpoint,
+            topic,
+            data_parallel_rank,
+            form,
+            as_int("high_water_mark", high_water_mark, least=1),
+            as_int("buffer_steps", buffer_steps, least=1),
+            as_int("buffer_bytes", buffer_bytes, least=1),
+            snapshot_every_s,
+        )
         self._open: RouterFeed | None = None
 
     async def __aenter__(self) -> Self:
@@ -124,8 +128,7 @@ class KVEventPublisher:
         }
         specs = {group: router_books.CacheSpec(*spec) for group, spec in self._cache_specs.items()}
         books = router_books.RouterBooks(changes.places, media, specs)
-        settings = router_socket.SocketSettings(self.endpoint, self.replay_endpoint, **self._options)
-        socket = router_socket.RouterSocket(books, settings)
+        socket = router_socket.RouterSocket(books, self._settings)
         self.endpoint, self.replay_endpoint = socket.endpoint, socket.replay_endpoint
         self._open = router_feed.RouterFeed(self._kv, changes, books, socket)
         return self

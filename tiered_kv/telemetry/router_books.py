@@ -15,16 +15,16 @@ import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.telemetry.kv_event_values import Form
 from tiered_kv.tiers.changes import Added, Cleared, Removed, Snapshot, TierChange
 from tiered_kv.values.keys import DIGEST_BYTES, Names, rows_of
 
-Form = Literal["map", "array"]
 Event = dict[str, Any]
 """Type and fields, in the order of the wire."""
 

@@ -12,12 +12,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Final
 
 import zmq
 
-from tiered_kv.telemetry.router_books import END, Batch, Form, RouterBooks, encode
+from tiered_kv.telemetry.kv_event_values import SocketSettings
+from tiered_kv.telemetry.router_books import END, Batch, RouterBooks, encode
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.log import log
 
@@ -28,21 +28,6 @@ _AT_ONCE: Final = 64
 """Pieces of work, and requests, between two looks at the sockets."""
 _SEQUENCE_BYTES: Final = 8
 _MOST_PORT: Final = 65_535
-
-
-@dataclass(frozen=True)
-class SocketSettings:
-    """What `KVEventPublisher` takes for its sockets; it says what each is."""
-
-    endpoint: str
-    replay_endpoint: str | None
-    topic: str
-    data_parallel_rank: int | None
-    form: Form
-    high_water_mark: int
-    buffer_steps: int
-    buffer_bytes: int
-    snapshot_every_s: float
 
 
 class RouterSocket:
