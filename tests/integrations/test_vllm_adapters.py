@@ -5,12 +5,16 @@ import os
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from structlog.testing import capture_logs
 
+from tests.support.caches import keep, open_cache, until
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM, small_vllm
 from tiered_kv import BlockState
 
@@ -25,6 +29,16 @@ class Lora:
     lora_path: str
     lora_int_id: int = 1
     lora_name: str = "sql"
+
+    @property
+    def adapter_id(self) -> int:
+        """Its number, by another name."""
+        return self.lora_int_id
+
+    @property
+    def name(self) -> str:
+        """Its name, by another one."""
+        return self.lora_name
 
 
 def train(folder: Path, seed: int = 0, alpha: int = 16) -> Lora:
@@ -149,3 +163,26 @@ def test_of_more_adapters_than_are_remembered_nothing_is_kept(tmp_path: Path, mo
         assert [ask(engine, each) for each in (first, second, second, first)] == [
             (0, NUM_BLOCKS), (0, 0), (0, 0), (NUM_BLOCKS, 0),
         ]  # fmt: skip
+
+
+async def test_routers_hear_of_an_adapters_blocks() -> None:
+    """By the hashes that vLLM has for them, and with the adapter's number and name."""
+    engine, keys = Engine(), prompt(3)
+    hashes = [bytes(31) + bytes([at]) for at in range(3)]
+    request = SimpleNamespace(lora_request=Lora("/adapters/sql"), all_token_ids=range(3 * keys.block_size))
+    told: list[Any] = []
+
+    def have_come() -> bool:
+        told.extend(events.take())
+        return bool(told)
+
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
+        events = VLLM.tier_events.TierEvents.open(kv)
+        try:
+            events.describe(request, keys, hashes)
+            await keep(kv, engine, keys)
+            await until(have_come)
+        finally:
+            await events.aclose()
+    (event,) = told
+    assert (event.block_hashes, event.lora_id, event.lora_name) == ([0, 1, 2], 1, "sql")

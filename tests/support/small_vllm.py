@@ -50,7 +50,7 @@ def pretended() -> dict[str, ModuleType]:
         return tensor
 
     bases = (
-        "KVCacheEvent", "BlockStored", "BlockRemoved", "KVConnectorHandshakeMetadata",
+        "KVCacheEvent", "BlockRemoved", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
         "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
@@ -65,8 +65,9 @@ def pretended() -> dict[str, ModuleType]:
         "CacheHitSource": SimpleNamespace(HOST="host", DISK="disk", EXTERNAL_UNSPECIFIED="others"),
         "get_offload_block_hash": None,
         "get_offload_group_idx": None,
-        "generate_block_hash_extra_keys": None,
-        "to_event_extra_keys": None,
+        "generate_block_hash_extra_keys": lambda request, _start, _end, at: ([request.lora_request.lora_name], at),
+        "to_event_extra_keys": lambda keys: keys,
+        "BlockStored": type("BlockStored", (SimpleNamespace,), {}),
         "get_layers_from_vllm_config": lambda *_: {},
         "current_platform": SimpleNamespace(device_name="cpu", fp8_dtype=lambda: torch.float8_e4m3fn),
         "get_pp_group": None,
@@ -106,6 +107,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
             "offload_tier",
             "paying",
             "storing",
+            "tier_events",
         ]
         return SimpleNamespace(**{name: importlib.import_module(f"{ours}.{name}") for name in names})
     finally:

@@ -184,8 +184,10 @@ class KVEventPublisher:
         if hashes is not None and keys.start and isinstance(parent, BlockKeys):
             raise ConfigurationError("with hashes= of your own, parent is the u64 of the block before them")
         own = own_hashes(keys) if hashes is None else given_hashes(hashes, num)
-        extra = {"lora_id": lora_id, "lora_name": lora_name, "extra_keys": extra_keys}
-        self._open.describe(keys[:num], hashes=own[:num], parent=parent_of(keys, parent), tokens=tokens, **extra)
+        self._open.describe(
+            keys[:num], hashes=own[:num], parent=parent_of(keys, parent), tokens=tokens,
+            lora_id=lora_id, lora_name=lora_name, extra_keys=extra_keys,
+        )  # fmt: skip
 
     def statistics(self) -> KVEventStatistics:
         """Count what was told so far.

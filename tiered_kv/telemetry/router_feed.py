@@ -7,11 +7,14 @@ difference alone, and the cache never waits.
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
 
 from tiered_kv.telemetry.kv_event_values import HasChanges, KVEventStatistics
 from tiered_kv.telemetry.router_books import Batch, Description, RouterBooks
@@ -67,17 +70,28 @@ class RouterFeed:
         outlet.start(partial(self._on_loop, self._ended.set))
         self._following = self._loop.create_task(self._follow(), name="KV events")
 
-    def describe(self, keys: BlockKeys, **what: Any) -> None:  # noqa: ANN401 - the fields of a Description
-        """Hand over a description, or drop it where too many wait."""
+    def describe(
+        self,
+        keys: BlockKeys,
+        *,
+        hashes: NDArray[np.uint64],
+        parent: int | None,
+        tokens: NDArray[np.uint32],
+        lora_id: int | None = None,
+        lora_name: str | None = None,
+        extra_keys: Sequence[tuple[Any, ...] | None] | None = None,
+    ) -> None:
+        """Hand over a `Description` of neighbouring blocks, or drop it where too many wait."""
         if self._is_closed:
             raise ClosedError("this KVEventPublisher is closed")
         ranks = range(self._ranks.get(keys.group, 0))
         namespaces = [replace(self._kv.namespace(group=keys.group, rank=n), salt=keys.salt_id) for n in ranks]
         if not len(keys) or not namespaces or not self._waiting.take(len(keys)):
             return
-        names = [namespace.names(keys) for namespace in namespaces]
-        where: dict[str, Any] = {"start": keys.start, "group": keys.group, "epoch": namespaces[0].epoch}
-        description = Description(names=names, **where, **what)
+        description = Description(
+            namespaces[0].epoch, [namespace.names(keys) for namespace in namespaces], hashes, parent, keys.start,
+            keys.group, tokens, lora_id, lora_name, extra_keys,
+        )  # fmt: skip
         give_back = partial(self._waiting.give_back, len(keys))
         self._outlet.put(_before(give_back, partial(self._books.describe, description)))
 

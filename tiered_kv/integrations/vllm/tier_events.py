@@ -56,11 +56,12 @@ class TierEvents:
         """
         size, first, stop = keys.block_size, keys.start, keys.start + len(keys)
         lora = request.lora_request
+        told = np.array([*map(_u64, hashes[first:stop])], np.uint64) if lora else own_hashes(keys)
         with suppress(ClosedError):
             self._feed.describe(
                 keys,
-                hashes=[int.from_bytes(each[-8:], "big") for each in hashes[first:stop]] if lora else own_hashes(keys),
-                parent=int.from_bytes(hashes[first - 1][-8:], "big") if first else None,
+                hashes=told,
+                parent=_u64(hashes[first - 1]) if first else None,
                 tokens=np.array(request.all_token_ids[first * size : stop * size], np.uint32).reshape(-1, size),
                 lora_id=lora.adapter_id if lora else None,
                 lora_name=lora.name if lora else None,
@@ -161,6 +162,11 @@ class EventQueue:
             told = self._told.setdefault((EventMedium(event["medium"], event["locality"]), event["group_idx"]), set())
             (told.update if event["type"] == "BlockStored" else told.difference_update)(event["block_hashes"])
             yield event
+
+
+def _u64(digest: bytes) -> int:
+    """Return what routers call a block of this hash of vLLM's."""
+    return int.from_bytes(digest[-8:], "big")
 
 
 def _of_vllm(event: Mapping[str, Any]) -> KVCacheEvent:
