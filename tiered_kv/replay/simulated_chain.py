@@ -106,7 +106,7 @@ class SimulatedTier:
         self.plan = plan
         self.index = index
         self.most_blocks = most_blocks
-        self.hits = self.written = self.promoted = self.evicted = self.expired = 0
+        self.hits = self.written = self.promoted = self.evicted = 0
 
     def add(self, names: Names) -> int:
         """Keep as many of these as there is room for, head first; return how many are new."""
@@ -152,25 +152,16 @@ class SimulatedChain:
         if not self.tiers:
             raise ConfigurationError(f"no tier holds a block of {payload_bytes:,} bytes")
         self.memory = [tier for tier in self.tiers if tier.plan.is_memory]
-        self._storage = [tier for tier in self.tiers if not tier.plan.is_memory]
         self._promote = promote
         first = self.memory[0].index.num_slots if self.memory else 0
         window = min(max(_LEAST_USES, 4 * first), _MOST_USES)
         self._admission = AdmissionFilter([tier.plan.admit_after for tier in self.tiers], window)
 
-    def serve(self, at_s: float, names: Names) -> NDArray[np.int64]:
-        """Load the prefix that is there, and store the rest; return the blocks that came from each tier."""
-        self.go_on(at_s)
-        hits = self.load(names)
-        self.use(names)
-        self.store(names[int(hits.sum()) :])
-        return hits
-
     def go_on(self, at_s: float) -> None:
         """Let it be that late."""
         self.now_s = at_s
         for tier in self.tiers:
-            tier.expired += len(tier.index.expire(limit=_EXPIRED_AT_ONCE))
+            tier.index.expire(limit=_EXPIRED_AT_ONCE)
 
     def located(self, names: Names) -> list[TierRun]:
         """Return where the prefix is that can be loaded."""

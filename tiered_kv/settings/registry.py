@@ -8,7 +8,7 @@ import inspect
 from abc import ABCMeta
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, cast
 
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.make_policy import make_policy
@@ -17,7 +17,6 @@ from tiered_kv.settings.setting_errors import hint
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError, in_words
 
-T = TypeVar("T")
 AnyBackend = Backend | SlotBackend
 
 ENTRY_POINTS: Final = "tiered_kv.backends"
