@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Final
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -18,7 +18,6 @@ from tiered_kv.cli.replaying import (
     PrefillRate,
     TokenBytes,
     TraceFile,
-    gib,
     progress,
     read,
     size_of,
@@ -27,6 +26,7 @@ from tiered_kv.cli.replaying import (
 from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table, read_whole
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
+from tiered_kv.replay.report import gib
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
@@ -98,7 +98,7 @@ def plan_command(
                 "trace": found.name,
                 "prices": costs.model_dump(mode="json"),
                 "curves": {name: _points(found, each) for name, each in curves.items()},
-                "choices": [_said(each) for each in options],
+                "choices": [asdict(each) | {"gain_a_month": each.gain_a_month} for each in options],
                 "checked_hit_rate": None if checked is None else checked.tiers_hit_rate,
             }
         )
@@ -195,10 +195,6 @@ def _medium(text: str, measured: Mapping[str, ByteSize]) -> Medium:
 def _points(trace: Trace, curve: Curve) -> list[tuple[int, float]]:
     sizes = dict.fromkeys(round(part * trace.num_blocks) for part in _SHOWN)
     return [(size, curve.at(size)) for size in sizes]
-
-
-def _said(choice: Choice) -> dict[str, Any]:
-    return asdict(choice) | {"gain_a_month": choice.gain_a_month}
 
 
 def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], cost: BlockCost) -> None:

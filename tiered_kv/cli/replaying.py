@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
-from typing import Annotated, Final, cast, get_args
+from typing import Annotated, Final, TypeVar, get_args
 
 import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
@@ -26,12 +26,14 @@ from tiered_kv.cli.running import (
 from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
+from tiered_kv.replay.report import gib
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import StoreWhen
 
+W = TypeVar("W", bound=str)
 _MOST_TOLD: Final = 5
 _TELL_EVERY_S: Final = 10.0
 _SIZE: Final = TypeAdapter(ByteSize)
@@ -111,7 +113,8 @@ def replay_command(
     """
     with one_line_errors():
         cost = BlockCost(size_of("--token-bytes", KV_BYTES if kv_bytes is None else kv_bytes), prefill_rate)
-        when, hinted = when_of(store_when), hints_of(hints)
+        when: StoreWhen = _one_of(get_args(StoreWhen), "--store-when", store_when)
+        hinted: HintsAre = _one_of(get_args(HintsAre), "--hints", hints)
         refuse_if(
             (policy is not None and not tier, "--policy is for tiers of --tier: name these, or set it in the settings"),
             (config is not None and bool(tier), "--tier and --config both say which tiers: leave one out"),
@@ -212,26 +215,11 @@ def read(where: str, block_size: int | None) -> Trace:
     return trace
 
 
-def when_of(text: str) -> StoreWhen:
-    """Read when blocks are stored.
-
-    Raises:
-        ConfigurationError: It is none of them.
-    """
-    if text not in get_args(StoreWhen):
-        raise ConfigurationError(f"--store-when must be one of {', '.join(get_args(StoreWhen))}, got {text!r}")
-    return cast("StoreWhen", text)
-
-
-def hints_of(text: str) -> HintsAre:
-    """Read what hints are.
-
-    Raises:
-        ConfigurationError: They are none of that.
-    """
-    if text not in get_args(HintsAre):
-        raise ConfigurationError(f"--hints must be one of {', '.join(get_args(HintsAre))}, got {text!r}")
-    return cast("HintsAre", text)
+def _one_of(words: Sequence[W], option: str, text: str) -> W:
+    """Return the word that an option has; raise `ConfigurationError` for any other."""
+    if text not in words:
+        raise ConfigurationError(f"{option} must be one of {', '.join(words)}, got {text!r}")
+    return words[words.index(text)]
 
 
 def tell_if_guessed(kv_bytes: str | None) -> None:
@@ -289,8 +277,3 @@ def progress(doing: str, total: int, *, is_shown: bool) -> Iterator[Callable[[in
             err.print(f"{doing}: {done:,} of {total:,} in {now - started:.0f} s", highlight=False)
 
     yield tell
-
-
-def gib(num_bytes: float) -> str:
-    """Show bytes."""
-    return f"{num_bytes / 2**30:,.1f}"

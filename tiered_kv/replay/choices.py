@@ -16,6 +16,7 @@ import numpy as np
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from tiered_kv.replay.curves import Curve
+from tiered_kv.replay.report import GIB
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.registry import OWN_MEDIA
@@ -24,7 +25,6 @@ from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
 HOURS_A_MONTH: Final = 730.0
-_GIB: Final = 2**30
 _TIB: Final = 2**40
 _MOST_MEDIA: Final = 4
 _NUM_SIZES: Final = 24
@@ -203,7 +203,7 @@ def _choice(sizes: Sequence[int], trace: Trace, curves: Mapping[str, Curve], pri
         here = max(found, curves[medium.policy].at(n))
         block_bytes = _block_bytes(medium, trace, cost)
         written_a_month = (1.0 - total) * blocks_a_s * block_bytes * 3600.0 * HOURS_A_MONTH
-        price = n * block_bytes / _GIB * medium.price_per_gib_month
+        price = n * block_bytes / GIB * medium.price_per_gib_month
         price += written_a_month / _TIB * medium.price_per_tib_written
         tiers.append(PlannedTier(medium.name, n * block_bytes, n, medium.policy, here - found, price))
         saved += (here - found) * blocks_a_s * max(0.0, compute_s - payload_bytes / int(medium.read_bandwidth))

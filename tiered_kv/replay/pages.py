@@ -11,12 +11,11 @@ import numpy as np
 
 from tiered_kv.replay.choices import Choice, Prices
 from tiered_kv.replay.curves import Curve
-from tiered_kv.replay.report import ReplayReport
+from tiered_kv.replay.report import GIB, ReplayReport, gib
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
-_GIB: Final = 2**30
 _MOST_POINTS: Final = 400
 _STYLE: Final = """
 :root { color-scheme: light dark; --faint: color-mix(in srgb, currentColor 14%, transparent); }
@@ -37,7 +36,7 @@ def picture(trace: Trace, curves: Mapping[str, Curve], best: Choice, cost: Block
     """
     figure: Any = _matplotlib().Figure(figsize=(8.0, 4.5), dpi=150, layout="constrained")
     axes = figure.subplots()
-    block_gib = cost.token_bytes * trace.block_size / _GIB
+    block_gib = cost.token_bytes * trace.block_size / GIB
     for name, curve in curves.items():
         last = len(curve.rates) - 1
         at = np.unique(np.geomspace(1, max(1, last), _MOST_POINTS).astype(np.int64))
@@ -47,7 +46,7 @@ def picture(trace: Trace, curves: Mapping[str, Curve], best: Choice, cost: Block
         found += tier.hit_rate
         axes.plot([tier.num_blocks * block_gib], [found], "o", color="black")
         axes.annotate(
-            f"{tier.name} {tier.num_bytes / _GIB:,.0f} GiB", (tier.num_blocks * block_gib, found),
+            f"{tier.name} {tier.num_bytes / GIB:,.0f} GiB", (tier.num_blocks * block_gib, found),
             textcoords="offset points", xytext=(-6, 7), ha="right",
         )  # fmt: skip
     axes.set_xscale("log")
@@ -97,7 +96,7 @@ def headline(best: Choice) -> str:
     """Say in a line what to buy."""
     if not best.tiers:
         return "No tier is worth its price"
-    tiers = (f"{each.num_bytes / _GIB:,.1f} GiB of {each.name} ({each.policy})" for each in best.tiers)
+    tiers = (f"{gib(each.num_bytes)} GiB of {each.name} ({each.policy})" for each in best.tiers)
     return f"Buy {' and '.join(tiers)}"
 
 
@@ -111,7 +110,7 @@ def _verdict(best: Choice, prices: Prices) -> str:
 
 
 def _row(each: Choice) -> tuple[str, ...]:
-    tiers = " + ".join(f"{tier.name} {tier.num_bytes / _GIB:,.1f} GiB" for tier in each.tiers) or "none"
+    tiers = " + ".join(f"{tier.name} {gib(tier.num_bytes)} GiB" for tier in each.tiers) or "none"
     return (
         tiers, f"{each.hit_rate:.3f}", f"{each.price_a_month:,.0f}", f"{each.saved_a_month:,.0f}",
         f"{each.gain_a_month:,.0f}",
@@ -122,7 +121,7 @@ def _tiers(best: Choice) -> str:
     if not best.tiers:
         return ""
     rows = [
-        (each.name, f"{each.num_bytes / _GIB:,.1f} GiB", f"{each.num_blocks:,}", each.policy, f"{each.hit_rate:.3f}",
+        (each.name, f"{gib(each.num_bytes)} GiB", f"{each.num_blocks:,}", each.policy, f"{each.hit_rate:.3f}",
          f"{each.price_a_month:,.0f}")
         for each in best.tiers
     ]  # fmt: skip
@@ -135,7 +134,7 @@ def _check(best: Choice, checked: ReplayReport | None) -> str:
         return ""
     return (
         f"<p>A replay of the trace on these tiers found {checked.tiers_hit_rate:.3f}, where {best.hit_rate:.3f} was "
-        f"foretold. In it {checked.tiers[-1].written_bytes_a_day / _GIB:,.0f} GiB a day were written to "
+        f"foretold. In it {checked.tiers[-1].written_bytes_a_day / GIB:,.0f} GiB a day were written to "
         f"{escape(checked.tiers[-1].name)}.</p>"
     )
 

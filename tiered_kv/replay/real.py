@@ -204,7 +204,7 @@ class _Engine:
             num_blocks=num_blocks,
             block_bytes=self._payload_bytes,
             hit_rate=sum(self._by_tier.values()) / max(1, num_blocks),
-            input_tokens=sum(each.input_tokens for each in trace.requests),
+            input_tokens=trace.input_tokens,
             saved_tokens=saved_tokens,
             saved_s=saved_tokens / self._cost.prefill_tokens_a_s,
             trace_s=trace.seconds,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 DAY_S: Final = 86_400.0
+GIB: Final = 2**30
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,3 +103,8 @@ class ReplayReport:
     def tiers_hit_rate(self) -> float:
         """What the tiers had, of all asked for."""
         return sum(each.hit_rate for each in self.tiers)
+
+
+def gib(num_bytes: float) -> str:
+    """Show bytes as GiB, without the unit."""
+    return f"{num_bytes / GIB:,.1f}"

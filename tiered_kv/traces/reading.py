@@ -17,7 +17,7 @@ import json
 import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import parse_qsl
@@ -150,11 +150,7 @@ class _Reader:
     def in_order(self) -> list[Request]:
         """Return them by time, from 0 on."""
         first = min(each.at_s for each in self.requests)
-        return [
-            Request(each.at_s - first, each.ids, each.input_tokens, each.output_tokens, each.session, each.turn,
-                    each.category)
-            for each in sorted(self.requests, key=lambda each: each.at_s)
-        ]  # fmt: skip
+        return [replace(each, at_s=each.at_s - first) for each in sorted(self.requests, key=lambda each: each.at_s)]
 
     def _session(self, line: Mapping[str, Any]) -> int | None:
         """Return the first request of its conversation."""
