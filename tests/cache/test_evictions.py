@@ -485,6 +485,32 @@ def test_what_cannot_be_deleted_holds_up_no_others() -> None:
     run(main)
 
 
+class SluggishBackend(ScriptedBackend):
+    """Has time for few deletions in one call."""
+
+    async def delete(self, keys: Sequence[BlockKey]) -> None:
+        """Delete them, unless they are too many."""
+        if len(keys) > 100:
+            raise BackendUnavailableError("not begun in time")
+        await super().delete(keys)
+
+
+def test_a_medium_that_deletes_slowly_is_asked_for_fewer_at_once() -> None:
+    """It has no time for a long prompt in one call, however often that is made: all of it is deleted nevertheless."""
+
+    async def main() -> None:
+        engine, keys, shared, device = Engine(), prompt(3000), SluggishBackend(), CountingDevice()
+        async with open_cache(CPU, shared, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, keys[-4:])
+            assert (await kv.evict(keys)).kept_by == ("keyed",)
+            await asyncio.sleep(120.0)
+            assert shared.num_records == 0
+            await until_idle(kv)
+
+    run(main)
+
+
 async def test_a_forget_that_fails_is_made_up_for() -> None:
     """The medium is told what it holds soon after: then no restart finds what was evicted."""
     slots, engine = ScriptedSlotBackend(16), Engine()

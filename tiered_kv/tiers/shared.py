@@ -392,6 +392,7 @@ class SharedTier(StorageTier):
         self._tombstones = Tombstones()
         self._failed_writes = FailedWrites(parts.health.clock)
         self._deleting: dict[object, Batch] = {}
+        self._deleted_at_once = _DELETED_AT_ONCE
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
 
@@ -401,8 +402,7 @@ class SharedTier(StorageTier):
         Equal questions that are under way at the same time are asked once, if nothing was written or evicted between.
         One for whose answer nobody waits any more is not asked if its turn has not come.
         """
-        found, _ = await self._find(batch, faults)
-        return found
+        return (await self._find(batch, faults))[0]
 
     async def _find(self, batch: Batch, faults: list[TierFault] | None) -> tuple[Mask, bool]:
         """Do what `find` does, and say whether the medium can be asked for more."""
@@ -612,9 +612,7 @@ class SharedTier(StorageTier):
         self._tombstones.add(batch)
         self._asking.clear()
         self.answers.forget(batch.names)
-        serial = self._tombstones.serial
-
-        return self._delete_evicted(batch, serial, num_lost)
+        return self._delete_evicted(batch, self._tombstones.serial, num_lost)
 
     def tick(self) -> None:
         """Begin to delete what could not be deleted, but for what a write may bring back: that has its turn later."""
@@ -648,16 +646,17 @@ class SharedTier(StorageTier):
         """Delete what nobody writes or has written since ``serial``, when ``num_lost`` tombstones were lost.
 
         Part by part, so that no turn of the loop takes long. After a part that fails the rest waits for `tick`, as does
-        what a write that failed may bring back.
+        what a write that failed may bring back; the next part is smaller, as a slow medium may have no time for more.
 
         Returns:
             Whether all of it is known to be gone.
         """
         if self.settings.read_only:
             return True
-        is_gone = True
-        for start in range(0, len(batch), _DELETED_AT_ONCE):
-            part = batch[start : start + _DELETED_AT_ONCE]
+        at, is_gone = 0, True
+        while at < len(batch):
+            part = batch[at : at + self._deleted_at_once]
+            at += len(part)
             await self._until_written(part.names)
             if self._tombstones.num_lost == num_lost:  # else there is no telling what was written since
                 part = part[self._tombstones.holds(part)]
@@ -678,6 +677,9 @@ class SharedTier(StorageTier):
             answer = await self._have_deleted(self.records.keys(batch))
         finally:
             del self._deleting[deletion]
+        if answer.was_made:
+            size = self._deleted_at_once
+            self._deleted_at_once = min(_DELETED_AT_ONCE, size + size // 8 + 1) if answer.is_well else -(-size // 2)
         self._is_unsure |= answer.value is False
         return answer
 
@@ -685,11 +687,8 @@ class SharedTier(StorageTier):
         return await self.calls.make("delete", lambda: self.backend.delete(keys), num_blocks=len(keys))
 
     def _is_being_deleted(self, batch: Batch) -> Mask:
-        busy = np.zeros(len(batch), np.bool_)
-        if self._deleting:
-            names = {name for each in self._deleting.values() for name in rows_of(each.names)}
-            busy |= [name in names for name in rows_of(batch.names)]
-        return busy
+        names = {name for each in self._deleting.values() for name in rows_of(each.names)}
+        return np.array([name in names for name in rows_of(batch.names)] if names else [False] * len(batch), np.bool_)
 
     def _forget_later(self, batch: Batch) -> None:
         """Delete blocks in a task of the cache: no transfer keeps its buffers for it."""
