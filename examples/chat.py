@@ -42,7 +42,7 @@ from chat_engine import (
     faster_dtype,
     weights_digest,
 )
-from chat_results import LABELS, RECOMPUTE, Run, describe, device_of, draw_plot, draw_table, find_faults, make_console
+from chat_results import LABELS, RECOMPUTE, Run, device_of, draw_plot, find_faults, make_console, show
 from chat_servers import SERVED, serve_tiers
 from tiered_kv import (
     BlockCache,
@@ -265,10 +265,7 @@ def main() -> None:
         run.write(options.out / f"{run.source}.json")
     draw_plot(runs, plot := options.out / "ttft.png")
     faults = {run.source: find_faults(run, runs[0], may_pass_on=run.source in PERSISTENT) for run in runs[1:]}
-    console.print(draw_table(runs, faults))
-    console.print(describe(runs), highlight=False)
-    for fault in chain.from_iterable(faults.values()):
-        console.print(f"[red]{fault}", highlight=False)
+    show(console, runs, faults)
     console.print(f"Plot: {plot}", highlight=False)
     sys.exit(1 if any(faults.values()) else 0)
 

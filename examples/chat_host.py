@@ -17,7 +17,6 @@ import tempfile
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import cast
 
@@ -25,7 +24,7 @@ from rich.progress import Progress
 
 from chat import make_progress, open_engine, parse_arguments, quiet, serve
 from chat_engine import BLOCK_SIZE, weights_digest
-from chat_results import LABELS, RECOMPUTE, Run, describe, draw_table, find_faults, make_console
+from chat_results import LABELS, RECOMPUTE, Run, find_faults, make_console, show
 from tiered_kv import BlockCache, KVLayout, ModelIdentity, TieredKV, hash_blocks
 
 FROM = {
@@ -184,10 +183,7 @@ def main() -> None:
         run.source: find_faults(run, runs[0], tier=TIER_OF[run.source], may_pass_on=run.source == "restarted")
         for run in runs[1:]
     }
-    console.print(draw_table(runs, faults))
-    console.print(describe(runs), highlight=False)
-    for fault in chain.from_iterable(faults.values()):
-        console.print(f"[red]{fault}", highlight=False)
+    show(console, runs, faults)
     sys.exit(1 if any(faults.values()) else 0)
 
 

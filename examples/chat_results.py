@@ -5,6 +5,7 @@ import os
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -152,6 +153,14 @@ def describe(runs: Sequence[Run]) -> str:
         )
         lines.append(f"{LABELS[run.source].partition(',')[0]} was read {through}{shared}.")
     return "\n".join(lines)
+
+
+def show(console: Console, runs: Sequence[Run], faults: Mapping[str, Sequence[str]]) -> None:
+    """Print all runs, and whatever was not as it has to be."""
+    console.print(draw_table(runs, faults))
+    console.print(describe(runs), highlight=False)
+    for fault in chain.from_iterable(faults.values()):
+        console.print(f"[red]{fault}", highlight=False)
 
 
 def draw_plot(runs: Sequence[Run], path: Path) -> None:
