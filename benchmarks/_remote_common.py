@@ -1,6 +1,7 @@
 """What each medium of ``remote.py`` gives: a running server, and two ways to use it."""
 
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -37,6 +38,19 @@ class Sides:
     count_present: Callable[[Sequence[str]], Awaitable[int]]
     num_questions: Callable[[], int]
     reset: Callable[[], None] = lambda: None
+
+
+async def share(
+    moves: Iterable[Callable[[str, Any], Awaitable[object]]], names: Iterable[str], blocks: Iterable[object]
+) -> None:
+    """Move all blocks, each by whichever of ``moves`` is free; each of these moves one at a time."""
+    todo = iter(zip(names, blocks, strict=True))
+
+    async def one(move: Callable[[str, Any], Awaitable[object]]) -> None:
+        for name, block in todo:
+            await move(name, block)
+
+    await asyncio.gather(*map(one, moves))
 
 
 @contextmanager

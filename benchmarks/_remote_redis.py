@@ -4,15 +4,15 @@ import asyncio
 import socket
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from redis.asyncio import Redis
 
-from _remote_common import MissingError, Sides, counted
+from _remote_common import Bare, MissingError, Sides, counted, share
 from tiered_kv.media.backend import Block
 from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.redis.servers import RedisSettings, Server
@@ -21,7 +21,7 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 from redis_server import find_binary, run_redis
 
 NUM_SOCKETS = 8
-Move = Callable[[socket.socket, bytes, Block], Coroutine[Any, Any, None]]
+Move = Callable[[socket.socket, str, Block], Awaitable[None]]
 
 
 @asynccontextmanager
@@ -45,8 +45,10 @@ async def serve() -> AsyncIterator[Sides]:
                     pipeline.execute_command("EXISTS", name)
                 return sum(await pipeline.execute())
 
-        def all_of(move: Move) -> Callable[[Sequence[str], Sequence[Block], int], Coroutine[Any, Any, None]]:
-            return lambda names, blocks, concurrency: share(move, sockets[:concurrency], names, blocks)
+        def all_of(move: Move) -> Bare:
+            return lambda names, blocks, concurrency: share(
+                [partial(move, each) for each in sockets[:concurrency]], names, blocks
+            )
 
         try:
             settings = RedisSettings.model_validate({"url": server.url, "connections": NUM_SOCKETS, "ttl_s": None})
@@ -68,21 +70,11 @@ async def connect(port: int) -> socket.socket:
     return sock
 
 
-async def share(move: Move, sockets: Sequence[socket.socket], names: Sequence[str], blocks: Sequence[Block]) -> None:
-    """Move all blocks, one at a time on each socket."""
-    todo = iter(zip(names, blocks, strict=True))
-
-    async def one(sock: socket.socket) -> None:
-        for name, block in todo:
-            await move(sock, name.encode(), block)
-
-    await asyncio.gather(*map(one, sockets))
-
-
-async def bare_set(sock: socket.socket, name: bytes, block: Block) -> None:
+async def bare_set(sock: socket.socket, name: str, block: Block) -> None:
     """Send one SET, the payload from where it is."""
     loop = asyncio.get_running_loop()
-    head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(name), name, block.num_bytes)
+    key = name.encode()
+    head = b"*3\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (len(key), key, block.num_bytes)
     await loop.sock_sendall(sock, head + block.header)
     await loop.sock_sendall(sock, block.payload)
     await loop.sock_sendall(sock, b"\r\n")
@@ -90,10 +82,10 @@ async def bare_set(sock: socket.socket, name: bytes, block: Block) -> None:
         raise OSError("a SET failed")
 
 
-async def bare_get(sock: socket.socket, name: bytes, block: Block) -> None:
+async def bare_get(sock: socket.socket, name: str, block: Block) -> None:
     """Send one GET and receive the record where it goes; its length is known."""
-    loop = asyncio.get_running_loop()
-    await loop.sock_sendall(sock, b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(name), name))
+    loop, key = asyncio.get_running_loop(), name.encode()
+    await loop.sock_sendall(sock, b"*2\r\n$3\r\nGET\r\n$%d\r\n%b\r\n" % (len(key), key))
     start, end = bytearray(len(b"$%d\r\n" % block.num_bytes)), bytearray(2)
     for part in (memoryview(start), *block.segments, memoryview(end)):
         rest = part

@@ -1,16 +1,14 @@
 """The ``s3`` medium and obstore alone, on a Ceph gateway of its own."""
 
-import asyncio
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import obstore
 
-from _remote_common import MissingError, Sides, counted
+from _remote_common import Bare, MissingError, Sides, counted, share
 from tiered_kv.media.backend import Block
 from tiered_kv_backends.s3 import S3Backend, S3Settings
 from tiered_kv_backends.s3.s3_client import make_store
@@ -19,7 +17,6 @@ sys.path.append(str(Path(__file__).parent.parent / "tests" / "servers"))
 import ceph_server
 
 _ASKED_AT_ONCE = 32
-Move = Callable[[str, Block], Awaitable[object]]
 
 
 @asynccontextmanager
@@ -62,24 +59,12 @@ async def serve() -> AsyncIterator[Sides]:
                 await obstore.head_async(store, name)
                 found += 1
 
-            await _share(head, names, names, _ASKED_AT_ONCE)
+            await share([head] * _ASKED_AT_ONCE, names, names)
             return found
 
         with counted(S3Backend, "_exists") as num_heads:
             yield Sides(S3Backend(settings), "client", _all_of(put), _all_of(get), count_present, num_heads)
 
 
-def _all_of(move: Move) -> Callable[[Sequence[str], Sequence[Block], int], Coroutine[Any, Any, None]]:
-    return lambda names, blocks, concurrency: _share(move, names, blocks, concurrency)
-
-
-async def _share(
-    move: Callable[[str, Any], Awaitable[object]], names: Sequence[str], blocks: Sequence[object], concurrency: int
-) -> None:
-    todo = iter(zip(names, blocks, strict=True))
-
-    async def one() -> None:
-        for name, block in todo:
-            await move(name, block)
-
-    await asyncio.gather(*(one() for _ in range(concurrency)))
+def _all_of(move: Callable[[str, Block], Awaitable[object]]) -> Bare:
+    return lambda names, blocks, concurrency: share([move] * concurrency, names, blocks)

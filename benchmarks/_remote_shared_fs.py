@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from _remote_common import Bare, Sides, counted
+from _remote_common import Bare, Sides, counted, share
 from tiered_kv.media.backend import Block
 from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
@@ -47,16 +47,10 @@ async def serve() -> AsyncIterator[Sides]:
                 os.close(file)
 
         def all_of(move: Move) -> Bare:
-            async def share(names: Sequence[str], blocks: Sequence[Block], concurrency: int) -> None:
-                todo = iter(zip(names, blocks, strict=True))
+            async def in_thread(name: str, block: Block) -> None:
+                await asyncio.get_running_loop().run_in_executor(threads, move, name, block)
 
-                async def one() -> None:
-                    for name, block in todo:
-                        await asyncio.get_running_loop().run_in_executor(threads, move, name, block)
-
-                await asyncio.gather(*(one() for _ in range(concurrency)))
-
-            return share
+            return lambda names, blocks, concurrency: share([in_thread] * concurrency, names, blocks)
 
         async def count_present(names: Sequence[str]) -> int:
             paths = [path_of(name) for name in names]
