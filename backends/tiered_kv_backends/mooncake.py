@@ -23,7 +23,6 @@ from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
 
 import numpy as np
-from mooncake.store import MooncakeDistributedStore, ReplicateConfig
 from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
@@ -33,6 +32,12 @@ from tiered_kv.values.integers import split_url
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv.values.specs import RemoteLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
+
+try:
+    from mooncake.store import MooncakeDistributedStore, ReplicateConfig
+except ModuleNotFoundError as error:
+    why = f"{__name__} needs mooncake: pip install 'tiered-kv[mooncake]'"
+    raise ModuleNotFoundError(why, name=error.name) from error
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]

@@ -141,6 +141,21 @@ def test_an_unknown_scheme_says_nothing_of_media_that_come_with_us() -> None:
     assert "cannot be imported" not in said
 
 
+@pytest.mark.parametrize(("medium", "driver"), [("s3", "obstore"), ("redis", "redis"), ("mooncake", "mooncake")])
+def test_an_import_without_its_driver_names_the_extra_once(medium: str, driver: str) -> None:
+    """Of a job for operators, as `delete_tenant` is, too, which no registry imports."""
+    code = (
+        f"import sys; sys.modules['{driver}'] = None\n"
+        "from tiered_kv.settings.registry import resolve\n"
+        f"try: from tiered_kv_backends.{medium} import delete_tenant\n"
+        "except ImportError as error: print(error)\n"
+        f"try: resolve('{medium}')\n"
+        "except ValueError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert [line.count(f"pip install 'tiered-kv[{medium}]'") for line in said.splitlines()] == [1, 1]
+
+
 def test_a_backend_is_made_from_its_settings() -> None:
     """It has them, and is not open."""
     settings = MemoryBackend.Settings(capacity="1MiB")

@@ -159,7 +159,7 @@ def _import_failed(what: str, error: Exception, entry: EntryPoint | None = None)
     if entry is not None and entry.dist is not None and isinstance(error, ImportError):
         extras = entry.dist.metadata.get_all("Provides-Extra") or []
         package = entry.dist.name + (f"[{entry.name}]" if entry.name in extras else "")
-        advice = f": pip install '{package}'"
+        advice = "" if package in str(error) else f": pip install '{package}'"
     elif isinstance(error, ModuleNotFoundError) and error.name is not None:
         advice = f": install what provides {error.name!r}, or correct the path"
     return ConfigurationError(f"{what} cannot be imported ({in_words(error)}){advice}")
