@@ -61,6 +61,18 @@ async def test_what_cannot_be_fixed_is_said_at_the_start(fixed: dict[str, int], 
             pass
 
 
+def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Before anybody attaches; of several disks, only if that is so of all. Nothing is made where it can have one."""
+    (tmp_path / "file").touch()
+    bad, good = tmp_path / "file" / "kv", tmp_path / "new" / "kv"
+    for paths in ((bad,), (bad, tmp_path / "file")):
+        refused = pytest.raises(ConfigurationError, match=rf"tier 'nvme': no directory can be made at {bad}: Not a dir")
+        with refused, serving(tmp_path, cpu(32), {**nvme(bad), "path": paths}):
+            pass
+    with serving(tmp_path, cpu(32), {**nvme(bad), "path": (bad, good)}):
+        assert {each.name for each in tmp_path.iterdir()} == {"file", "kv.sock", "kv.sock.lock"}
+
+
 async def test_a_model_without_room_changes_nothing_for_others(tmp_path: Path) -> None:
     """It is refused before anything shrinks: not a block of the others goes."""
     engine, keys = AnyEngine(), prompt(32)

@@ -115,7 +115,7 @@ class TieredKVServer:
         """Listen.
 
         Raises:
-            ConfigurationError: Another server listens there, or the socket cannot be made.
+            ConfigurationError: Another server listens there, or the socket, or a directory of a tier, cannot be made.
         """
         self._shares = shares = Shares(self._settings, self._emit)
         self._admission = Admission(self._settings, shares, self.health)

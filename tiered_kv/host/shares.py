@@ -12,10 +12,12 @@ knows.
 """
 
 import asyncio
+import errno
 import gc
 import hashlib
 import os
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -175,6 +177,12 @@ class DividedTier:
         paths = path if isinstance(path, tuple) else (path,)
         return cls(tier_name(settings), facts["capacity"], tuple(map(Path, paths)), settings)
 
+    def check_place(self) -> None:
+        """Raise `ConfigurationError` if it can have no directory; of several, one that it can have will do."""
+        refusals = [why for path in self.paths if (why := _why_no_folder(path))]
+        if refusals and len(refusals) == len(self.paths):
+            raise ConfigurationError(f"tier {self.name!r}: {'; '.join(refusals)}")
+
     def left(self) -> dict[str, int]:
         """Return the directories of models that are there, and how many bytes each takes where it takes most.
 
@@ -224,6 +232,17 @@ class DividedTier:
         if self.paths:
             changed["path"] = tuple(path / directory for path in self.paths)
         return type(self._settings).model_validate({**dict(self._settings), **changed})
+
+
+def _why_no_folder(path: Path) -> str:
+    """Say why no folder can be made where ``path`` leads to; nothing if one can, or could on a disk with room."""
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    try:
+        Path(tempfile.mkdtemp(dir=there)).rmdir()
+    except OSError as error:
+        if error.errno not in {errno.ENOSPC, errno.EDQUOT}:
+            return f"no directory can be made at {path}: {error.strerror}, at {there}"
+    return ""
 
 
 def _num_bytes(path: Path) -> int:
@@ -279,7 +298,8 @@ class Shares:
         """Know those that are on a disk already.
 
         Raises:
-            ConfigurationError: A tier cannot be a server's, or what is fixed for models is more than there is.
+            ConfigurationError: A tier cannot be a server's, or have a directory, or what is fixed for models is more
+                than there is.
         """
         self._settings = settings
         self._emit = emit
@@ -290,6 +310,7 @@ class Shares:
         self._shares: dict[str, Share] = {}
         now = asyncio.get_running_loop().time()
         for tier in self._tiers:
+            tier.check_place()
             for directory, num_bytes in tier.left().items():
                 share = self._shares.setdefault(directory, Share(directory, unused_since=now))
                 share.given[tier.name] = num_bytes
