@@ -29,6 +29,9 @@ from tiered_kv.values.keys import ModelIdentity, hash_blocks
 from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.specs import GPULoadStoreSpec
 
+_IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
+_REACH: Final = "is it reachable from here, and are credentials and rights right?"
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -135,9 +138,6 @@ def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
         encryption.make_seal()
 
 
-_IN_MEMORY: Final = ("tmpfs", "ramfs", "devtmpfs")
-
-
 def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
     there = next(each for each in (path, *path.parents) if each.exists())
     if refusal := _refusal(path, there):
@@ -202,9 +202,6 @@ async def _round_trip(name: str, tier: StorageTierSettings) -> Finding:
     if not seen and not (stored[-1].written and loaded.num_blocks):
         seen = ["a block that was stored did not come back"]
     return _told(name, seen, f"a block was stored, loaded in {loaded.seconds * 1e3:.1f} ms, and deleted")
-
-
-_REACH: Final = "is it reachable from here, and are credentials and rights right?"
 
 
 def _told(name: str, seen: list[str], well: str) -> Finding:

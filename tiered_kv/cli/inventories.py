@@ -1,9 +1,8 @@
 """What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened.
 
-The directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``. No cache is opened.
-
-An NVMe tier may have several, of which some may be missing: what is on the others is listed, and nothing is deleted.
-Only names and files of ours are looked at, and no link is followed.
+A shared medium lists what it has by its own `Inventory`. The one here reads the directories of nvme and shared_fs
+tiers, by their formats alone (``docs/format.md``): it looks at names and files of ours only, and follows no link. Where
+some of an NVMe tier's directories are missing, it lists what is on the others, and deletes nothing.
 """
 
 import asyncio
@@ -49,6 +48,9 @@ _ENTRY: Final = np.dtype(
 _ENTRY_MAGIC: Final = b"TKVSLOT2"
 _EMPTY: Final = b"TKVEMPTY" * (_ENTRY.itemsize // 8)
 _AT_ONCE: Final = 256
+_LEAST_DIGITS: Final = 8
+OnProgress = Callable[[int], None]
+"""Told of so many records more."""
 
 
 @dataclass(frozen=True)
@@ -245,11 +247,6 @@ def _stride_of(slab: Path) -> int:
                 if at % stride == 0:
                     return stride
     return 0
-
-
-_LEAST_DIGITS: Final = 8
-OnProgress = Callable[[int], None]
-"""Told of so many records more."""
 
 
 @dataclass(frozen=True)

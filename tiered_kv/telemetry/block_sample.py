@@ -1,14 +1,12 @@
-"""The lives of a sample of blocks: what other sizes would hit, how soon blocks are used again, how old they get.
+"""The lives of a sample of blocks: what caches of other sizes would hit, how soon blocks come again, how old they get.
 
-The ghost curve: the hit rate that a cache would have if it were smaller or larger, from a sample of its blocks.
+Of every block this would cost too much. Blocks are sampled by their names, so all that befalls a sampled block is seen;
+of a cache of few blocks all are sampled. `Sampler` notes what happens and picks the sampled blocks, `GhostCaches`
+replays their uses in caches of other sizes, and `SampledLives`, which a cache has, keeps both.
 
-Of a sample of blocks, LRU caches that are smaller by the same factor hit as often as whole ones would of all. Source of
-the idea: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015, and "Cache Modeling and Optimization
-using Miniature Simulations", USENIX ATC 2017.
-
-A sample of blocks, and all that befalls them: for what would cost too much to know of every block.
-
-Blocks are sampled by name, so that of a sampled block everything is seen. Of a cache of few blocks all are sampled.
+On a sample, LRU caches that are smaller by the same factor hit as often as whole ones do on all blocks: Waldspurger et
+al., "Efficient MRC Construction with SHARDS", FAST 2015, and "Cache Modeling and Optimization using Miniature
+Simulations", USENIX ATC 2017.
 """
 
 import time
@@ -31,6 +29,18 @@ SIZES: Final = (0.25, 0.5, 1.0, 2.0, 4.0)
 MOST_SAMPLES: Final = 1 << 14
 """Blocks that the largest of them holds; 10 MB at most with all that is known of them."""
 GAPS_S: Final = tuple(digit * 10.0**power for power in range(-1, 6) for digit in (1, 3))
+_NOTED_AT_ONCE: Final = 1 << 10
+_MOST_PENDING: Final = 1 << 16
+_EVERYTHING: Final = 2**64 - 1
+_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
+What = Literal["load", "store", "added", "evicted", "gone"]
+"""Asked for by a load, given to a store; readable in a tier, evicted from it, gone from it for another reason."""
+Noted = tuple[float, What, str]
+"""When, what, and in which tier."""
+_WHAT: Final[Mapping[Change, What]] = {Change.ADDED: "added", Change.EVICTED: "evicted"}
+_REPLAYED_AT_ONCE: Final = 64
+_PAUSE_S: Final = 5e-5
+_REPLAYED_ON_LOOP: Final = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -114,17 +124,6 @@ class GhostCaches:
             moved, used = part.popitem(last=False)
 
 
-_NOTED_AT_ONCE: Final = 1 << 10
-_MOST_PENDING: Final = 1 << 16
-_EVERYTHING: Final = 2**64 - 1
-_ODD: Final = np.uint64(0x9E3779B97F4A7C15)
-
-What = Literal["load", "store", "added", "evicted", "gone"]
-"""Asked for by a load, given to a store; readable in a tier, evicted from it, gone from it for another reason."""
-Noted = tuple[float, What, str]
-"""When, what, and in which tier."""
-
-
 @dataclass(frozen=True)
 class _Batch:
     """The sampled blocks of some calls, and where those of each call end. Of other calls nothing is kept."""
@@ -198,12 +197,6 @@ class Sampler:
         self._num_pending += len(places)
         while self._num_pending > _MOST_PENDING and len(self._pending) > 1:
             self._num_pending -= len(self._pending.popleft().blocks)
-
-
-_WHAT: Final[Mapping[Change, What]] = {Change.ADDED: "added", Change.EVICTED: "evicted"}
-_REPLAYED_AT_ONCE: Final = 64
-_PAUSE_S: Final = 5e-5
-_REPLAYED_ON_LOOP: Final = 1 << 10
 
 
 @dataclass(frozen=True)

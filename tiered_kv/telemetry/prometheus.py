@@ -1,9 +1,7 @@
-"""How readings of caches are told to Prometheus: every metric's name, labels and help. Needs the extra ``metrics``.
+"""Every metric: its name, labels and help, and where in a cache's reading it is. Needs the extra ``metrics``.
 
 Labels are bounded: ``model`` and ``cache``, the names of tiers, reasons and calls of a few fixed words, and
 the salts that the operator has listed.
-
-Families of metrics as prometheus_client has them, made of readings of caches. Needs the extra ``metrics``.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,47 +20,6 @@ Labels = tuple[str, ...]
 Samples = Callable[[Reading], Iterable[tuple[Labels, float]]]
 Histograms = Callable[[Reading], Iterable[tuple[Labels, Histogram]]]
 _OF_CACHE: Final = ("model", "cache")
-
-
-class Families:
-    """Families, each with the samples of all caches.
-
-    Attributes:
-        found: Those that were added.
-    """
-
-    def __init__(self, readings: Sequence[Reading]) -> None:
-        self.found: list[Metric] = []
-        self._readings = readings
-
-    def counter(self, name: str, text: str, labels: Labels, samples: Samples) -> None:
-        """Add one that only grows; ``samples`` says what a cache has, by its own labels."""
-        self._add(CounterMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), samples)
-
-    def gauge(self, name: str, text: str, labels: Labels, samples: Samples) -> None:
-        """Add one that goes up and down."""
-        self._add(GaugeMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), samples)
-
-    def histogram(self, name: str, text: str, labels: Labels, samples: Histograms) -> None:
-        """Add one of ranges."""
-        family = HistogramMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels])
-        for each in self._readings:
-            for own, histogram in samples(each):
-                family.add_metric([*each.labels, *own], histogram.cumulated(), histogram.total)
-        self.found.append(family)
-
-    def _add(self, family: M, samples: Samples) -> None:
-        for each in self._readings:
-            for own, value in samples(each):
-                family.add_metric([*each.labels, *own], float(value))
-        self.found.append(family)
-
-
-def by_word(counts: Mapping[W, int]) -> Iterable[tuple[Labels, float]]:
-    """Return counts as samples of one label."""
-    return [((word,), n) for word, n in counts.items()]
-
-
 _CACHE_COUNTERS: Final[Mapping[str, tuple[Callable[[CacheStatistics], float], str]]] = {
     "requested_blocks": (
         lambda of: of.requested,
@@ -119,6 +76,45 @@ _TIER_GAUGES: Final[Mapping[str, tuple[Callable[[TierStatistics], float], str]]]
     "bypassed": (lambda of: of.is_bypassed, "1 while loads or stores go on without the tier."),
 }
 _BREAKERS: Final = ("reads", "writes", "deletes", "upkeep", "locates")
+
+
+class Families:
+    """Families, each with the samples of all caches.
+
+    Attributes:
+        found: Those that were added.
+    """
+
+    def __init__(self, readings: Sequence[Reading]) -> None:
+        self.found: list[Metric] = []
+        self._readings = readings
+
+    def counter(self, name: str, text: str, labels: Labels, samples: Samples) -> None:
+        """Add one that only grows; ``samples`` says what a cache has, by its own labels."""
+        self._add(CounterMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), samples)
+
+    def gauge(self, name: str, text: str, labels: Labels, samples: Samples) -> None:
+        """Add one that goes up and down."""
+        self._add(GaugeMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), samples)
+
+    def histogram(self, name: str, text: str, labels: Labels, samples: Histograms) -> None:
+        """Add one of ranges."""
+        family = HistogramMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels])
+        for each in self._readings:
+            for own, histogram in samples(each):
+                family.add_metric([*each.labels, *own], histogram.cumulated(), histogram.total)
+        self.found.append(family)
+
+    def _add(self, family: M, samples: Samples) -> None:
+        for each in self._readings:
+            for own, value in samples(each):
+                family.add_metric([*each.labels, *own], float(value))
+        self.found.append(family)
+
+
+def by_word(counts: Mapping[W, int]) -> Iterable[tuple[Labels, float]]:
+    """Return counts as samples of one label."""
+    return [((word,), n) for word, n in counts.items()]
 
 
 def families(readings: Sequence[Reading]) -> list[Metric]:

@@ -4,11 +4,10 @@ A change names blocks by 32 bytes; routers want hashes and token ids. So whoever
 after they are stored; a block that nobody has described is told of once somebody has. Descriptions are kept of what is
 in a tier, and of the newest blocks beside. For one thread; decides at once and never waits.
 
-KV events as routers read them off the wire: vLLM's format, of which vLLM's own decoder is the judge.
-
-A message is ``[topic, sequence number (8 bytes, big-endian), payload]``; the payload is MessagePack of
-``[time, [event, ...], data_parallel_rank]``. An event is a map with its ``type``, or in the older form a list that
-begins with it. What a required field does not know is nil; an optional one is then left out.
+Events are in vLLM's wire format, of which vLLM's own decoder is the judge. A message is ``[topic, sequence number (8
+bytes, big-endian), payload]``; the payload is MessagePack of ``[time, [event, ...], data_parallel_rank]``. An event is
+a map with its ``type``, or in the older form a list that begins with it. A required field that is not known is nil; an
+optional one is left out.
 """
 
 import struct
@@ -32,6 +31,16 @@ END: Final = (-1).to_bytes(8, "big", signed=True)
 """In the place of a sequence number, with an empty payload: a replay has ended."""
 CLEARED: Final[Event] = {"type": "AllBlocksCleared"}
 _OPTIONAL: Final = {"group_idx", "extra_keys", "kv_cache_spec_kind", "kv_cache_spec_sliding_window", "locality"}
+Batch = list[Event]
+"""The events of one message."""
+_BLOCKS_PER_BATCH: Final = 256
+"""About 25 KB of 16 tokens a block: what a router decodes at once, and what is lost at once."""
+_SORTED_AT_ONCE: Final = 1 << 14
+_MOST_WAITING: Final = 1 << 16
+_EPOCH_BYTES: Final = 8
+_HEAD: Final = struct.Struct(f"<{_EPOCH_BYTES}sQQ?IIII")  # epoch, hash, parent, has one, position, group, tokens, names
+_POSITION: Final = struct.Struct("<I")
+_POSITION_AT: Final = struct.calcsize(f"<{_EPOCH_BYTES}sQQ?")
 
 
 class EventMedium(NamedTuple):
@@ -132,19 +141,6 @@ def _positional(event: Event) -> list[Any]:
     while fields[-1][1] is None and fields[-1][0] in _OPTIONAL:
         fields.pop()
     return [value for _, value in fields]
-
-
-Batch = list[Event]
-"""The events of one message."""
-
-_BLOCKS_PER_BATCH: Final = 256
-"""About 25 KB of 16 tokens a block: what a router decodes at once, and what is lost at once."""
-_SORTED_AT_ONCE: Final = 1 << 14
-_MOST_WAITING: Final = 1 << 16
-_EPOCH_BYTES: Final = 8
-_HEAD: Final = struct.Struct(f"<{_EPOCH_BYTES}sQQ?IIII")  # epoch, hash, parent, has one, position, group, tokens, names
-_POSITION: Final = struct.Struct("<I")
-_POSITION_AT: Final = struct.calcsize(f"<{_EPOCH_BYTES}sQQ?")
 
 
 @dataclass(frozen=True, eq=False)

@@ -38,6 +38,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 W = TypeVar("W", bound=str)
+EVERY_S: Final = 10.0
+KEPT_S: Final = 3600.0
+_MOST: Final = 1 + int(KEPT_S / EVERY_S)
+_POINTS: Final = 60
+Count = Callable[[], tuple[CacheStatistics, Asked]]
+_PATIENCE_S: Final = 1.0
+"""How long a reader waits for the event loop; then it gets what it got before, and learns that the loop is busy."""
+Explain = Callable[[BlockKeys], Awaitable[Sequence[object]]]
 
 
 @dataclass
@@ -114,13 +122,6 @@ class Tallies:
         copied.errors = dict(self.errors)
         copied.salts = {salt: replace(counts) for salt, counts in self.salts.items()}
         return copied
-
-
-EVERY_S: Final = 10.0
-KEPT_S: Final = 3600.0
-_MOST: Final = 1 + int(KEPT_S / EVERY_S)
-_POINTS: Final = 60
-Count = Callable[[], tuple[CacheStatistics, Asked]]
 
 
 @dataclass(frozen=True)
@@ -231,12 +232,6 @@ def _between(a: Moment, b: Moment) -> Span:
 
 def _more(before: Mapping[W, int], after: Mapping[W, int]) -> dict[W, int]:
     return dict(Counter(after) - Counter(before))
-
-
-_PATIENCE_S: Final = 1.0
-"""How long a reader waits for the event loop; then it gets what it got before, and learns that the loop is busy."""
-
-Explain = Callable[[BlockKeys], Awaitable[Sequence[object]]]
 
 
 class Watched(Protocol):

@@ -1,14 +1,12 @@
-"""Readers of traces: JSON lines, plain or gzip, in the format of Mooncake or of Alibaba's Bailian.
+"""Reading and writing traces: JSON lines, plain or gzip, in the format of Mooncake or of Alibaba's Bailian.
 
 Both have ``timestamp``, ``input_length``, ``output_length`` and ``hash_ids``. Mooncake's times are milliseconds and its
 blocks 512 tokens. Bailian's times are seconds and its blocks 16 tokens, and it says which request continues which:
-``chat_id``, ``parent_chat_id`` (-1 for none), ``turn``, ``type``. What this library records is Mooncake's format with
-``block_size``, and may have ``session``, ``turn`` and ``type``.
+``chat_id``, ``parent_chat_id`` (-1 for none), ``turn``, ``type``. What this library records and writes is Mooncake's
+format with ``block_size``, and may have ``session``, ``turn`` and ``type``.
 
 Sources: the trace release of R. Qin et al., "Mooncake", FAST 2025; the Qwen-Bailian anonymous dataset of "KVCache Cache
 in the Wild", USENIX ATC 2025.
-
-Writing a trace, as `read_trace` reads it: Mooncake's format, with ``block_size`` and what else is known.
 """
 
 import gzip
@@ -37,6 +35,7 @@ _UNITS_A_SECOND: Final[dict[Format, float]] = {"mooncake": 1e3, "bailian": 1.0}
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _MOST_LINE_BYTES: Final = 1 << 26
 _MOST: Final = 2**63 - 1
+_MAY_BE_ZERO = {"seed", "exponent", "jitter", "think_s", "tool_s"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,6 @@ class BadLine:
 
     number: int
     why: str
-
-
-_MAY_BE_ZERO = {"seed", "exponent", "jitter", "think_s", "tool_s"}
 
 
 def open_trace(

@@ -1,10 +1,9 @@
-"""Names of KV blocks: the chained hash of a block's whole prefix, see `hashing`, and the namespace it lives in.
+"""Names of KV blocks: the chained hash of a block's whole prefix, and the namespace that it lives in.
 
 A block is named by (fingerprint, epoch, salt, chained hash, shard). The engine handles only `BlockKeys`, the hashes and
 the salt; the cache adds the rest as a `Namespace`. One batch of blocks always shares one namespace, so what differs per
-block is 32 bytes, and what is shared is hashed once per batch.
-
-Hashes of blocks from token ids: each chained over all before it, the same in every process and on every host.
+block is 32 bytes, and what is shared is hashed once per batch. `hash_blocks` makes hashes of token ids, the same in
+every process and on every host.
 """
 
 import hashlib
@@ -26,6 +25,12 @@ Names = NDArray[np.uint64]
 
 DIGEST_BYTES = 32
 NO_SALT = b"\0" * DIGEST_BYTES
+_LAST_START: Final = 1 << 62
+"""Positions are int64, those of the keys that follow too."""
+TokenIds = Sequence[int] | NDArray[np.integer[Any]]
+_ROOT = b"tiered_kv block hash v1"
+_TAIL = b"tiered_kv tail hash v1"
+_MAX_TOKEN_ID = 2**32
 
 
 @dataclass(frozen=True)
@@ -188,10 +193,6 @@ class BlockKey:
 
     def __repr__(self) -> str:
         return f"BlockKey({self.path}, position={self.position})"
-
-
-_LAST_START: Final = 1 << 62
-"""Positions are int64, those of the keys that follow too."""
 
 
 class BlockKeys(Sequence[bytes]):
@@ -434,13 +435,6 @@ def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_
 
 def _described(value: object) -> str:
     return f"{len(value)} bytes" if isinstance(value, bytes) else type(value).__name__
-
-
-TokenIds = Sequence[int] | NDArray[np.integer[Any]]
-
-_ROOT = b"tiered_kv block hash v1"
-_TAIL = b"tiered_kv tail hash v1"
-_MAX_TOKEN_ID = 2**32
 
 
 def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:

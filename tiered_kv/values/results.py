@@ -1,6 +1,6 @@
 """What calls answer. Counts are blocks; ``by_tier`` maps a tier's name to blocks, in the order of the chain.
 
-Load or recompute: how many leading blocks of what was found to load, where computing them may be faster.
+`LookupResult.split` also says how many of the blocks found to load, where computing them may be faster.
 """
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence

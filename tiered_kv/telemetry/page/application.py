@@ -1,11 +1,8 @@
-"""The ASGI application: a page, what it shows as JSON, and answers to why a prompt is not there. It changes nothing.
+"""The ASGI application of the page: the page itself, what it shows as JSON, and why a prompt is not there.
 
-But where it has a token for them it takes KV hints, see `HintsDoor`.
-
-It may run on the cache's event loop or on any other: what it asks of the cache it asks in a thread, and a cache whose
-loop is busy is shown as it was last.
-
-What the page shows, as plain values for JSON. Rates are parts of 1, times are seconds since 1970.
+It only reads, unless it has a token for KV hints; then it takes these too, see `HintsDoor`. It may run on the cache's
+event loop or on any other: what it asks of the cache it asks in a thread, and a cache whose loop is busy is shown as it
+was last. In what it shows, rates are parts of 1 and times are seconds since 1970.
 """
 
 import asyncio
@@ -23,6 +20,31 @@ from tiered_kv.telemetry.watch import Moment, Reading, Span, Watch
 from tiered_kv.tiers.fates import Histogram
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, hash_blocks
+
+Scope = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
+Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
+Answer = tuple[int, str, bytes]
+"""Status, content type, body."""
+_MOST_ASKED_BYTES: Final = 2 << 20
+"""Of a question: to decode that keeps other threads from running for 40 ms."""
+_MOST_AT_ONCE: Final = 8
+_MOST_EXPLAINED: Final = 1 << 14
+"""Blocks of one question."""
+_ENCODED_AT_ONCE: Final = 1024
+"""Blocks: whoever encodes more keeps all other threads from running."""
+_OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
+_ASSETS: Final = {
+    "/": ("page.html", "text/html; charset=utf-8"),
+    "/page.css": ("page.css", "text/css; charset=utf-8"),
+    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
+}
+_HEADERS: Final = [
+    (b"cache-control", b"no-store"),
+    (b"content-security-policy", b"default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"),
+    (b"referrer-policy", b"no-referrer"),
+    (b"x-content-type-options", b"nosniff"),
+]
 
 
 def state_of(watch: Watch) -> dict[str, Any]:
@@ -129,33 +151,6 @@ def _ghost_of(reading: Reading) -> dict[str, Any]:
         "part": ghost.rate,
         "tier": max(tiers, key=lambda tier: tier.num_slots).tier,
     }
-
-
-Scope = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
-Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
-Answer = tuple[int, str, bytes]
-"""Status, content type, body."""
-
-_MOST_ASKED_BYTES: Final = 2 << 20
-"""Of a question: to decode that keeps other threads from running for 40 ms."""
-_MOST_AT_ONCE: Final = 8
-_MOST_EXPLAINED: Final = 1 << 14
-"""Blocks of one question."""
-_ENCODED_AT_ONCE: Final = 1024
-"""Blocks: whoever encodes more keeps all other threads from running."""
-_OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
-_ASSETS: Final = {
-    "/": ("page.html", "text/html; charset=utf-8"),
-    "/page.css": ("page.css", "text/css; charset=utf-8"),
-    "/page.js": ("page.js", "text/javascript; charset=utf-8"),
-}
-_HEADERS: Final = [
-    (b"cache-control", b"no-store"),
-    (b"content-security-policy", b"default-src 'self'; img-src data:; base-uri 'none'; form-action 'none'"),
-    (b"referrer-policy", b"no-referrer"),
-    (b"x-content-type-options", b"nosniff"),
-]
 
 
 class Page:
