@@ -26,9 +26,8 @@ import numpy as np
 from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
-from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size
+from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size, split_url
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError
-from tiered_kv.values.integers import split_url
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv.values.specs import RemoteLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder

@@ -17,9 +17,9 @@ from tiered_kv.settings.tier_settings import (
     TierSettings,
     default_size,
     paths_of,
+    split_tier_url,
 )
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import split_tier_url
 
 _GIB = 1024**3
 

@@ -1,18 +1,19 @@
-"""What every tier can be told. The settings of each medium are a class that derives from one of these.
+"""What every tier can be told, by fields or by a URL: each medium's settings are a class that derives from one here.
 
-How a server of one cache for a host listens, and what a client of it may have. A cache of one's own reads none.
+`HostSettings` say how a server of one cache for a host listens, and what a client of it may have. A cache of one's own
+reads none of them.
 """
 
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from tiered_kv.settings.encryption import Encryption
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import path_of, split_tier_url
 
 AtLeastOne = Annotated[int, Field(ge=1)]
 
@@ -33,6 +34,9 @@ if TYPE_CHECKING:  # what a field is given is more than what it has: a descripto
         def __set__(self, of: object, value: int | str | None) -> None: ...
 else:
     Size, SizeOrNone = ByteSize, ByteSize | None
+DEFAULT_POLICY: Final = "lhd"
+"""Of eviction, in tiers that the cache owns."""
+WritePolicy = Literal["through", "back"]
 
 
 def default_size(num_bytes: int | None) -> Any:  # noqa: ANN401 - the field's type is the descriptor's
@@ -99,12 +103,6 @@ class HostSettings(Checked):
         return weights
 
 
-DEFAULT_POLICY: Final = "lhd"
-"""Of eviction, in tiers that the cache owns."""
-
-WritePolicy = Literal["through", "back"]
-
-
 class TierSettings(Checked):
     """Base of the settings of every tier. ``medium`` chooses the class; the rest is the medium's."""
 
@@ -152,7 +150,7 @@ class TierSettings(Checked):
         if "url" in cls.model_fields:
             values["url"] = f"{parts.scheme}://{parts.netloc}{parts.path}"  # `geturl` drops slashes where no host is
         elif "path" in cls.model_fields:
-            values["path"] = path_of(parts)
+            values["path"] = _path_in(parts)
         elif parts.netloc or parts.path.strip("/"):
             raise ConfigurationError(
                 f"fields come after a '?' in a {parts.scheme} URL: write {parts.scheme}://?capacity=32GiB"
@@ -237,3 +235,51 @@ class OwnedTierSettings(BookedTierSettings, StorageTierSettings):
     """Bytes a second that are read in the background to verify what lies there; nothing is if left out."""
     scrub_interval_s: float = Field(default=7 * 24 * 3600.0, gt=0, allow_inf_nan=False)
     """From the beginning of one such pass to that of the next."""
+
+
+def split_url(url: str) -> SplitResult:
+    """Take a URL apart. It may hold a password: no error here shows any of what may be one.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    try:
+        return urlsplit(url)
+    except ValueError:
+        pass  # nothing is raised in here: its context would be an error that shows the URL
+    raise ConfigurationError("this URL cannot be read: percent-encode what is special in a user's name or password")
+
+
+def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
+    """Take a tier's URL apart, with the names and values of its query.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    parts = split_url(url)
+    scheme, is_url, _ = url.partition("://")
+    if is_url and "_" in scheme and scheme.isidentifier():
+        raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
+    if not parts.scheme or "://" not in url:
+        raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
+    if parts.fragment:  # where a part of a password may be, which messages would show
+        raise ConfigurationError("what is behind the '#' of a tier's URL would be lost: write %23")
+    return parts, parse_qsl(parts.query, keep_blank_values=True)
+
+
+def _path_in(parts: SplitResult) -> str:
+    """Return the path that a URL names, of the home directory too: ``file://~/kv``.
+
+    Raises:
+        ConfigurationError: It names a host, or has lost a slash.
+    """
+    path = unquote(parts.path)
+    if parts.netloc == "~":
+        return "~" + path
+    if parts.netloc:
+        place = "mnt/kv" if "@" in parts.netloc else f"{parts.netloc}{parts.path}"
+        raise ConfigurationError(
+            f"three slashes begin a path: write {parts.scheme}:///{place}, or, of a relative one, a dict with "
+            f"'path': '{place}'"
+        )
+    return path[1:] if path.startswith("/~/") else path

@@ -1,15 +1,9 @@
-"""Ints and other numbers as callers have them, of Python, numpy or torch.
-
-What is no int is refused in words, with what was given.
-
-Taking the URLs of tiers apart. They may hold passwords, so no error shows any of what may be one.
-"""
+"""Ints and other numbers as callers have them, of Python, numpy or torch. An error shows what was given instead."""
 
 import math
 import operator
 from numbers import Real
 from typing import Any, TypeGuard
-from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,51 +62,3 @@ def _described(values: object, array: NDArray[Any]) -> str:
         return f"shape {array.shape} of {array.dtype}" + ": give one row of it" * (array.ndim > 1)
     at, first = next((at, each) for at, each in enumerate(array.flat) if type(each) is not int or abs(each) >> 63)
     return f"{first!r:.80} at position {at}"
-
-
-def split_url(url: str) -> SplitResult:
-    """Take a URL apart.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    try:
-        return urlsplit(url)
-    except ValueError:
-        pass  # nothing is raised in here: its context would be an error that shows the URL
-    raise ConfigurationError("this URL cannot be read: percent-encode what is special in a user's name or password")
-
-
-def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
-    """Take a tier's URL apart, with the names and values of its query.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    parts = split_url(url)
-    scheme, is_url, _ = url.partition("://")
-    if is_url and "_" in scheme and scheme.isidentifier():
-        raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
-    if not parts.scheme or "://" not in url:
-        raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
-    if parts.fragment:  # where a part of a password may be, which messages would show
-        raise ConfigurationError("what is behind the '#' of a tier's URL would be lost: write %23")
-    return parts, parse_qsl(parts.query, keep_blank_values=True)
-
-
-def path_of(parts: SplitResult) -> str:
-    """Return the path that a URL names, of the home directory too: ``file://~/kv``.
-
-    Raises:
-        ConfigurationError: It names a host, or has lost a slash.
-    """
-    path = unquote(parts.path)
-    if parts.netloc == "~":
-        return "~" + path
-    if parts.netloc:
-        place = "mnt/kv" if "@" in parts.netloc else f"{parts.netloc}{parts.path}"
-        raise ConfigurationError(
-            f"three slashes begin a path: write {parts.scheme}:///{place}, or, of a relative one, a dict with "
-            f"'path': '{place}'"
-        )
-    return path[1:] if path.startswith("/~/") else path

@@ -23,9 +23,8 @@ from redis.backoff import NoBackoff
 from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from tiered_kv.settings.tier_settings import StorageTierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings, split_url
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import split_url
 from tiered_kv_backends.paths import scrub
 from tiered_kv_backends.redis.resp import Address, Login, Pool, command
 

@@ -14,7 +14,7 @@ from obstore.exceptions import BaseError, PermissionDeniedError, Unauthenticated
 from obstore.store import ObjectStore, from_url
 from pydantic import Field, SecretStr, field_validator
 
-from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size
+from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size, split_url
 from tiered_kv.values.errors import (
     BackendError,
     BackendUnavailableError,
@@ -22,7 +22,6 @@ from tiered_kv.values.errors import (
     ConfigurationError,
     TieredKVError,
 )
-from tiered_kv.values.integers import split_url
 from tiered_kv_backends.paths import scrub
 
 # Shares of `timeout_s`. A request is begun in the first half of a call; it may take its time once more after the last
