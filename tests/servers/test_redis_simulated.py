@@ -330,17 +330,27 @@ def test_a_server_that_took_no_connection_is_asked_by_the_next_call(monkeypatch:
 
 
 class SimulatedCluster:
-    """What redis-py says of two nodes, which hold the keys in turn."""
+    """What redis-py says of two nodes, which hold the keys in turn.
 
-    def __init__(self) -> None:
+    Attributes:
+        is_closed: Whether its connections were closed.
+    """
+
+    def __init__(self, may_answer: asyncio.Event | None = None) -> None:
+        """Answer who asks, or once it may."""
+        self.is_closed = False
+        self._may_answer = may_answer
         self._nodes = [ClusterNode(f"node{n}", 6379) for n in range(2)]
         self.nodes_manager = SimpleNamespace(slots_cache={n: [node] for n, node in enumerate(self._nodes)})
 
     async def initialize(self) -> None:
         """Find out who holds which keys."""
+        if self._may_answer is not None:
+            await self._may_answer.wait()
 
     async def aclose(self) -> None:
         """Close every connection."""
+        self.is_closed = True
 
     def get_primaries(self) -> list[ClusterNode]:
         """Return the nodes."""
@@ -394,6 +404,61 @@ def test_a_node_that_hangs_is_asked_again_by_one_call_at_a_time(monkeypatch: pyt
     loop.is_busy = lambda: False
     with asyncio.Runner(loop_factory=lambda: loop) as runner:
         runner.run(main())
+
+
+class MovingServer(SimulatedServer):
+    """Nothing goes wrong in it, but that one block is elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
+        self.well_from = 0.0
+
+    def execute(self, words: list[bytes]) -> bytes:
+        """Do a command, and return the reply."""
+        if words[1].endswith(KEYS[0].path.encode()):
+            return b"-MOVED 1 node1:6379\r\n"
+        return super().execute(words)
+
+
+@pytest.mark.parametrize("is_closed", [False, True], ids=["answered", "closed"])
+def test_while_a_cluster_is_asked_who_holds_which_keys_it_is_used(
+    monkeypatch: pytest.MonkeyPatch, *, is_closed: bool
+) -> None:
+    """By all calls but that which met a key elsewhere; closed meanwhile, that one ends, and nothing stays open."""
+    clusters: list[SimulatedCluster] = []
+
+    async def main() -> None:
+        server, may_answer = MovingServer(), asyncio.Event()
+
+        def make_cluster(_: Servers) -> SimulatedCluster:
+            clusters.append(SimulatedCluster(may_answer))
+            return clusters[-1]
+
+        may_answer.set()
+        monkeypatch.setattr(Servers, "_make_cluster", make_cluster)
+        async with opened(server, monkeypatch, cluster=True, timeout_s=60.0) as backend:
+            may_answer.clear()
+            elsewhere = asyncio.create_task(backend.lookup(KEYS[:2]))
+            await asyncio.sleep(1.0)
+            for _ in range(3):
+                assert await backend.lookup(KEYS[1:]) == [Outcome.MISS] * (NUM_KEYS - 1)
+            assert not elsewhere.done()
+            if is_closed:
+                await backend.aclose()
+                may_answer.set()
+                with pytest.raises(BackendUnavailableError, match="the tier is closed"):
+                    await elsewhere
+            else:
+                may_answer.set()
+                assert await elsewhere == [Outcome.FAILED, Outcome.MISS]
+        assert all(each.is_closed for each in server.sockets)
+
+    loop = VirtualLoop()
+    loop.is_busy = lambda: False
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+    assert len(clusters) == 3
+    assert all(each.is_closed for each in clusters)
 
 
 @pytest.mark.parametrize("bug", ["a connection is used again", "an error counts as gone"])

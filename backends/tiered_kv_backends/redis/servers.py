@@ -248,14 +248,17 @@ class Servers:
     async def holding(self, names: Sequence[bytes], which: Sequence[int]) -> list[tuple[Server, list[int]]]:
         """Group the names at positions ``which`` by the servers that hold them. A name that none holds is left out.
 
+        While it is being found out anew who holds which keys, what was known before is said to all but those who doubt.
+
         Raises:
+            OSError: The tier is closed.
             RedisError, RedisClusterException: Nobody who would know could be asked.
         """
-        async with self._refresh:
-            if self._is_closed:
-                raise ConnectionAbortedError("the tier is closed")
-            if not self._is_known:
-                await self._find_out()
+        self._check_open()
+        if not (self._is_known and self._servers):
+            async with self._refresh:
+                if not (self._is_known and self._servers):
+                    await self._find_out()
         if self._cluster is None:
             return [(server, list(which)) for server in self._servers.values()]
         found: dict[Address, list[int]] = {}
@@ -343,23 +346,37 @@ class Servers:
             await _close(client)
 
     async def _find_out(self) -> None:
-        if self._cluster is not None:
-            await self._renew_cluster()
-            current = {Address(node.host, int(node.port)) for node in self._cluster.get_primaries()}
-        elif self._sentinel is not None:
-            host, port = await self._sentinel.discover_master(self._settings.sentinel_master or "")
-            current = {Address(host, int(port))}
-        else:
-            current = set(self._hosts)
-        for address in self._servers.keys() - current:
-            await self._servers.pop(address).aclose()
-        for address in current - self._servers.keys():
-            self._servers[address] = self._make_server(address)
-        self._is_known = True
+        self._check_open()
+        self._is_known = True  # at once: what is doubted from here on is found out anew
+        try:
+            cluster, current = await self._ask()
+        except BaseException:  # cancelled, too
+            self._is_known = False
+            raise
+        old, self._cluster = self._cluster, cluster  # with the servers in one step: others go on by them meanwhile
+        gone = [self._servers.pop(address) for address in self._servers.keys() - current]
+        if not self._is_closed:
+            self._servers |= {address: self._make_server(address) for address in current - self._servers.keys()}
+        for server in gone:
+            await server.aclose()
+        if old is not None and old is not cluster:
+            await _close(old)
+        if self._is_closed and cluster is not None:  # meanwhile: nobody else knows of it
+            await _close(cluster)
+        self._check_open()
 
-    async def _renew_cluster(self) -> None:
+    async def _ask(self) -> tuple[RedisCluster | None, set[Address]]:
+        """Ask who holds keys now: the cluster as it is, if it is one, and the servers."""
+        if self._cluster is not None:
+            cluster = await self._renewed(self._cluster)
+            return cluster, {Address(node.host, int(node.port)) for node in cluster.get_primaries()}
+        if self._sentinel is not None:
+            host, port = await self._sentinel.discover_master(self._settings.sentinel_master or "")
+            return None, {Address(host, int(port))}
+        return None, set(self._hosts)
+
+    async def _renewed(self, cluster: RedisCluster) -> RedisCluster:
         """Ask the cluster who holds which keys. If nobody says so now, what was known before holds."""
-        assert self._cluster is not None  # noqa: S101 - only called where there is one
         renewed = self._make_cluster()
         try:
             await renewed.initialize()
@@ -367,9 +384,12 @@ class Servers:
             await _close(renewed)
             if not self._servers:
                 raise
-        else:
-            await _close(self._cluster)
-            self._cluster = renewed
+            return cluster
+        return renewed
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ConnectionAbortedError("the tier is closed")
 
     def _make_server(self, address: Address) -> Server:
         settings, login = self._settings, self._login
