@@ -461,6 +461,41 @@ def test_while_a_cluster_is_asked_who_holds_which_keys_it_is_used(
     assert all(each.is_closed for each in clusters)
 
 
+@pytest.mark.parametrize("hangs", ["answer", "connect"])
+def test_closing_ends_calls_that_have_no_connection_yet(hangs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that wait for another's, or for the server to take one: at once, and none connects any more."""
+
+    async def never(*_: object) -> None:
+        await asyncio.Event().wait()
+
+    async def main() -> None:
+        server, time = SimulatedServer(0), asyncio.get_running_loop().time
+        server.well_from = 0.0
+        hour: dict[str, object] = {"timeout_s": 3600, "connect_timeout_s": 3600}
+        async with opened(server, monkeypatch, connections=1, **hour) as backend:
+            if hangs == "connect":
+                for each in server.sockets:
+                    each.close()
+                monkeypatch.setattr(Socket, "connect", never)
+            else:
+                monkeypatch.setattr(SimulatedSocket, "_do", lambda *_: None)
+            calls = [asyncio.create_task(backend.lookup(KEYS)) for _ in range(3)]
+            await asyncio.sleep(1.0)
+            num_connected, since = len(server.sockets), time()
+            await backend.aclose()
+            for error in await asyncio.gather(*calls, return_exceptions=True):
+                assert isinstance(error, BackendUnavailableError)
+                assert "closed" in str(error)
+            assert time() < since + 1.0
+            assert len(server.sockets) == num_connected
+        assert all(each.is_closed for each in server.sockets)
+
+    loop = VirtualLoop()
+    loop.is_busy = lambda: False
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
 @pytest.mark.parametrize("bug", ["a connection is used again", "an error counts as gone"])
 def test_what_is_broken_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the same seeds: a connection whose call was cancelled has half of its replies to come."""

@@ -422,19 +422,18 @@ class Pool:
         self._room = asyncio.Semaphore(size)
         self._idle: list[RESPConnection] = []
         self._lent: set[RESPConnection] = set()
+        self._connecting: set[asyncio.Timeout] = set()
+        self._closed = asyncio.Event()  # which those `asking` share
 
     @asynccontextmanager
     async def connection(self) -> AsyncIterator[RESPConnection]:
         """Lend a connection; whatever is raised inside, cancellation included, closes it.
 
         Raises:
-            OSError: As `log_in`; also `TimeoutError`.
+            OSError: As `log_in`; also `TimeoutError`, or it is closed.
         """
         async with self._room:
-            connection = self._take_idle()
-            if connection is None:
-                async with asyncio.timeout(self._connect_timeout_s):
-                    connection = await log_in(self.address, self._login)
+            connection = self._take_idle() or await self._connect()
             connection.is_asking = self._is_asking
             self._lent.add(connection)
             try:
@@ -452,6 +451,23 @@ class Pool:
         other._is_asking = True  # noqa: SLF001 - of the same class
         return other
 
+    async def _connect(self) -> RESPConnection:
+        try:
+            self._check_open()
+            async with asyncio.timeout(self._connect_timeout_s) as limit:
+                self._connecting.add(limit)
+                try:
+                    return await log_in(self.address, self._login)
+                finally:
+                    self._connecting.discard(limit)
+        except TimeoutError:
+            self._check_open()
+            raise
+
+    def _check_open(self) -> None:
+        if self._closed.is_set():
+            raise ConnectionAbortedError("closed meanwhile")
+
     def _take_idle(self) -> RESPConnection | None:
         while self._idle:
             connection = self._idle.pop()
@@ -466,7 +482,11 @@ class Pool:
             self._idle.pop().close()
 
     def close(self) -> None:
-        """Close all, those in use too: their calls end with an error."""
+        """Close all, those in use too: their calls end with an error, as do those that wait for one."""
+        self._closed.set()
         self.drop_idle()
+        for limit in self._connecting:
+            if not limit.expired():
+                limit.reschedule(0.0)
         for connection in self._lent:
             connection.close()
