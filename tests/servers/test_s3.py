@@ -246,6 +246,22 @@ async def test_a_truncated_pack_is_corrupt_where_it_is_cut(files: S3Settings) ->
         assert await read(backend, keys) == [Outcome.HIT] * 16
 
 
+async def test_a_broken_block_of_a_pack_that_is_stored_anew_is_right(files: S3Settings) -> None:
+    """Each time it is read with its group: from where it lies alone now, and the others still from the pack."""
+    keys = chain(16)
+    async with open_backend(S3Backend(files)) as backend:
+        await store(backend, keys)
+        (pack,) = object_files(files)
+        data = bytearray(pack.read_bytes())
+        data[6 * RECORD - 1] ^= 1
+        pack.write_bytes(data)
+        await store(backend, keys[5:6])
+        for _ in range(2):
+            assert await read(backend, keys) == [Outcome.HIT] * 16
+        await store(backend, keys)
+        assert await read(backend, keys) == [Outcome.HIT] * 16
+
+
 async def test_a_part_of_a_pack_is_said_to_be_where_it_is(files: S3Settings) -> None:
     """Blocks of a pack are ranges of one object, from whichever block on; those stored singly are objects."""
     keys = chain(20)

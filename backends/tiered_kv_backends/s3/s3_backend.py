@@ -285,12 +285,14 @@ class S3Backend(Backend):
         self, unit: Unit, keys: Sequence[BlockKey], into: Sequence[Block], deadline: float
     ) -> list[Outcome]:
         mine, blocks = keys[unit.start : unit.stop], into[unit.start : unit.stop]
-        ways = [self._read_singly] if unit.pack is None else [self._read_packed, self._read_singly]
-        if self._packing.is_single(mine):
-            ways.reverse()
-        outcomes = [Outcome.MISS] * len(blocks)
-        for way in ways:
-            left = [n for n, outcome in enumerate(outcomes) if outcome is Outcome.MISS]
+        outcomes, everything = [Outcome.MISS] * len(blocks), list(range(len(blocks)))
+        # What was stored anew since its pack was is right where it lies alone, and may be broken in the pack.
+        alone = [n for n in everything if unit.pack is None or self._packing.is_single(mine[n : n + 1])]
+        ways = [(self._read_singly, alone)]
+        if unit.pack is not None:
+            ways += [(self._read_packed, everything), (self._read_singly, [n for n in everything if n not in alone])]
+        for way, at in ways:
+            left = [n for n in at if outcomes[n] is Outcome.MISS]
             if left:
                 for n, outcome in zip(left, await way(unit, mine, blocks, left, deadline), strict=True):
                     outcomes[n] = outcome
@@ -304,7 +306,7 @@ class S3Backend(Backend):
         record = await self._get(str(unit.pack), unit.place * each, len(blocks) * each, deadline)
         if isinstance(record, Outcome):
             return [record] * len(at)
-        self._packing.saw(keys, is_single=False)
+        self._packing.saw([keys[n] for n in at], is_single=False)
         return [_fill(blocks[n], record[n * each : (n + 1) * each]) for n in at]
 
     async def _read_singly(
