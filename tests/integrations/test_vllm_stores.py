@@ -823,6 +823,28 @@ def test_the_tiers_hear_what_vllm_s_own_cache_serves(num_wanted: int) -> None:
         assert found(engine, hot) == 8
 
 
+def test_a_request_that_loads_is_kept_for_that_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a store too of what vLLM's own cache had before it was preempted: vLLM takes its blocks back once."""
+    monkeypatch.setattr(VLLM.loading, "_FIRST_BYTES", 1)  # loads go on beside steps
+    with opened(ROOMY, has_cache=True, num_blocks=20) as engine:
+        first = engine.ask("first", 10 * BLOCK_SIZE + 1, 1, prompt="p")
+        stored_at_last(engine)
+        serve(engine, "other", 12)
+        two = engine.ask("two", 10 * BLOCK_SIZE + 1, 64, prompt="p")
+        while two.num_tokens == two.num_prompt_tokens:
+            step_settled(engine, 1)
+        assert 0 < engine.num_here < 10
+        engine.preempt("two")
+        engine.ask("another", 12 * BLOCK_SIZE + 1, 1)
+        engine.waiting.rotate(1)  # it takes the blocks before the preempted one comes again
+        keys = BlockKeys.from_hashes(first.block_hashes, block_size=BLOCK_SIZE)
+        engine.scheduling.kv.evict(keys[:2])
+        while not two.is_loading:
+            step_settled(engine, 1)
+        engine.abort("two")
+        assert free_at_last(engine) == 20
+
+
 def test_uses_of_several_requests_are_told_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """As each call may wake the event loop, which takes the interpreter from the step."""
     with opened(ROOMY, has_cache=True) as engine:

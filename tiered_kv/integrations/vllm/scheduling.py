@@ -339,6 +339,7 @@ class SchedulingSide:
     def _deliver_stores(self, step: Step, scheduled: Any) -> None:
         self._storing.deliver(step, scheduled)
         for name in step.preempted:
+            self._used.pop(name, None)  # what it finds in vLLM's cache next is told once it computes behind that
             if (tracked := self._tracked.get(name)) is not None:
                 tracked.patience_s = tracked.said = None
                 self._paying.give_up(name)
