@@ -14,7 +14,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, refuse_if, settings_of
+from tiered_kv.cli.common import AsJSON, ConfigFile, one_line_errors, print_json, print_table, refuse_if, settings_of
 from tiered_kv.settings.chain_settings import model_of
 from tiered_kv.settings.registry import known_media
 from tiered_kv.settings.settings import CONFIG, PREFIX, TieredKVSettings, tables_of

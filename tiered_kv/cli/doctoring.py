@@ -17,7 +17,7 @@ from pydantic import ByteSize
 from rich.markup import escape
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.cli.running import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.cli.common import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
 from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve

@@ -11,16 +11,8 @@ from typing import Annotated, Any, Final
 import typer
 from rich.markup import escape
 
-from tiered_kv.cli.running import (
-    AsJSON,
-    At,
-    Explained,
-    one_line_errors,
-    print_json,
-    print_table,
-    read_whole,
-    running_cache,
-)
+from tiered_kv.cli.common import AsJSON, one_line_errors, print_json, print_table, read_whole
+from tiered_kv.cli.running import At, Explained, running_cache
 from tiered_kv.settings.page_address import DEFAULT
 from tiered_kv.values.errors import ConfigurationError
 

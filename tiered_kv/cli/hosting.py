@@ -10,7 +10,7 @@ import typer
 from pydantic import ByteSize
 from rich.markup import escape
 
-from tiered_kv.cli.running import ConfigFile, one_line_errors, out, print_table, settings_of
+from tiered_kv.cli.common import ConfigFile, one_line_errors, out, print_table, settings_of
 
 
 def serve_command(config: ConfigFile = None) -> None:

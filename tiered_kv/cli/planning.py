@@ -11,6 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.markup import escape
 
 from tiered_kv.cli.benching import Measured
+from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json, print_table, read_whole
 from tiered_kv.cli.replaying import (
     KV_BYTES,
     BlockSize,
@@ -23,7 +24,6 @@ from tiered_kv.cli.replaying import (
     size_of,
     tell_if_guessed,
 )
-from tiered_kv.cli.running import AsJSON, one_line_errors, out, print_json, print_table, read_whole
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
 from tiered_kv.replay.pages import headline, page, picture
 from tiered_kv.replay.report import gib

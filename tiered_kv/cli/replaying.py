@@ -12,7 +12,7 @@ import typer
 from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.progress import Progress
 
-from tiered_kv.cli.running import (
+from tiered_kv.cli.common import (
     AsJSON,
     ConfigFile,
     err,

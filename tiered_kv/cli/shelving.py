@@ -14,8 +14,7 @@ from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from tiered_kv.cli import inventories
-from tiered_kv.cli.inventories import OnProgress
-from tiered_kv.cli.running import (
+from tiered_kv.cli.common import (
     AsJSON,
     ConfigFile,
     err,
@@ -26,6 +25,7 @@ from tiered_kv.cli.running import (
     refuse_if,
     settings_of,
 )
+from tiered_kv.cli.inventories import OnProgress
 from tiered_kv.media.backend import Inventory
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import StorageTierSettings

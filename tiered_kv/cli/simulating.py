@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from tiered_kv.cli.running import AsJSON, err, out, print_json
+from tiered_kv.cli.common import AsJSON, err, out, print_json
 from tiered_kv.testing.simulation.run import STEPS_A_SEED, RunReport, in_words, shrink, simulate
 
 _SHOWN_LINES = 40

@@ -15,7 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from tiered_kv.cli import hosting
-from tiered_kv.cli.running import AsJSON, At, PageState, one_line_errors, out, print_json, running_cache
+from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json
+from tiered_kv.cli.running import At, PageState, running_cache
 from tiered_kv.settings.page_address import DEFAULT
 
 _BAR: Final = 12

@@ -1,0 +1,99 @@
+"""What all commands share: options, and how answers and errors are shown.
+
+Answers go to stdout, as tables or with ``--json`` as one line of JSON; all else to stderr.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tiered_kv.values.errors import ConfigurationError, TieredKVError
+
+if TYPE_CHECKING:
+    from tiered_kv.settings.settings import TieredKVSettings
+
+_WIDTH: Final = 160
+"""Of tables that go to a file or another program."""
+
+AsJSON = Annotated[bool, typer.Option("--json", help="Answer with one line of JSON.")]
+ConfigFile = Annotated[
+    Path | None, typer.Option("--config", help="A TOML file; else $TIERED_KV_CONFIG and TIERED_KV_* are read.")
+]
+
+out = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
+err = Console(stderr=True)
+
+
+def settings_of(config: Path | None) -> "TieredKVSettings":
+    """Read the settings of a file, or of the environment."""
+    from tiered_kv.settings.settings import TieredKVSettings  # noqa: PLC0415 - brings torch, which who only asks does without
+
+    return TieredKVSettings() if config is None else TieredKVSettings.from_toml(config)
+
+
+@contextmanager
+def one_line_errors() -> Iterator[None]:
+    """Say what went wrong in one line, and exit 2."""
+    try:
+        yield
+    except TieredKVError as error:
+        fail(" ".join([str(error), *getattr(error, "__notes__", ())]))
+    except OSError as error:
+        fail(f"{error.filename}: {error.strerror}" if error.filename else str(error))
+
+
+def refuse_if(*contradictions: tuple[bool, str]) -> None:
+    """Refuse options of which one would be ignored.
+
+    Raises:
+        ConfigurationError: One of them is so; with what is said of it.
+    """
+    for is_so, why in contradictions:
+        if is_so:
+            raise ConfigurationError(why)
+
+
+def read_whole(path: str) -> bytes:
+    """Return what a file holds, or stdin for ``-``."""
+    return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+
+
+def fail(what: str) -> NoReturn:
+    """Say it in one line, and exit 2."""
+    first, *others = what.splitlines() or [""]  # as of settings, a line for each that is wrong
+    line = " ".join([first, "; ".join(each.strip() for each in others)]).rstrip()
+    sys.stderr.write(f"tiered-kv: {line}\n")
+    raise typer.Exit(2)
+
+
+def print_json(value: object) -> None:
+    """Answer with one line of JSON; what it has no number for, infinity and NaN, is null."""
+    sys.stdout.write(json.dumps(_finite(value), allow_nan=False) + "\n")
+
+
+def _finite(value: object) -> object:
+    if isinstance(value, Mapping):
+        return {name: _finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Answer with a table; its cells may have markup."""
+    table = Table(box=None, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    with out.capture() as text:
+        out.print(table, highlight=False)
+    sys.stdout.write("".join(f"{line.rstrip()}\n" for line in text.get().splitlines()))
