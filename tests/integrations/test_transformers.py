@@ -499,6 +499,26 @@ def test_what_generate_hides_by_itself_is_refused(model: Model, tmp_path: Path) 
         assert batch(model, prompts=[prompt]) == [expected]
 
 
+def test_rows_of_a_cache_stay_those_of_its_prompts(model: Model, tmp_path: Path) -> None:
+    """Taken, repeated or in another order they would be stored under the names of others."""
+    ids, mask = padded()
+    with opened(model, tmp_path) as tiered:
+        past = tiered.past(ids, mask)
+        out = model.generate(ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY)
+        others = torch.tensor([1, 0, 2])
+        with pytest.raises(ConfigurationError, match="one sequence a row"):
+            past.batch_select_indices(others)
+        with pytest.raises(ConfigurationError, match="one sequence a row"):
+            past.batch_repeat_interleave(2)
+        with pytest.raises(ConfigurationError, match="one sequence a row"):
+            past.reorder_cache(others)
+        assert past.store(out) == sum((length + 7) // SIZE for length in LENGTHS)
+        again = model.generate(
+            ids, attention_mask=mask, past_key_values=tiered.past(ids, mask), generation_config=GREEDY
+        )
+        assert torch.equal(again, out)
+
+
 def test_assisted_decoding_goes_on_from_what_was_loaded(
     model: Model, expected: list[list[int]], tmp_path: Path
 ) -> None:

@@ -29,6 +29,7 @@ _PER_TOKEN: Final = (
     "input_ids", "position_ids", "cache_position", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"
 )  # fmt: skip
 """Arguments of a model whose last axis is the tokens that it is to compute."""
+_ROWS_STAY: Final = "a TieredCache serves greedy search and sampling, one sequence a row: not beams, nor other rows"
 
 
 class ModelStaging:
@@ -219,7 +220,15 @@ class TieredCache(DynamicCache):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows of beams are no longer those of the prompts."""
-        raise ConfigurationError("a TieredCache serves greedy search and sampling, not beams")
+        raise ConfigurationError(_ROWS_STAY)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Refuse, likewise."""
+        raise ConfigurationError(_ROWS_STAY)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Refuse, likewise."""
+        raise ConfigurationError(_ROWS_STAY)
 
     def store(self, sequences: Tensor) -> int:
         """Store what ``generate`` has computed, the prompts' blocks and those of what it generated.
