@@ -186,6 +186,22 @@ def test_of_an_answer_that_is_cut_what_is_left_is_stored(lfm2: Model, tmp_path: 
         assert past.store(out[:, :LENGTH]) == tiered.kv.stats().stored == 2 * END // SIZE
 
 
+def test_no_state_of_a_guess_is_stored(lfm2: Model, tmp_path: Path) -> None:
+    """Assisted decoding computes tokens that it may take back; transformers does so where convolutions are all states.
+
+    What it has computed of attention is stored, and who goes on behind it computes all, as a state is wanted too.
+    """
+    ids = torch.tensor([PROMPT])
+    guessing = GenerationConfig(**(greedy(64).to_diff_dict() | {"prompt_lookup_num_tokens": 5}))  # type: ignore[no-untyped-call]  # transformers' is not
+    with opened(lfm2, tmp_path) as tiered:
+        past = tiered.past(ids)
+        out = lfm2.generate(ids, past_key_values=past, generation_config=guessing)
+        assert out[0, LENGTH:].tolist() == alone(lfm2, [PROMPT], 64)[0]
+        assert past.store(out) == past.get_seq_length() // SIZE
+        following = [[*out[0].tolist(), 5, 6, 7]]
+        assert generate(lfm2, tiered, following) == (alone(lfm2, following), [0])
+
+
 def test_a_state_that_goes_between_lookup_and_load_is_computed(
     lfm2: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

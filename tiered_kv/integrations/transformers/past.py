@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from tiered_kv.cache.blocking import BlockingTieredKV
 from tiered_kv.cache.groups import Mask
@@ -213,10 +213,13 @@ class TieredCache(DynamicCache):
         return super().update_conv_state(conv_states, *args, **kwargs)
 
     def keep_states(self) -> None:
-        """Keep a copy of the states, if what has been computed ends where a block does."""
+        """Keep a copy of the states, if what has been computed ends where a block does, and is not to be taken back."""
         state, length = self._staging.parts.state, self.get_seq_length()
-        if state is not None and length % self._staging.block_size == 0:
-            self._states_at[length] = state.read(self.layers)
+        if state is None or length % self._staging.block_size:
+            return
+        if any(cast("LinearAttentionLayer", self.layers[each.layer]).record_past for each in state.tensors):
+            return  # assisted decoding computes guesses
+        self._states_at[length] = state.read(self.layers)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows of beams are no longer those of the prompts."""
