@@ -506,6 +506,14 @@ DIRECT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: setattr(S3Settings(url="s3://b"), "access_key_id", PASSWORD),
         "access_key_id: settings are frozen: make others",
     ),
+    "an assignment to the whole": (
+        lambda: setattr(TieredKVSettings(), "tiers", [f"redis://:{PASSWORD}@h"]),
+        "tiers: settings are frozen: make others",
+    ),
+    "the whole as a dict": (
+        lambda: TieredKVSettings.model_validate({"tiers": [f"redis://:{PASSWORD}@"]}),
+        "tiers[0].url: must name a host",
+    ),
     "a name that is none": (lambda: CacheLimits.model_validate({5: PASSWORD}), "the names of settings are strings"),
     "several": (lambda: CacheLimits(window=0, low_water=7), "window: must be positive, got 0; low_water: "),
 }
@@ -535,7 +543,7 @@ def test_a_model_of_another_author_says_the_same(fake_media: None) -> None:
 def test_settings_are_values() -> None:
     """They cannot be changed, cross processes, and can be made again from their dump."""
     settings = TieredKVSettings(tiers=["cpu://?capacity=2GiB", "memory://?capacity=1GiB"])
-    with pytest.raises(ValidationError, match="frozen"):
+    with pytest.raises(ConfigurationError, match="frozen"):
         settings.limits = CacheLimits()  # type: ignore[misc]
     assert pickle.loads(pickle.dumps(settings)) == settings
     assert TieredKVSettings(**settings.model_dump()) == settings

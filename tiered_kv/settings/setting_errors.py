@@ -46,7 +46,31 @@ def problems_of(error: ConfigurationError) -> tuple[tuple[Where, str], ...]:
     return error.problems or (((), str(error)),)
 
 
-class Checked(BaseModel):
+class InWords(BaseModel):
+    """Base of settings whose errors hold no secret: pydantic's own show what was given, or assigned."""
+
+    @classmethod
+    def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
+        """Validate as pydantic does, with errors as those of construction."""
+        if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
+            raise located([((), "the names of settings are strings")])
+        try:
+            return super().model_validate(obj, **how)
+        except ValidationError as error:
+            found = problems(error, cls)
+        raise located(found)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            pass
+        else:
+            return
+        raise located([((name,), "settings are frozen: make others")])
+
+
+class Checked(InWords):
     """Base of settings: immutable, with no unknown fields.
 
     Raises:
@@ -72,26 +96,6 @@ class Checked(BaseModel):
         else:
             return
         raise located(found)  # outside of `except`: pydantic's error holds what was given, secrets included
-
-    @classmethod
-    def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
-        """Validate as pydantic does, with errors as those of construction."""
-        if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
-            raise located([((), "the names of settings are strings")])
-        try:
-            return super().model_validate(obj, **how)
-        except ValidationError as error:
-            found = problems(error, cls)
-        raise located(found)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        try:
-            super().__setattr__(name, value)
-        except ValidationError:
-            pass
-        else:
-            return
-        raise located([((name,), "settings are frozen: make others")])
 
 
 def check_size(given: object) -> None:

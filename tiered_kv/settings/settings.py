@@ -37,7 +37,7 @@ from pydantic_settings import (
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.settings.chain_settings import Bytes, CPUTier, Tier, check_chain, check_policies, tier_name
 from tiered_kv.settings.page_address import checked_token, page_address
-from tiered_kv.settings.setting_errors import Checked, line, problems
+from tiered_kv.settings.setting_errors import Checked, InWords, line, problems
 from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
 
@@ -117,14 +117,15 @@ class _Arguments(TypedDict, total=False):
     host: HostSettings | Mapping[str, Any]
 
 
-class TieredKVSettings(BaseSettings):
+class TieredKVSettings(InWords, BaseSettings):
     """All settings of a cache. Immutable and picklable.
 
     Args:
         **arguments: the fields below; what is left out comes from the environment, the TOML file, the default.
 
     Raises:
-        ConfigurationError: Something is unknown, wrong or missing: one line each, saying where and what to write.
+        ConfigurationError: Something is unknown, wrong, missing or assigned to: one line each, saying where and what to
+            write.
     """
 
     model_config = SettingsConfigDict(
