@@ -1,7 +1,7 @@
 """Awaited calls of few small blocks, which are all fixed cost: us a call, and loads a second of many tasks at once.
 
-Each stands over an awaited empty task of the same moments, as a machine is now fast and now slow; and loads by `lhd`
-over loads by `lru`.
+As a machine is now fast and now slow, each figure is also given as a multiple of an awaited empty task, taken at the
+same moment. Loads with the policy `lhd` are compared with loads with `lru`.
 """
 
 import asyncio
@@ -34,28 +34,30 @@ async def measure(rounds: int) -> dict[str, float]:
     async with _open_cache("lhd") as (kv, keys):
         others = hash_blocks(range(1 << 24, (1 << 24) + rounds * 16), block_size=16)
 
-        async def load(n: int) -> None:
+        async def load(n: int) -> float:
             at, into = int(rng.integers(0, half - n)), GPULoadStoreSpec(half + rng.permutation(half)[:n])
             part = keys[at : at + n]
             started = time.perf_counter()
             loaded = await kv.load(part, into)
-            seconds.append(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
             assert loaded.num_blocks == n, loaded  # noqa: S101 - a miss would be fast
+            return seconds
 
-        async def store(number: int) -> None:
+        async def store(number: int) -> float:
             part, source = others[number : number + 1], GPULoadStoreSpec([number % half])
             started = time.perf_counter()
             stored = await kv.store(part, source)
-            seconds.append(time.perf_counter() - started)
+            seconds = time.perf_counter() - started
             assert stored.num_stored == 1, stored  # noqa: S101 - a block that is there would be fast
+            return seconds
 
-        async def lookup() -> None:
+        async def lookup() -> float:
             at = int(rng.integers(0, half))
             started = time.perf_counter()
             await kv.lookup(keys[at : at + 1])
-            seconds.append(time.perf_counter() - started)
+            return time.perf_counter() - started
 
-        calls: dict[str, Callable[[int], Awaitable[None]]] = {
+        calls: dict[str, Callable[[int], Awaitable[float]]] = {
             "load_1_us": lambda _: load(1),
             "load_4_us": lambda _: load(4),
             "store_1_us": store,
@@ -63,11 +65,9 @@ async def measure(rounds: int) -> dict[str, float]:
         }
         tasks: list[float] = []
         for name, call in calls.items():
-            ratios, all_seconds = [], []
+            ratios, all_seconds = list[float](), list[float]()
             for start in range(0, rounds, _PART):
-                seconds: list[float] = []
-                for number in range(start, min(start + _PART, rounds)):
-                    await call(number)
+                seconds = [await call(number) for number in range(start, min(start + _PART, rounds))]
                 tasks.append(await _task_s())
                 ratios.append(median(seconds) / tasks[-1])
                 all_seconds += seconds

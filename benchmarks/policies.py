@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from _catalog_common import BATCH, Stopwatch
+from catalog import admit
 from tiered_kv.catalog import TierIndex
 from tiered_kv.traces import SYNTHETIC, Trace, names_of, open_trace
 from tiered_kv.values.keys import Names
@@ -85,13 +86,9 @@ def worst_pause_ms(policy: str, num_blocks: int) -> tuple[float, float]:
     def use(names: Names) -> None:
         index.lease(names).release(is_use=True)
 
-    def admit(names: Names) -> None:
-        with index.reserve(names) as reservation:
-            reservation.commit().release()
-
-    watch.median_ms(admit, batches)
+    watch.median_ms(admit(index), batches)
     watch.median_ms(use, batches[::2])
-    typical_ms = watch.median_ms(admit, [names + np.uint64(1 << 40) for names in batches])
+    typical_ms = watch.median_ms(admit(index), [names + np.uint64(1 << 40) for names in batches])
     return watch.longest_ms, typical_ms
 
 
