@@ -74,6 +74,16 @@ def fail(what: str) -> NoReturn:
     raise typer.Exit(2)
 
 
+def say(line: str) -> None:
+    """Answer with a line, however long; what is in it is no markup."""
+    out.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
+def tell(line: str) -> None:
+    """Say a line beside the answer."""
+    err.print(line, highlight=False, markup=False, soft_wrap=True)
+
+
 def print_json(value: object) -> None:
     """Answer with one line of JSON; what it has no number for, infinity and NaN, is null."""
     sys.stdout.write(json.dumps(_finite(value), allow_nan=False) + "\n")

@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.markup import escape
 
 from tiered_kv.cli.benching import Measured
-from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json, print_table, read_whole
+from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json, print_table, read_whole, say
 from tiered_kv.cli.replaying import (
     KV_BYTES,
     BlockSize,
@@ -108,7 +108,7 @@ def plan_command(
     if checked is not None:
         told += f": foretold hit rate {best.hit_rate:.3f}, replayed {checked.tiers_hit_rate:.3f}"
     out.print()
-    out.print(escape(told), highlight=False, soft_wrap=True)
+    say(told)
 
 
 class _Foretold:

@@ -17,11 +17,12 @@ from tiered_kv.cli.common import (
     ConfigFile,
     err,
     one_line_errors,
-    out,
     print_json,
     print_table,
     refuse_if,
+    say,
     settings_of,
+    tell,
 )
 from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.hinting_sessions import HintsAre
@@ -176,21 +177,15 @@ def show(report: ReplayReport) -> None:
         ("tier", "policy", "blocks", "hit rate", "GiB read", "GiB written", "amplified", "GiB a day", "evicted"), rows
     )
     if engine := report.engine:
-        out.print(
-            f"the engine's own cache of {engine.num_blocks:,} blocks: hit rate {engine.hit_rate:.3f} of the whole\n"
-            f"stored when {_WHEN[engine.stores]}: {engine.copied_rate:.3f} blocks copied out for each asked for",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(f"the engine's own cache of {engine.num_blocks:,} blocks: hit rate {engine.hit_rate:.3f} of the whole")
+        say(f"stored when {_WHEN[engine.stores]}: {engine.copied_rate:.3f} blocks copied out for each asked for")
     saved = report.saved_tokens / max(1, report.input_tokens)
-    out.print(
+    say(
         f"{report.num_requests:,} requests of {report.num_blocks:,} blocks in {report.trace_s:,.0f} s: "
         f"hit rate {report.hit_rate:.3f}, {saved:.1%} of the prompts' tokens "
-        f"not computed: {report.saved_s:,.0f} s of prefill",
-        highlight=False,
-        soft_wrap=True,
+        f"not computed: {report.saved_s:,.0f} s of prefill"
     )
-    out.print(_told(report), highlight=False, soft_wrap=True)
+    say(_told(report))
 
 
 def _told(report: ReplayReport) -> str:
@@ -208,10 +203,9 @@ def read(where: str, block_size: int | None) -> Trace:
     bad: list[BadLine] = []
     trace = open_trace(where, block_size=block_size, on_bad_line=bad.append)
     for each in bad[:_MOST_TOLD]:
-        err.print(f"{where}, line {each.number}: {each.why}", highlight=False, markup=False, soft_wrap=True)
+        tell(f"{where}, line {each.number}: {each.why}")
     if len(bad) > _MOST_TOLD:
-        told = f"{where}: {len(bad):,} lines are no requests, and were left out"
-        err.print(told, highlight=False, markup=False, soft_wrap=True)
+        tell(f"{where}: {len(bad):,} lines are no requests, and were left out")
     return trace
 
 
@@ -225,8 +219,7 @@ def _one_of(words: Sequence[W], option: str, text: str) -> W:
 def tell_if_guessed(kv_bytes: str | None) -> None:
     """Tell what a token was taken to have, if nobody has said it: no trace does, and all sizes go by it."""
     if kv_bytes is None:
-        told = f"keys and values of a token were taken to have {KV_BYTES}: --token-bytes says what your model's have"
-        err.print(told, highlight=False, soft_wrap=True)
+        tell(f"keys and values of a token were taken to have {KV_BYTES}: --token-bytes says what your model's have")
 
 
 def _tell_left_out(plans: Sequence[TierPlan], report: ReplayReport, block_bytes: int) -> None:
@@ -234,8 +227,7 @@ def _tell_left_out(plans: Sequence[TierPlan], report: ReplayReport, block_bytes:
     there = {each.name for each in report.tiers}
     for plan in plans:
         if plan.capacity_bytes and plan.name not in there:
-            told = f"{plan.name} was left out: it holds no block of {block_bytes:,} bytes, as this trace has"
-            err.print(told, highlight=False, markup=False, soft_wrap=True)
+            tell(f"{plan.name} was left out: it holds no block of {block_bytes:,} bytes, as this trace has")
 
 
 def size_of(option: str, text: str) -> int:
@@ -270,10 +262,10 @@ def progress(doing: str, total: int, *, is_shown: bool) -> Iterator[Callable[[in
         return
     started = told = time.monotonic()
 
-    def tell(done: int) -> None:
+    def advance(done: int) -> None:
         nonlocal told
         if (now := time.monotonic()) - told >= _TELL_EVERY_S:
             told = now
-            err.print(f"{doing}: {done:,} of {total:,} in {now - started:.0f} s", highlight=False)
+            tell(f"{doing}: {done:,} of {total:,} in {now - started:.0f} s")
 
-    yield tell
+    yield advance
