@@ -29,13 +29,13 @@ _MODULES: Final = {
 _SHOWN: Final[dict[str, Any]] = {
     "add_completion": False,
     "pretty_exceptions_enable": False,
-    "rich_markup_mode": "markdown",  # as markup, a file's [host] would be gone
+    "rich_markup_mode": "markdown",  # in Rich's own markup a file's [host] would be taken for a style
 }
 _UsageError: Final[Any] = typer.BadParameter.__base__  # of click, or of the copy of it that Typer has
 
 
 class _Commands(TyperGroup):
-    """Imports what a command needs when it is called: of `status`, which probes ask for every few seconds, no torch."""
+    """Imports a command's module when it is called: `status`, which probes run every few seconds, needs no torch."""
 
     def __init__(self, **attributes: Any) -> None:  # noqa: ANN401 - Typer's
         super().__init__(**attributes)

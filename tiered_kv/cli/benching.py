@@ -1,7 +1,8 @@
-"""``tiered-kv bench``: how fast each configured tier is here, beside what its medium would do without it.
+"""``tiered-kv bench``: how fast each configured tier is here, beside its ceiling: what the medium does without a cache.
 
-Each tier is measured through a whole cache of it alone, awaited; in rounds, in turns with its ceiling, since media
-drift. What is stored is deleted again. An owned tier is not opened: it is measured in a folder of its own beside it.
+A cache is opened with each tier alone, and its stores and loads are awaited. Rounds of these and of the ceiling take
+turns, as the speed of media drifts. What is stored is deleted again. A tier that a cache owns may be open: a folder
+beside it is measured in its place.
 """
 
 import asyncio
@@ -55,9 +56,9 @@ class Measured:
     Attributes:
         tier: Its name.
         direction: ``"store"`` or ``"load"``.
-        bytes_per_s: Through a cache, awaited.
+        bytes_per_s: Through a cache.
         ceiling_bytes_per_s: Of what it is compared with.
-        ratio: The first over the second, the median of neighbours.
+        ratio: The first over the second in the same round.
         ceiling: What it is compared with.
         problem: Why there is no figure; empty where there is.
     """

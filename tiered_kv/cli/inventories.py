@@ -74,7 +74,7 @@ class _Slot(Found):
 
 
 class DirectoryInventory(Inventory):
-    """Of one directory, or of all that are one tier. Deletes in an NVMe tier's only while no cache has it open.
+    """What lies in the directories of one tier. It deletes from an NVMe tier only while no cache has that open.
 
     Attributes:
         missing: Directories that are not there.

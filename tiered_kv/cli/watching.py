@@ -134,7 +134,7 @@ def _tiers(state: PageState, before: PageState | None) -> Table:
 
 
 def _troubles(state: PageState, troubled: Sequence[str]) -> list[RenderableType]:
-    """Say what the calls of tiers in trouble told last."""
+    """Return, for tiers in trouble, how often each kind of call went wrong, and its last error."""
     return [
         Text(f"{each['tier']}, {each['call']} {each['what']} {each['times']:,} times, the last time: {each['error']}")
         for each in state["troubles"]

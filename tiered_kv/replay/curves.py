@@ -32,7 +32,7 @@ class Curve:
         return float(self.rates[min(num_blocks, len(self.rates) - 1)])
 
     def below(self, engine_blocks: int) -> "Curve":
-        """Return, of LRU's, what a tier adds to an engine's own cache of so many blocks if it has others than that."""
+        """Return what a tier adds below an engine's own cache of so many blocks, if both use LRU and share no block."""
         first = min(engine_blocks, len(self.rates) - 1)
         both = np.concatenate((self.rates[first:], np.full(first, self.rates[-1])))
         return Curve(self.policy, both - self.rates[first])

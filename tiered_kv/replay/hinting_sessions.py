@@ -17,10 +17,10 @@ HintsAre = Literal["none", "right", "random"]
 _AHEAD_S: Final = 1.0
 """So long before a session is back its blocks are brought to memory."""
 _LONG_S: Final = 15.0
-"""Who is back sooner is not worth it."""
+"""For a session that is back sooner nothing is brought."""
 _FAVOURED_S: Final = 10.0
 _SHARE: Final = 1 / 2
-"""Of memory, at most, is for what was brought and not asked for yet."""
+"""At most this part of memory is for blocks that were brought and not asked for yet."""
 _SESSION: Final = ""
 
 
@@ -28,7 +28,7 @@ class SimulatedHints:
     """What sessions say at the end of each request, and what is done with it, as a cache with `Hints` does it."""
 
     def __init__(self, trace: Trace, chain: SimulatedChain, are: HintsAre) -> None:
-        """Know from a trace when each session comes back; ``random`` ones know nothing, and say as much."""
+        """Learn from the trace when each session comes back; ``random`` hints draw such a time by chance."""
         self._chain = chain
         self._is_right = are == "right"
         self._chance = Random(0)  # noqa: S311 - nothing is secret here
@@ -46,7 +46,7 @@ class SimulatedHints:
         self._due: list[tuple[float, int, Names]] = []
 
     def before(self, request: Request) -> None:
-        """Bring what was to be brought by now, and take note of what a request asks for."""
+        """Bring the blocks that are due by now, and note which blocks a request asks for."""
         while self._due and self._due[0][0] <= request.at_s:
             at_s, _, names = heapq.heappop(self._due)
             self._chain.go_on(at_s)
@@ -54,7 +54,7 @@ class SimulatedHints:
         self._favours.use(_SESSION, _named(names_of(request.ids)), now_s=request.at_s)
 
     def after(self, number: int, request: Request) -> None:
-        """Say of a request that was served when its session will be back."""
+        """Hint at when the session of a request that was served will be back."""
         names, back_s = names_of(request.ids), self._back_s[number]
         if not self._is_right:
             is_back = self._chance.random() >= self._ended

@@ -1,7 +1,7 @@
-"""A replay of a trace on a real cache with real bytes: what `replay` imagines, done.
+"""A replay of a trace on a real cache with real bytes: `replay` imagines the same.
 
-Requests are served one after the other, each at its time in a time of one's choice: what a prompt lacks is "computed"
-and stored, what was found is loaded and compared with what was computed. No model is run.
+Requests are served one after the other, in the trace's own time or faster. What is found of a prompt is loaded and
+compared with what it has to be; the rest is "computed" and stored. No model is run.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 _ODD: Final = 0x1E3779B97F4A7C15
 _OF_ANY: Final = frozenset({"lru", "lhd"})
-"""Policies that nobody need have asked for: media that evict for themselves are not told of them."""
+"""Default policies: not passed to media that evict for themselves. Any other somebody asked for, and they refuse it."""
 
 
 def media_of(plans: Sequence[TierPlan]) -> list[TierSettings]:
@@ -144,7 +144,7 @@ class _Scales:
 
 
 class _Engine:
-    """Blocks in memory, in order of a prompt, whose bytes are told by their ids; and what became of requests.
+    """An engine without a model, in whose blocks each byte follows from the block's id. Counts what became of requests.
 
     Attributes:
         layout: Of its blocks.

@@ -22,10 +22,10 @@ from tiered_kv.traces import Request, Trace, names_of
 MOST_BLOCKS: Final = 1 << 18
 """Different blocks that are looked at: of a trace with no more, all; of a longer one, about so many."""
 _MOST_SERVED: Final = 1 << 23
-"""Blocks that are asked for in all replays of one survey together, which bounds what it takes; and"""
+"""Blocks that are asked for in all replays of one survey together: they bound how many sizes it looks at."""
 _MOST_SIZES: Final = 48
 _LEAST_SIZES: Final = 8
-"""the sizes that it looks at."""
+"""However long the trace is."""
 _STEP: Final = 0.01
 """Between two sizes whose rates are no further apart no third one is tried."""
 _POPULAR: Final = 1 / 20

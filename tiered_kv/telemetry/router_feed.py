@@ -1,8 +1,8 @@
-"""What carries the changes of a cache to the thread that has the sockets, and what is told of blocks too.
+"""Carries the changes of a cache, and descriptions of its blocks, to the thread that has the sockets.
 
-The changes are those of `TieredKV.events`; a task takes them over, never more than a few at a time. If the thread falls
-behind, that stream begins anew with snapshots, which the books compare with what routers were told; so they hear of the
-difference alone, and the cache never waits.
+A task takes the changes from `TieredKV.events`, and hands the thread a few at a time. If the thread falls behind, that
+stream begins anew with snapshots. The books compare these with what routers were told, so that routers hear of the
+difference alone. The cache never waits.
 """
 
 import asyncio

@@ -274,8 +274,8 @@ class Hinted(Protocol):
 
 
 MakeHinted = Callable[[Callable[[int, int], object]], Hinted | None]
-"""Makes one of an open cache, None where there is nothing to bound hints by; calls what it is given with how many
-blocks hints keep or bring, and how many they would."""
+"""Makes one for an open cache; None for a cache without a CPU tier, a part of which bounds hints. What it is given is
+told of how many blocks hints keep or bring, and of how many they may not."""
 
 
 class Watcher(Protocol):

@@ -1,6 +1,6 @@
 """Serves the page by itself: uvicorn in a thread of its own, so that requests cost the cache's event loop nothing.
 
-Whoever cannot be served, for a port that is taken or a socket that may not be made, does not keep a cache from opening.
+If the port is taken or the socket may not be made, the cache opens without its page.
 """
 
 import asyncio
@@ -126,7 +126,7 @@ class Waits:
         self._waits: dict[asyncio.Transport, _Wait] = {}
 
     def wait(self, transport: asyncio.Transport) -> None:
-        """Wait for one, and for its oldest neighbour no more if there are too many."""
+        """Wait for one; if that makes too many, end the one that was waited for longest."""
         if (waiting := self._waits.get(transport)) is not None:
             waiting.has_said = True
             return
@@ -156,10 +156,9 @@ class Waits:
 
 
 def _protocol() -> type[asyncio.Protocol]:
-    """Return what speaks HTTP for one server, and bears who says nothing.
+    """Return what speaks HTTP for one server, and ends connections that say nothing for too long.
 
-    A connection is waited for until it has sent a whole request, from its beginning or from the end of the last answer
-    on, see `Waits`.
+    The time for a whole request begins when the connection does, or with the end of the last answer; see `Waits`.
     """
     from uvicorn.protocols.http.h11_impl import H11Protocol  # noqa: PLC0415 - an extra
 
