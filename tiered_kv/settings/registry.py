@@ -8,7 +8,7 @@ import inspect
 from abc import ABCMeta
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
-from typing import Any, Final, cast
+from typing import Any, Final
 
 from tiered_kv.catalog.policies.base import Policy
 from tiered_kv.catalog.policies.make_policy import make_policy
@@ -98,13 +98,13 @@ def make_backend(settings: TierSettings) -> AnyBackend:
     Raises:
         ConfigurationError: As `resolve`, or the settings are of another medium's model.
     """
-    backend = resolve(settings.medium)
+    backend: Any = resolve(settings.medium)  # it takes its Settings by convention, and not by a base's __init__
     if not isinstance(settings, backend.Settings):
         raise ConfigurationError(
             f"medium {settings.medium!r} takes {_path(backend.Settings)}, got {_path(type(settings))}"
         )
-    make = cast(Any, backend)  # what a backend takes is its Settings, by convention and not by a base's __init__
-    return cast(AnyBackend, make(settings))
+    made: AnyBackend = backend(settings)
+    return made
 
 
 def resolve_policy(policy: str) -> str | type[Policy]:

@@ -68,7 +68,6 @@ class TraceRecorder:
         self._wake = threading.Event()
         self._is_ending = self._is_over = False
         self._began = 0.0
-        self._begun = False
         self._tell: Callable[[TraceEnded | TraceFailed], None] = lambda _: None
         self._ended: asyncio.Event | None = None
 
@@ -89,10 +88,10 @@ class TraceRecorder:
         Raises:
             ConfigurationError: It has recorded another cache.
         """
-        if self._begun:
+        if self._ended is not None:
             raise ConfigurationError("this TraceRecorder is another cache's: make one for each")
-        loop, self._ended, self._begun = asyncio.get_running_loop(), asyncio.Event(), True
-        ended = self._ended
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        self._ended = ended
 
         def tell(event: TraceEnded | TraceFailed) -> None:
             for call in (partial(emit, event), ended.set):
