@@ -173,6 +173,31 @@ async def test_numbers_that_are_none_are_refused_in_words(cache: Cache) -> None:
             kv.poll(wrong)
 
 
+async def test_what_a_call_returns_says_what_it_is(cache: Cache) -> None:
+    """What is printed or logged of it is a name and a state, and no address in memory."""
+    kv, engine = cache
+    keys = prompt(4)
+    handle = kv.start_store(keys, engine.fill(keys, range(4)))
+    await handle
+    ticket = kv.submit_load(keys, engine.spec(range(4)))
+    before = repr(ticket)
+    while not ticket.result:
+        await kv.load(keys[:1], engine.spec([5]))
+    if "cpu" in kv.media:
+        async with kv.lease(keys) as lease:
+            assert repr(lease) == "HostLease(num_blocks=4)"
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_load(keys)
+        assert repr(job) == f"Job({job.number}, 'load', result={job.result})"
+        job.cancel()
+        await job.ended()
+    assert repr(kv) == f"{type(kv).__name__}({', '.join(kv.media)})"
+    assert repr(handle) == "StoreHandle(done)"
+    assert (before, repr(ticket)) == ("Ticket(result=None)", f"Ticket(result={ticket.result})")
+    assert repr(kv.namespace(salt="tenant")) == f"Namespace({kv.namespace(salt='tenant').path})"
+
+
 async def test_a_second_store_copies_nothing(cache: Cache) -> None:
     """What is there already is counted as present, and keeps its first bytes: equal keys are equal blocks."""
     keys = prompt(10)

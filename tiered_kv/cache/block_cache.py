@@ -716,6 +716,9 @@ class BlockCache(TransferCalls):
         `advance_epoch`. It ends with the cache.
         """
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self.media)})"
+
     @property
     @abstractmethod
     def media(self) -> Mapping[str, str]:

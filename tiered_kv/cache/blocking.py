@@ -123,6 +123,9 @@ class BlockingTieredKV:
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
 
+    def __repr__(self) -> str:
+        return f"BlockingTieredKV({self.cache!r})"
+
     @overload
     def call(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T: ...
     @overload

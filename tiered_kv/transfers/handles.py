@@ -32,6 +32,9 @@ class Handle(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait().__await__()
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({'done' if self.done else 'under way'})"
+
     @property
     def done(self) -> bool:
         """Whether it has ended: the caller's memory is the caller's alone."""

@@ -61,6 +61,9 @@ class Job:
         self.is_seen = False  # whoever was handed a plan with moves may give it to workers
         self._book = book
 
+    def __repr__(self) -> str:
+        return f"Job({self.number}, {self.direction!r}, result={self.result!r})"
+
     def withdraw(self) -> None:
         """Have a plan without moves from now on: its slots may be another's. With the book's lock held."""
         self.decided = Plan(self.number, self.direction, 0, ())

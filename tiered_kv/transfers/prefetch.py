@@ -43,6 +43,9 @@ class HostLease:
         self.num_blocks = len(views)
         self.views = views
 
+    def __repr__(self) -> str:
+        return f"HostLease(num_blocks={self.num_blocks})"
+
 
 class Brought(Head):
     """What became of each block that was to be in memory, by its position in the call. Holds those that are there.

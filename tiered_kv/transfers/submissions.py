@@ -106,6 +106,9 @@ class Ticket(Generic[T]):
         self.result: T | None = None
         self._submissions = submissions
 
+    def __repr__(self) -> str:
+        return f"Ticket(result={self.result!r})"
+
     def cancel(self) -> None:
         """Stop as soon as possible: what has not begun to be copied is dropped. It still ends with a result."""
         self._submissions.cancel(self)

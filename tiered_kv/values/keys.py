@@ -156,6 +156,9 @@ class Namespace:
     def __reduce__(self) -> tuple[object, ...]:  # without what is cached: hash() of bytes differs between processes
         return Namespace, (self.fingerprint, self.epoch, self.salt, self.shard)
 
+    def __repr__(self) -> str:
+        return f"Namespace({self.path})"
+
     @cached_property
     def _hash(self) -> int:  # hashed once: a backend's dict hashes every key of a batch
         return hash((self.fingerprint, self.epoch, self.salt, self.shard))
