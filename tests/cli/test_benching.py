@@ -67,3 +67,20 @@ async def test_more_than_memory_has_is_refused_before_it_is_taken(much: tuple[st
     assert result.exit_code == 2
     assert "of host memory are wanted, but" in result.stderr
     assert "give a smaller --block, or fewer --blocks" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("tier", "blocks"),
+    [('medium = "memory"', "64"), ('medium = "memory"', "1"), ('medium = "shared_fs"\npath = "{}"', "64")],
+    ids=["all", "one", "shared"],
+)
+async def test_more_than_a_tier_holds_is_refused_before_it_is_moved(tier: str, blocks: str, tmp_path: Path) -> None:
+    """Of a medium that evicts for itself, with the numbers and what to give instead; the tier is not at fault."""
+    file, block = tmp_path / "kv.toml", "2MiB" if blocks == "1" else "32KiB"
+    file.write_text(f'[[tiers]]\n{tier.format(tmp_path / "shared")}\ncapacity = "1MiB"\n')
+    found = await answer("bench", "--config", str(file), "--block", block, "--blocks", blocks, code=1)
+    assert [each["direction"] for each in found] == ["store", "load"]
+    for each in found:
+        assert f"its capacity of 1048576 bytes is below {blocks} blocks of " in each["problem"]
+        assert "give a smaller --block, or fewer --blocks" in each["problem"]
+    assert not (tmp_path / "shared").exists()

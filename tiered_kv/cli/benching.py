@@ -176,10 +176,17 @@ async def _measured(
 @contextmanager
 def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSettings]:
     """Yield the tier with a path and a capacity for this work: a cache may have the real one open."""
-    room = {"capacity": 4 * work.num_blocks * work.record.stride_bytes + _NOTES}
+    wanted = work.num_blocks * work.record.stride_bytes
+    room = {"capacity": 4 * wanted + _NOTES}
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         raise ConfigurationError("there is no GPU here")
     if not isinstance(tier, OwnedTierSettings):
+        capacity = getattr(tier, "capacity", None)  # of a medium that evicts for itself
+        if isinstance(tier, StorageTierSettings) and isinstance(capacity, int) and wanted > capacity:
+            raise ConfigurationError(
+                f"its capacity of {capacity} bytes is below {work.num_blocks} blocks of {work.record.stride_bytes} bytes"
+                " with their headers: give a smaller --block, or fewer --blocks"
+            )
         yield tier.model_copy(update=room | {"max_capacity": None}) if isinstance(tier, CPUTier | GPUTier) else tier
         return
     with ExitStack() as made:
