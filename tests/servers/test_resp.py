@@ -3,6 +3,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
+from typing import Any
 
 import pytest
 from typing_extensions import Buffer
@@ -165,3 +166,39 @@ async def test_a_failed_call_closes_its_connection() -> None:
         pool.close()
     assert first is second
     assert third is not second
+
+
+async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many callers give up; in a thread of its own, as the loop's threads are the program's."""
+    look_up, asked, may_answer = socket.getaddrinfo, list[str](), threading.Event()
+
+    def hang(host: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as it is
+        if host == "a.server" and not options.get("flags"):
+            asked.append(threading.current_thread().name)
+            may_answer.wait()
+            host = "127.0.0.1"
+        return look_up(host, *args, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", hang)
+    with serving([], then_ends=False) as there:
+        address = Address("a.server", there.port)
+        try:
+            for _ in range(20):
+                given_up = asyncio.ensure_future(log_in(address, Login()))
+                await asyncio.sleep(0)
+                given_up.cancel()
+                await asyncio.wait([given_up])
+            await until(lambda: bool(asked))
+            connecting = asyncio.ensure_future(log_in(address, Login()))
+            assert await asyncio.to_thread(lambda: len(asked)) == 1
+        finally:
+            may_answer.set()
+        (await connecting).close()
+        (await log_in(there, Login())).close()
+    assert len(asked) == 1
+
+
+async def test_a_host_that_cannot_be_is_not_reachable() -> None:
+    """A name that no resolver takes is an error like any other of the network."""
+    with pytest.raises(OSError, match=r"x+\.example: "):
+        await log_in(Address("x" * 70 + ".example", 6379), Login())

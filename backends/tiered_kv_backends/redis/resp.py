@@ -13,11 +13,12 @@ import asyncio
 import copy
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 from pydantic import SecretStr
 
@@ -131,9 +132,48 @@ class Socket:
             self._loop.remove_writer(fd)
 
 
-async def _connect(address: Address) -> socket.socket:
+_Found = Sequence[tuple[int, int, int, str, Any]]
+_looking_up: "dict[tuple[asyncio.AbstractEventLoop, Address], asyncio.Future[_Found]]" = {}
+"""One question for each name at a time, whoever gives up waiting for it: a resolver may hang."""
+
+
+async def _look_up(address: Address) -> _Found:
+    """Return where a host is, what is a number at once. For others there is a thread of ours.
+
+    The event loop's own are the program's: a few questions that hang would leave it none, and hold up its end.
+
+    Raises:
+        OSError: There is no such host, or no thread.
+    """
+    with suppress(socket.gaierror, UnicodeError):
+        return socket.getaddrinfo(*address, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(*address, type=socket.SOCK_STREAM)
+    question = loop, address
+    if (asked := _looking_up.get(question)) is None:
+        asked = _looking_up[question] = loop.create_future()
+        asked.add_done_callback(asyncio.Future.exception)  # nobody may be left to hear of it
+        try:
+            threading.Thread(target=_look_up_in_a_thread, args=(question, asked), daemon=True).start()
+        except RuntimeError as error:
+            del _looking_up[question]
+            raise OSError(f"{address.host}: {error}") from error
+    return await asyncio.shield(asked)
+
+
+def _look_up_in_a_thread(question: tuple[asyncio.AbstractEventLoop, Address], asked: "asyncio.Future[_Found]") -> None:
+    loop, address = question
+    try:
+        found: _Found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
+        end = partial(asked.set_result, found)
+    except (OSError, UnicodeError) as error:  # the latter of what can be no name
+        end = partial(asked.set_exception, OSError(f"{address.host}: {error}"))
+    del _looking_up[question]
+    with suppress(RuntimeError):  # the loop has ended
+        loop.call_soon_threadsafe(end)
+
+
+async def _connect(address: Address) -> socket.socket:
+    loop, found = asyncio.get_running_loop(), await _look_up(address)
     for n, (family, kind, protocol, _, where) in enumerate(found, 1):
         sock = socket.socket(family, kind, protocol)
         try:
