@@ -448,6 +448,14 @@ async def test_plans_that_cannot_be() -> None:
             planner.complete(Outcomes(1, 2, 0))
         with pytest.raises(ConfigurationError, match="rank 5 needs host memory"):
             Worker(planner.slabs(), layout=SMALL, rank=5, device="cpu")
+        wrong: Any
+        for wrong in (planner.slabs, "slabs", [planner]):
+            with pytest.raises(ConfigurationError, match=r"a worker attaches what planner\.slabs\(\) returns, got"):
+                Worker(wrong, layout=SMALL, device="cpu")
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker:
+            for wrong in (None, planner):
+                with pytest.raises(ConfigurationError, match="a worker executes a Plan, as job"):
+                    worker.execute(wrong)
         assert kv.stats()["cpu"].pending == 0
     async with open_any(engine, {"medium": "memory", "capacity": "1MiB"}) as kv:
         kv.planner().register_worker()

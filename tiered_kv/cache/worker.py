@@ -92,6 +92,8 @@ class Worker:
             self._slabs = self._attached(self._ours(slabs))
 
     def _ours(self, slabs: Sequence[SlabHandle]) -> list[SlabHandle]:
+        if not isinstance(slabs, Sequence) or not all(isinstance(handle, SlabHandle) for handle in slabs):
+            raise ConfigurationError(f"a worker attaches what planner.slabs() returns, got {slabs!r:.80}")
         ours = [handle for handle in slabs if handle.rank == self.rank]
         if len(ours) != len(self._layout.groups):
             ranks = sorted({handle.rank for handle in slabs})
@@ -155,10 +157,12 @@ class Worker:
                 blocks. None on a CPU, which has none: wait for the future.
 
         Raises:
-            ConfigurationError: Blocks or slots that this rank does not have, no tensors, a plan that was executed
-                before, or one for another process, in whose place this was started; or ``ahead_of`` is no stream that
-                can wait for this device. Nothing has moved.
+            ConfigurationError: No plan, blocks or slots that this rank does not have, no tensors, a plan that was
+                executed before, or one for another process, in whose place this was started; or ``ahead_of`` is no
+                stream that can wait for this device. Nothing has moved.
         """
+        if not isinstance(plan, Plan):
+            raise ConfigurationError(f"a worker executes a Plan, as job.plan is once it is decided, got {plan!r:.80}")
         ended: Future[Outcomes] = Future()
         self._check_stream(ahead_of)
         ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
