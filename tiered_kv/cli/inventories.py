@@ -31,7 +31,7 @@ from tiered_kv.values.errors import (
     ConfigurationError,
     LayoutMismatchError,
 )
-from tiered_kv.values.keys import NO_SALT, BlockKey
+from tiered_kv.values.keys import BlockKey
 
 if TYPE_CHECKING:
     from tiered_kv.media.seal import Seal
@@ -312,14 +312,13 @@ class Wanted:
 
 
 def inventory_at(
-    where: str, settings: TieredKVSettings | None = None, *, to_delete: bool = False
+    where: str, tier: TierSettings | None = None, *, to_delete: bool = False
 ) -> AbstractAsyncContextManager[Inventory]:
-    """Return the inventory of a directory, of the tier that a URL says, or of a tier of the settings by its name.
+    """Return the inventory of a tier, see `tier_at`, or without one of the directory that is there.
 
     Raises:
-        ConfigurationError: There is no such tier, or its medium cannot list what it has.
+        ConfigurationError: There is no such directory, or the tier's medium cannot list what it has.
     """
-    tier = tier_at(where, settings)
     if tier is None:
         return open_directories([Path(where)], to_delete=to_delete)
     if isinstance(tier, CPUTier | GPUTier):
@@ -329,7 +328,7 @@ def inventory_at(
     return resolve(tier.medium).inventory(tier)
 
 
-def tier_at(where: str, settings: TieredKVSettings | None = None) -> TierSettings | None:
+def tier_at(where: str, settings: TieredKVSettings | None) -> TierSettings | None:
     """Return the settings of a tier by its URL or name; None of a directory: nothing is known of that but its format.
 
     Raises:
@@ -348,9 +347,7 @@ def tier_at(where: str, settings: TieredKVSettings | None = None) -> TierSetting
     return named[where]
 
 
-async def shelves_in(
-    inventory: Inventory, on_progress: OnProgress = lambda _: None, *, no_salt: bytes = NO_SALT
-) -> list[Shelf]:
+async def shelves_in(inventory: Inventory, on_progress: OnProgress, *, no_salt: bytes) -> list[Shelf]:
     """Count what lies there, by namespace; ``no_salt`` is what stands there for no tenant."""
     counts: dict[Place, tuple[int, int, float]] = {}
     async for some in inventory.found():
@@ -413,7 +410,7 @@ async def verify(
     return report
 
 
-async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress = lambda _: None) -> list[Found]:
+async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress) -> list[Found]:
     """Return all that is wanted of what lies there."""
     matches: list[Found] = []
     async for some in inventory.found():

@@ -27,8 +27,7 @@ from tiered_kv.cli.common import (
 )
 from tiered_kv.cli.inventories import OnProgress
 from tiered_kv.media.backend import Inventory
-from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import StorageTierSettings
+from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
 
@@ -42,10 +41,10 @@ def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON 
     """Show what lies in a tier's medium: models, epochs and tenants by digest, blocks, bytes, ages."""
 
     async def look(on_progress: OnProgress) -> list[inventories.Shelf]:
-        settings = _named(where, config)
-        async with inventories.inventory_at(where, settings) as inventory:
+        tier = _tier_at(where, config)
+        async with inventories.inventory_at(where, tier) as inventory:
             _tell_missing(inventory)
-            return await inventories.shelves_in(inventory, on_progress, no_salt=_on_medium(where, settings, NO_SALT))
+            return await inventories.shelves_in(inventory, on_progress, no_salt=_on_medium(tier, NO_SALT))
 
     with one_line_errors(), _progress("looking", is_shown=not as_json) as on_progress:
         shelves = asyncio.run(look(on_progress))
@@ -79,11 +78,10 @@ def verify_command(
 
     async def look(on_progress: OnProgress) -> inventories.InventoryReport:
         bytes_a_second = None if rate is None else _bytes_of(rate)
-        settings = _named(where, config)
-        tier = inventories.tier_at(where, settings)
+        tier = _tier_at(where, config)
         encryption = getattr(tier, "encryption", None)
         seal = None if encryption is None else encryption.make_seal()
-        async with inventories.inventory_at(where, settings, to_delete=fix) as inventory:
+        async with inventories.inventory_at(where, tier, to_delete=fix) as inventory:
             _tell_missing(inventory)
             return await inventories.verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
 
@@ -123,12 +121,12 @@ def delete_command(
     """
 
     async def find_and_delete(on_progress: OnProgress) -> tuple[int, int]:
-        settings = _named(where, config)
+        tier = _tier_at(where, config)
         is_named = salt or tenant == "none"
-        of_tenant = _on_medium(where, settings, salt_digest(salt or "")).hex() if is_named else tenant
-        of_weights = _on_medium(where, settings, epoch_digest(weights)).hex() if weights else epoch
+        of_tenant = _on_medium(tier, salt_digest(salt or "")).hex() if is_named else tenant
+        of_weights = _on_medium(tier, epoch_digest(weights)).hex() if weights else epoch
         wanted = inventories.Wanted(model or "", of_weights or "", of_tenant or "")
-        async with inventories.inventory_at(where, settings, to_delete=not dry_run) as inventory:
+        async with inventories.inventory_at(where, tier, to_delete=not dry_run) as inventory:
             found = await inventories.matching(inventory, wanted, on_progress)
             num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
             if found and not dry_run and (yes or _agreed(f"Delete {num_blocks:,} blocks from {where}?")):
@@ -157,15 +155,14 @@ def delete_command(
         out.print(f"{num_blocks:,} blocks, {num_bytes / 2**20:,.1f} MiB, {done}", highlight=False)
 
 
-def _named(where: str, config: Path | None) -> TieredKVSettings | None:
-    """Read the settings if a tier of theirs is meant: they say where it is, and with what rights."""
+def _tier_at(where: str, config: Path | None) -> TierSettings | None:
+    """Return the tier that is meant, or None of a directory; settings are read where they have to say which it is."""
     is_place = "://" in where or "/" in where or Path(where).exists()
-    return settings_of(config) if config is not None or not is_place else None
+    return inventories.tier_at(where, settings_of(config) if config is not None or not is_place else None)
 
 
-def _on_medium(where: str, settings: TieredKVSettings | None, digest: bytes) -> bytes:
+def _on_medium(tier: TierSettings | None, digest: bytes) -> bytes:
     """Return what stands there for a digest: a tier that has keys hides it."""
-    tier = inventories.tier_at(where, settings)
     return tier.on_medium(digest) if isinstance(tier, StorageTierSettings) else digest
 
 
