@@ -41,6 +41,8 @@ MOST_US = 50.0
 MOST_A_TURN_US = 1000.0
 """For the layers that are enqueued in one turn of the event loop, with all that copies do around the launch."""
 LAYERS, BLOCKS = 32, 1024
+NUM_CALLS = 300
+"""Of each kind."""
 
 
 class IdleDriver:
@@ -74,11 +76,11 @@ class IdleDriver:
         return lambda *_: None
 
 
-def took_us(call: Callable[[], object], rounds: int = 300) -> float:
+def took_us(call: Callable[[], object]) -> float:
     """Return the median of a call."""
     call()
     spent = []
-    for _ in range(rounds):
+    for _ in range(NUM_CALLS):
         start = time.perf_counter()
         call()
         spent.append(time.perf_counter() - start)

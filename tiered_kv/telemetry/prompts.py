@@ -6,7 +6,7 @@ blocks it asks for, of those remembered; another one is a request of its own.
 
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -81,9 +81,8 @@ class Prompts:
         shortfalls: The last prompts that were not there to their ends.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+    def __init__(self) -> None:
         self.shortfalls: deque[Shortfall] = deque(maxlen=_SHOWN)
-        self._clock = clock
         self._requested = self._looked_up = 0
         self._missing, self._not_found = Counter[str](), Counter[str]()
         self._lookups: deque[_Prompt] = deque(maxlen=_REMEMBERED)
@@ -133,7 +132,7 @@ class Prompts:
 
     def _fell_short(self, call: str, batch: "Batch", requested: int, found: int, because: str) -> Shortfall:
         space = batch.namespace
-        told = Shortfall(self._clock(), call, requested, found, because, space.salt, space.fingerprint)
+        told = Shortfall(time.time(), call, requested, found, because, space.salt, space.fingerprint)
         self.shortfalls.append(told)
         return told
 

@@ -14,7 +14,7 @@ import inspect
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -223,20 +223,20 @@ def write_trace(path: Path, trace: Trace) -> None:
     with path.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as packed:  # equal traces, equal files
-                packed.writelines(lines_of(trace.requests, trace.block_size))
+                packed.writelines(_written(trace))
         else:
-            raw.writelines(lines_of(trace.requests, trace.block_size))
+            raw.writelines(_written(trace))
 
 
-def lines_of(requests: Iterable[Request], block_size: int) -> Iterable[bytes]:
+def _written(trace: Trace) -> Iterator[bytes]:
     """Yield the line of each request."""
-    for each in requests:
+    for each in trace.requests:
         line: dict[str, object] = {
             "timestamp": round(each.at_s * 1e3, 3),
             "input_length": each.input_tokens,
             "output_length": each.output_tokens,
             "hash_ids": each.ids.tolist(),
-            "block_size": block_size,
+            "block_size": trace.block_size,
         }
         if each.session is not None:
             line |= {"session": each.session, "turn": each.turn}
