@@ -173,6 +173,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([{"medium": "redis", "url": "redis://h?ttl_s=5"}], "tiers[0].url: ends with the host or database"),
         ([{"medium": "redis", "url": "redis://h", "ca_file": 7}], "tiers[0].ca_file: must be a path, in quotes"),
         (["cpu://?capacity=12parsecs"], "tiers[0].capacity: '12parsecs' is no size: write bytes as an int, or e.g."),
+        ([{"medium": "cpu", "policy": int}], "tiers[0].policy: must be text: of a class write 'package.module:Class'"),
         (["cpu://?policy=lfu"], "tiers[0].policy: policy must be one of lru, arc"),
         (["file:///kv?capacity=1GiB&policy=lfu"], "tiers[0]: policy must be one of lru, arc"),
         (["file:///kv?capacity=1GiB&erase=zap"], "tiers[0].erase: must be true, false or 'punch', got 'zap'"),

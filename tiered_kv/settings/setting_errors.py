@@ -150,7 +150,8 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
         case "path_type":
             what = "must be a path, in quotes"
         case "string_type":
-            what = "must be text, in quotes"
+            is_class = isinstance(error["input"], type)
+            what = "must be text" + (": of a class write 'package.module:Class'" if is_class else ", in quotes")
         case "byte_size" | "byte_size_unit" if not given.strip("' ").startswith("-"):
             what = f"{given} is no size: write bytes as an int, or e.g. '32GiB'"
         case "byte_size" | "byte_size_unit" | "greater_than" if context.get("gt", 0) == 0:
