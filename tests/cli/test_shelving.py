@@ -14,7 +14,7 @@ from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, hash_blocks, salt_digest
-from tiered_kv.cli import inventories
+from tiered_kv.cli import shelving
 from tiered_kv.media.backend import MOST_FOUND_BYTES
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
@@ -210,10 +210,10 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
         slept.append(seconds)
 
     await fill({"medium": "shared_fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
-    async with inventories.inventory_at(str(tmp_path / "kv")) as inventory:
+    async with shelving.inventory_at(str(tmp_path / "kv")) as inventory:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "sleep", sleep)
-            report = await inventories.verify(inventory, fix=False, rate=1)
+            report = await shelving.verify(inventory, fix=False, rate=1)
     assert report.num_good == 2 * NUM_BLOCKS
     num_bytes = 2 * NUM_BLOCKS * (4096 + PAYLOAD_BYTES)
     assert num_bytes - 60 < max(slept) <= num_bytes

@@ -1,8 +1,7 @@
-"""What lies in a tier's medium: counting it, verifying it, deleting some of it. No cache is opened.
+"""What lies in the directories of nvme and shared_fs tiers, by their formats alone: ``docs/format.md``.
 
-A shared medium lists what it has by its own `Inventory`. The one here reads the directories of nvme and shared_fs
-tiers, by their formats alone (``docs/format.md``): it looks at names and files of ours only, and follows no link. Where
-some of an NVMe tier's directories are missing, it lists what is on the others, and deletes nothing.
+No cache is opened, only names and files of ours are looked at, and no link is followed. Where some of an NVMe tier's
+directories are missing, what is on the others is listed, and nothing is deleted.
 """
 
 import asyncio
@@ -10,31 +9,24 @@ import fcntl
 import os
 import re
 import stat
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place, RecordShape
-from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
-from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
-from tiered_kv.settings.registry import resolve
-from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import TierSettings, paths_of
+from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
+from tiered_kv.media.record import HEADER_BYTES, key_in, payload_bytes_in
 from tiered_kv.values.errors import (
     BackendUnavailableError,
-    BlockCorruptError,
     ConfigurationError,
-    LayoutMismatchError,
 )
 from tiered_kv.values.keys import BlockKey
 
 if TYPE_CHECKING:
-    from tiered_kv.media.seal import Seal
+    pass
 
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FOLDER: Final = re.compile(r"[0-9a-f]+(-\d+of\d+)?|replicated|\d+of\d+")
@@ -48,9 +40,6 @@ _ENTRY: Final = np.dtype(
 _ENTRY_MAGIC: Final = b"TKVSLOT2"
 _EMPTY: Final = b"TKVEMPTY" * (_ENTRY.itemsize // 8)
 _AT_ONCE: Final = 256
-_LEAST_DIGITS: Final = 8
-OnProgress = Callable[[int], None]
-"""Told of so many records more."""
 
 
 @dataclass(frozen=True)
@@ -247,208 +236,3 @@ def _stride_of(slab: Path) -> int:
                 if at % stride == 0:
                     return stride
     return 0
-
-
-@dataclass(frozen=True)
-class Shelf:
-    """The blocks of one namespace, by its digests as they are on the medium: hidden, if the tier has keys.
-
-    Attributes:
-        model: The fingerprint of model and layout, hexadecimal, as are the next.
-        epoch: How the digest of the weights begins.
-        shard: Whose part of the heads.
-        tenant: How the digest of the tenant's salt begins; ``"none"`` without one. Where names are hidden it takes the
-            tier's settings to tell.
-        num_blocks, num_bytes: What there is, with headers and padding.
-        youngest_s: How long ago the last one was written, if that is known.
-    """
-
-    model: str
-    epoch: str
-    shard: str
-    tenant: str
-    num_blocks: int
-    num_bytes: int
-    youngest_s: float | None
-
-
-@dataclass(frozen=True)
-class Broken:
-    """A record that is none: where it lies, and why."""
-
-    where: str
-    why: str
-
-
-@dataclass
-class InventoryReport:
-    """What was found by reading everything; ``num_sealed`` need keys to be verified, ``missing`` were not read."""
-
-    num_good: int = 0
-    num_sealed: int = 0
-    num_fixed: int = 0
-    broken: list[Broken] = field(default_factory=list)
-    missing: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """Which blocks: of a model, of weights, of a tenant, as `inspect` shows their digests; empty is any.
-
-    Raises:
-        ConfigurationError: One is no digest, or too little of it.
-    """
-
-    model: str = ""
-    epoch: str = ""
-    tenant: str = ""
-
-    def __post_init__(self) -> None:
-        for what, digits in vars(self).items():
-            if digits and (len(digits) < _LEAST_DIGITS or set(digits) - set("0123456789abcdef")):
-                raise ConfigurationError(
-                    f"--{what} takes {_LEAST_DIGITS} or more digits of a digest, as inspect has it, got {digits!r:.80}"
-                )
-
-
-def inventory_at(
-    where: str, tier: TierSettings | None = None, *, to_delete: bool = False
-) -> AbstractAsyncContextManager[Inventory]:
-    """Return the inventory of a tier, see `tier_at`, or without one of the directory that is there.
-
-    Raises:
-        ConfigurationError: There is no such directory, or the tier's medium cannot list what it has.
-    """
-    if tier is None:
-        return open_directories([Path(where)], to_delete=to_delete)
-    if isinstance(tier, CPUTier | GPUTier):
-        raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
-    if paths := paths_of(tier):
-        return open_directories(paths, to_delete=to_delete)
-    return resolve(tier.medium).inventory(tier)
-
-
-def tier_at(where: str, settings: TieredKVSettings | None) -> TierSettings | None:
-    """Return the settings of a tier by its URL or name; None of a directory: nothing is known of that but its format.
-
-    Raises:
-        ConfigurationError: There is no such tier.
-    """
-    if "://" in where:
-        with suppress(ConfigurationError):  # how much it may hold says nothing of what lies there
-            return tier_from(f"{where}{'&' if '?' in where else '?'}capacity=1EiB")
-        return tier_from(where)
-    if settings is None:
-        return None
-    named = {tier_name(tier): tier for tier in settings.tiers}
-    if where not in named:
-        there_are = f"no tier of that name is in the settings: there are {', '.join(named)}"
-        raise ConfigurationError(f"{where!r} is no directory, and {there_are}")
-    return named[where]
-
-
-async def shelves_in(inventory: Inventory, on_progress: OnProgress, *, no_salt: bytes) -> list[Shelf]:
-    """Count what lies there, by namespace; ``no_salt`` is what stands there for no tenant."""
-    counts: dict[Place, tuple[int, int, float]] = {}
-    async for some in inventory.found():
-        for each in some:
-            num_blocks, num_bytes, latest = counts.get(each.place, (0, 0, 0.0))
-            counts[each.place] = (
-                num_blocks + each.num_blocks, num_bytes + each.num_bytes, max(latest, each.written_at or 0.0),
-            )  # fmt: skip
-        on_progress(len(some))
-    now = time.time()
-    return [
-        Shelf(
-            place.fingerprint, place.epoch, place.shard,
-            "none" if no_salt.hex().startswith(place.salt) else place.salt,
-            num_blocks, num_bytes, max(0.0, now - latest) if latest else None,
-        )
-        for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
-        if place.epoch
-    ]  # fmt: skip
-
-
-def missing_of(inventory: Inventory) -> list[str]:
-    """Name the parts of a medium that are not there."""
-    return [str(path) for path in inventory.missing] if isinstance(inventory, DirectoryInventory) else []
-
-
-async def verify(
-    inventory: Inventory,
-    *,
-    fix: bool,
-    rate: int | None = None,
-    seal: "Seal | None" = None,
-    on_progress: OnProgress = lambda _: None,
-) -> InventoryReport:
-    """Read every record, and check every byte of it.
-
-    Args:
-        inventory: What to read.
-        fix: Delete what is broken; of several records in one object all of them.
-        rate: Bytes a second to read at most.
-        seal: Opens what is sealed.
-        on_progress: Told of what was read.
-    """
-    report = InventoryReport(missing=missing_of(inventory))
-    started, num_bytes = time.monotonic(), 0
-    async for some in inventory.found():
-        for each in some:
-            data = await inventory.read(each)
-            num_bytes += each.num_bytes
-            if rate is not None:
-                await asyncio.sleep(max(0.0, started + num_bytes / rate - time.monotonic()))
-            if data is not None:
-                why = _look_at(each, data, report, seal)
-                if why:
-                    report.broken.append(Broken(each.where, why))
-                if why and fix:
-                    await inventory.delete([each])
-                    report.num_fixed += 1
-            on_progress(1)
-    return report
-
-
-async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress) -> list[Found]:
-    """Return all that is wanted of what lies there."""
-    matches: list[Found] = []
-    async for some in inventory.found():
-        matches += [each for each in some if each.place.epoch and each.place.is_of(**vars(wanted))]
-        on_progress(len(some))
-    return matches
-
-
-def _look_at(found: Found, data: bytes | bytearray, report: InventoryReport, seal: "Seal | None") -> str:
-    """Count the records of one place that are well; say what is wrong with the first that is not."""
-    if found.is_too_long:
-        return f"{found.num_bytes} bytes are no record: none has more than {MOST_FOUND_BYTES}"
-    num_left = found.num_blocks
-    for record in _records_of(data):
-        try:
-            key = key_in(record[:HEADER_BYTES]) if len(record) >= HEADER_BYTES else None
-            if key is not None and not found.is_named_by(key):
-                return "it is another block's record"
-            parse_record(record, seal=seal)
-            report.num_good += 1
-        except ConfigurationError:
-            report.num_sealed += 1
-        except (BlockCorruptError, LayoutMismatchError) as error:
-            return str(error)
-        num_left -= 1
-    return f"{num_left} of {found.num_blocks} records are missing" if num_left > 0 else ""
-
-
-def _records_of(data: bytes | bytearray) -> Iterator[memoryview]:
-    """Yield the records that lie one after another, as long as headers say how long they are; then what is left."""
-    left = memoryview(data)
-    while True:
-        header = left[:HEADER_BYTES]
-        if len(header) < HEADER_BYTES or key_in(header) is None:
-            yield left
-            return
-        length = HEADER_BYTES + payload_bytes_in(header)
-        yield left[:length]
-        left = left[length:]
-        if len(left) < HEADER_BYTES or not any(left[:HEADER_BYTES]):
-            return  # at the end, or padding

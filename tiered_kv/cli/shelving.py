@@ -1,19 +1,19 @@
-"""``tiered-kv inspect``, ``verify`` and ``delete``: what lies in a tier's medium."""
+"""``tiered-kv inspect``, ``verify`` and ``delete``: what lies in a tier's medium. No cache is opened."""
 
 import asyncio
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractAsyncContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 from pydantic import ByteSize, Field, TypeAdapter, ValidationError
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from tiered_kv.cli import inventories
 from tiered_kv.cli.common import (
     AsJSON,
     ConfigFile,
@@ -25,26 +25,97 @@ from tiered_kv.cli.common import (
     refuse_if,
     settings_of,
 )
-from tiered_kv.cli.inventories import OnProgress
-from tiered_kv.media.backend import Inventory
-from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.cli.inventories import DirectoryInventory, open_directories
+from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place
+from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
+from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
+from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings, paths_of
+from tiered_kv.values.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
 
+if TYPE_CHECKING:
+    from tiered_kv.media.seal import Seal
+
+_LEAST_DIGITS: Final = 8
+OnProgress = Callable[[int], None]
+"""Told of so many records more."""
 Where = Annotated[
     str,
     typer.Argument(help="A directory of an nvme or shared_fs tier, a tier's URL, or its name in the settings."),
 ]
 
 
+@dataclass(frozen=True)
+class Shelf:
+    """The blocks of one namespace, by its digests as they are on the medium: hidden, if the tier has keys.
+
+    Attributes:
+        model: The fingerprint of model and layout, hexadecimal, as are the next.
+        epoch: How the digest of the weights begins.
+        shard: Whose part of the heads.
+        tenant: How the digest of the tenant's salt begins; ``"none"`` without one. Where names are hidden it takes the
+            tier's settings to tell.
+        num_blocks, num_bytes: What there is, with headers and padding.
+        youngest_s: How long ago the last one was written, if that is known.
+    """
+
+    model: str
+    epoch: str
+    shard: str
+    tenant: str
+    num_blocks: int
+    num_bytes: int
+    youngest_s: float | None
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A record that is none: where it lies, and why."""
+
+    where: str
+    why: str
+
+
+@dataclass
+class InventoryReport:
+    """What was found by reading everything; ``num_sealed`` need keys to be verified, ``missing`` were not read."""
+
+    num_good: int = 0
+    num_sealed: int = 0
+    num_fixed: int = 0
+    broken: list[Broken] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which blocks: of a model, of weights, of a tenant, as `inspect` shows their digests; empty is any.
+
+    Raises:
+        ConfigurationError: One is no digest, or too little of it.
+    """
+
+    model: str = ""
+    epoch: str = ""
+    tenant: str = ""
+
+    def __post_init__(self) -> None:
+        for what, digits in vars(self).items():
+            if digits and (len(digits) < _LEAST_DIGITS or set(digits) - set("0123456789abcdef")):
+                raise ConfigurationError(
+                    f"--{what} takes {_LEAST_DIGITS} or more digits of a digest, as inspect has it, got {digits!r:.80}"
+                )
+
+
 def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON = False) -> None:
     """Show what lies in a tier's medium: models, epochs and tenants by digest, blocks, bytes, ages."""
 
-    async def look(on_progress: OnProgress) -> list[inventories.Shelf]:
-        tier = _tier_at(where, config)
-        async with inventories.inventory_at(where, tier) as inventory:
+    async def look(on_progress: OnProgress) -> list[Shelf]:
+        tier = tier_at(where, config)
+        async with inventory_at(where, tier) as inventory:
             _tell_missing(inventory)
-            return await inventories.shelves_in(inventory, on_progress, no_salt=_on_medium(tier, NO_SALT))
+            return await shelves_in(inventory, on_progress, no_salt=_on_medium(tier, NO_SALT))
 
     with one_line_errors(), _progress("looking", is_shown=not as_json) as on_progress:
         shelves = asyncio.run(look(on_progress))
@@ -76,14 +147,14 @@ def verify_command(
 ) -> None:
     """Read every record of a tier's medium, and check every byte of it. Exits 1 if something broken is left."""
 
-    async def look(on_progress: OnProgress) -> inventories.InventoryReport:
+    async def look(on_progress: OnProgress) -> InventoryReport:
         bytes_a_second = None if rate is None else _bytes_of(rate)
-        tier = _tier_at(where, config)
+        tier = tier_at(where, config)
         encryption = getattr(tier, "encryption", None)
         seal = None if encryption is None else encryption.make_seal()
-        async with inventories.inventory_at(where, tier, to_delete=fix) as inventory:
+        async with inventory_at(where, tier, to_delete=fix) as inventory:
             _tell_missing(inventory)
-            return await inventories.verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
+            return await verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
 
     with one_line_errors(), _progress("verifying", is_shown=not as_json) as on_progress:
         report = asyncio.run(look(on_progress))
@@ -121,13 +192,13 @@ def delete_command(
     """
 
     async def find_and_delete(on_progress: OnProgress) -> tuple[int, int]:
-        tier = _tier_at(where, config)
+        tier = tier_at(where, config)
         is_named = salt or tenant == "none"
         of_tenant = _on_medium(tier, salt_digest(salt or "")).hex() if is_named else tenant
         of_weights = _on_medium(tier, epoch_digest(weights)).hex() if weights else epoch
-        wanted = inventories.Wanted(model or "", of_weights or "", of_tenant or "")
-        async with inventories.inventory_at(where, tier, to_delete=not dry_run) as inventory:
-            found = await inventories.matching(inventory, wanted, on_progress)
+        wanted = Wanted(model or "", of_weights or "", of_tenant or "")
+        async with inventory_at(where, tier, to_delete=not dry_run) as inventory:
+            found = await matching(inventory, wanted, on_progress)
             num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
             if found and not dry_run and (yes or _agreed(f"Delete {num_blocks:,} blocks from {where}?")):
                 await inventory.delete(found)
@@ -155,10 +226,116 @@ def delete_command(
         out.print(f"{num_blocks:,} blocks, {num_bytes / 2**20:,.1f} MiB, {done}", highlight=False)
 
 
-def _tier_at(where: str, config: Path | None) -> TierSettings | None:
-    """Return the tier that is meant, or None of a directory; settings are read where they have to say which it is."""
+def inventory_at(
+    where: str, tier: TierSettings | None = None, *, to_delete: bool = False
+) -> AbstractAsyncContextManager[Inventory]:
+    """Return the inventory of a tier, see `tier_at`, or without one of the directory that is there.
+
+    Raises:
+        ConfigurationError: There is no such directory, or the tier's medium cannot list what it has.
+    """
+    if tier is None:
+        return open_directories([Path(where)], to_delete=to_delete)
+    if isinstance(tier, CPUTier | GPUTier):
+        raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
+    if paths := paths_of(tier):
+        return open_directories(paths, to_delete=to_delete)
+    return resolve(tier.medium).inventory(tier)
+
+
+def tier_at(where: str, config: Path | None) -> TierSettings | None:
+    """Return the settings of a tier by its URL, or by its name in the settings, which a file or the environment has.
+
+    Of a directory, None: nothing is known of it but its format.
+
+    Raises:
+        ConfigurationError: There is no such tier.
+    """
     is_place = "://" in where or "/" in where or Path(where).exists()
-    return inventories.tier_at(where, settings_of(config) if config is not None or not is_place else None)
+    settings = settings_of(config) if config is not None or not is_place else None
+    if "://" in where:
+        with suppress(ConfigurationError):  # how much it may hold says nothing of what lies there
+            return tier_from(f"{where}{'&' if '?' in where else '?'}capacity=1EiB")
+        return tier_from(where)
+    if settings is None:
+        return None
+    named = {tier_name(tier): tier for tier in settings.tiers}
+    if where not in named:
+        there_are = f"no tier of that name is in the settings: there are {', '.join(named)}"
+        raise ConfigurationError(f"{where!r} is no directory, and {there_are}")
+    return named[where]
+
+
+async def shelves_in(inventory: Inventory, on_progress: OnProgress, *, no_salt: bytes) -> list[Shelf]:
+    """Count what lies there, by namespace; ``no_salt`` is what stands there for no tenant."""
+    counts: dict[Place, tuple[int, int, float]] = {}
+    async for some in inventory.found():
+        for each in some:
+            num_blocks, num_bytes, latest = counts.get(each.place, (0, 0, 0.0))
+            counts[each.place] = (
+                num_blocks + each.num_blocks, num_bytes + each.num_bytes, max(latest, each.written_at or 0.0),
+            )  # fmt: skip
+        on_progress(len(some))
+    now = time.time()
+    return [
+        Shelf(
+            place.fingerprint, place.epoch, place.shard,
+            "none" if no_salt.hex().startswith(place.salt) else place.salt,
+            num_blocks, num_bytes, max(0.0, now - latest) if latest else None,
+        )
+        for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
+        if place.epoch
+    ]  # fmt: skip
+
+
+def missing_of(inventory: Inventory) -> list[str]:
+    """Name the parts of a medium that are not there."""
+    return [str(path) for path in inventory.missing] if isinstance(inventory, DirectoryInventory) else []
+
+
+async def verify(
+    inventory: Inventory,
+    *,
+    fix: bool,
+    rate: int | None = None,
+    seal: "Seal | None" = None,
+    on_progress: OnProgress = lambda _: None,
+) -> InventoryReport:
+    """Read every record, and check every byte of it.
+
+    Args:
+        inventory: What to read.
+        fix: Delete what is broken; of several records in one object all of them.
+        rate: Bytes a second to read at most.
+        seal: Opens what is sealed.
+        on_progress: Told of what was read.
+    """
+    report = InventoryReport(missing=missing_of(inventory))
+    started, num_bytes = time.monotonic(), 0
+    async for some in inventory.found():
+        for each in some:
+            data = await inventory.read(each)
+            num_bytes += each.num_bytes
+            if rate is not None:
+                await asyncio.sleep(max(0.0, started + num_bytes / rate - time.monotonic()))
+            if data is not None:
+                why = _look_at(each, data, report, seal)
+                if why:
+                    report.broken.append(Broken(each.where, why))
+                if why and fix:
+                    await inventory.delete([each])
+                    report.num_fixed += 1
+            on_progress(1)
+    return report
+
+
+async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress) -> list[Found]:
+    """Return all that is wanted of what lies there."""
+    matches: list[Found] = []
+    async for some in inventory.found():
+        matches += [each for each in some if each.place.epoch and each.place.is_of(**vars(wanted))]
+        on_progress(len(some))
+    return matches
 
 
 def _on_medium(tier: TierSettings | None, digest: bytes) -> bytes:
@@ -167,7 +344,7 @@ def _on_medium(tier: TierSettings | None, digest: bytes) -> bytes:
 
 
 def _tell_missing(inventory: Inventory) -> None:
-    for name in inventories.missing_of(inventory):
+    for name in missing_of(inventory):
         err.print(f"[red]missing[/] {escape(name)}: what is there was not looked at", highlight=False)
 
 
@@ -196,3 +373,38 @@ def _progress(what: str, *, is_shown: bool) -> Iterator[OnProgress]:
 def _age(seconds: float) -> str:
     units = (("d", 86400), ("h", 3600), ("min", 60))
     return next((f"{seconds / each:.0f} {unit} ago" for unit, each in units if seconds >= each), f"{seconds:.0f} s ago")
+
+
+def _look_at(found: Found, data: bytes | bytearray, report: InventoryReport, seal: "Seal | None") -> str:
+    """Count the records of one place that are well; say what is wrong with the first that is not."""
+    if found.is_too_long:
+        return f"{found.num_bytes} bytes are no record: none has more than {MOST_FOUND_BYTES}"
+    num_left = found.num_blocks
+    for record in _records_of(data):
+        try:
+            key = key_in(record[:HEADER_BYTES]) if len(record) >= HEADER_BYTES else None
+            if key is not None and not found.is_named_by(key):
+                return "it is another block's record"
+            parse_record(record, seal=seal)
+            report.num_good += 1
+        except ConfigurationError:
+            report.num_sealed += 1
+        except (BlockCorruptError, LayoutMismatchError) as error:
+            return str(error)
+        num_left -= 1
+    return f"{num_left} of {found.num_blocks} records are missing" if num_left > 0 else ""
+
+
+def _records_of(data: bytes | bytearray) -> Iterator[memoryview]:
+    """Yield the records that lie one after another, as long as headers say how long they are; then what is left."""
+    left = memoryview(data)
+    while True:
+        header = left[:HEADER_BYTES]
+        if len(header) < HEADER_BYTES or key_in(header) is None:
+            yield left
+            return
+        length = HEADER_BYTES + payload_bytes_in(header)
+        yield left[:length]
+        left = left[length:]
+        if len(left) < HEADER_BYTES or not any(left[:HEADER_BYTES]):
+            return  # at the end, or padding
