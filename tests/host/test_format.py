@@ -1,11 +1,13 @@
 """What a server and its clients say to each other is written down: whoever changes it changes the version."""
 
 import dataclasses
+import difflib
 import typing
 from enum import Enum
 from pathlib import Path
 
 import msgspec
+import pytest
 
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS
@@ -63,5 +65,8 @@ def test_what_is_written_down_is_what_is_said() -> None:
     """Each message, call and value with its fields: no side takes another version for its own, or cannot read it."""
     unions = (protocol.Opening, protocol.Opened, protocol.Request, protocol.Reply)
     said = f"Version {wire.VERSION}\n\n" + "\n".join([*map(declared, unions), callable_by_clients(), passing()])
-    assert WRITTEN.read_text() == said, f"{WRITTEN.name} is to say, once the version has gone up:\n{said}"
+    written, new = WRITTEN.read_text().splitlines(), said.splitlines()
+    names = "tests/data/wire.txt", "what it is to say once the version has gone up"
+    if changed := list(difflib.unified_diff(written, new, *names, n=0, lineterm="")):
+        pytest.fail("\n".join(changed), pytrace=False)
     assert f"on a Unix socket. Version {wire.VERSION}." in PAGE.read_text()
