@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -133,8 +134,13 @@ class MooncakeBackend(Backend):
                 settings.protocol, settings.devices, f"{host}:{port}",
             )
         )  # fmt: skip
-        await asyncio.wait([joining], timeout=settings.timeout_s)
-        if not joining.done():
+        done: set[asyncio.Future[int]] = set()
+        try:
+            done, _ = await asyncio.wait([joining], timeout=settings.timeout_s)
+        finally:
+            if not done:  # late or cancelled: it goes on, and nobody else knows of it
+                joining.add_done_callback(partial(self._leave, store))
+        if not done:
             raise BackendUnavailableError(f"Mooncake at {host}:{port} was not joined within {settings.timeout_s} s")
         if code := joining.result():
             raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: its client says {code}")
@@ -223,6 +229,12 @@ class MooncakeBackend(Backend):
         store, self._store = self._store, None
         if store is not None and not self._running:
             await self._threads.run(store.close)  # 12 s where the master is gone
+
+    def _leave(self, store: MooncakeDistributedStore, joining: "asyncio.Future[int]") -> None:
+        """Leave what was joined too late, and take the memory out of it: opening again gives as much anew."""
+        if not joining.cancelled() and joining.exception() is None and joining.result() == 0:
+            leaving = asyncio.ensure_future(self._threads.run(store.close))
+            leaving.add_done_callback(asyncio.Future.exception)  # nobody is left to hear of it
 
     def _check_open(self) -> MooncakeDistributedStore:
         if self._store is None:

@@ -1,6 +1,7 @@
 import asyncio
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from urllib.parse import urlsplit
 import numpy as np
 import pytest
 
+from tests.support.caches import until
 from tiered_kv.media.backend import Block, Outcome, RecordShape
 from tiered_kv.media.record import verify
 from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_backend, open_context
@@ -221,6 +223,50 @@ async def test_what_the_client_says_of_joining_is_the_reason(monkeypatch: pytest
         settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{mute.getsockname()[1]}")
         with pytest.raises(BackendUnavailableError, match="its client says ImportError: no such client"):
             await MooncakeBackend(settings).open(context)
+
+
+class SlowStore:
+    """A client that joins when a test lets it.
+
+    Attributes:
+        joining: Those that were told to join, or have.
+        may_join: For all of them.
+    """
+
+    joining: list["SlowStore"]
+    may_join: threading.Event
+
+    def setup(self, *_: object) -> int:
+        """Join."""
+        self.joining.append(self)
+        self.may_join.wait()
+        return 0
+
+    def close(self) -> None:
+        """Leave."""
+        self.joining.remove(self)
+
+
+@pytest.mark.parametrize("how", ["late", "cancelled"])
+async def test_what_is_joined_too_late_is_left(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tier that is not required is opened again and again: the memory that each try gives is taken back."""
+    monkeypatch.setattr(SlowStore, "joining", [], raising=False)
+    monkeypatch.setattr(SlowStore, "may_join", threading.Event(), raising=False)
+    monkeypatch.setattr(mooncake, "MooncakeDistributedStore", SlowStore)
+    monkeypatch.setattr(mooncake, "_join_elsewhere", lambda *_: "0")
+    with socket.create_server(("127.0.0.1", 0)) as master, open_context() as context:
+        url = f"mooncake://127.0.0.1:{master.getsockname()[1]}"
+        backend = MooncakeBackend({"url": url, "timeout_s": 0.2 if how == "late" else 60.0, "num_threads": 1})
+        for number in range(1, 4):
+            opening = asyncio.ensure_future(backend.open(context))
+            await until(lambda number=number: len(SlowStore.joining) == number)  # type: ignore[misc]  # each its own
+            if how == "cancelled":
+                opening.cancel()
+            await asyncio.wait([opening])
+            assert opening.cancelled() or isinstance(opening.exception(), BackendUnavailableError)
+        SlowStore.may_join.set()
+        await until(lambda: not SlowStore.joining)
+        await backend.aclose()
 
 
 async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
