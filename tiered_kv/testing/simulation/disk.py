@@ -43,6 +43,7 @@ class DiskFaults:
         short: Of a read or write, only a part is moved.
         stall: It takes seconds.
         hang: It does not return before something else is wrong with the disk, or nothing.
+        takes_no_note: What a directory is to say of itself cannot be written: the call raises EIO.
         once: The how many'th call from now on raises EIO; 0 is none.
         num_once: How many do so from that one on; none after them.
         latency_s: What each call takes.
@@ -54,11 +55,17 @@ class DiskFaults:
     short: float = 0.0
     stall: float = 0.0
     hang: float = 0.0
+    takes_no_note: bool = False
     once: int = 0
     num_once: int = 1
     latency_s: float = 1e-4
     extra_s: Mapping[str, float] = field(default_factory=dict)
     bytes_per_s: float = 1e9
+
+    @property
+    def are_any(self) -> bool:
+        """Whether any call may fail or be late."""
+        return any((self.error, self.short, self.stall, self.hang, self.once))
 
 
 @dataclass(eq=False)
@@ -555,6 +562,8 @@ class SimulatedFiles(Files):
                 each.disk.unentered.setdefault(slot, name if each.disk.entered.get(slot) == name else b"")
         lent = list(map(bytes, buffers))
         each.disk.spend(wanted, each.name)
+        if each.disk.faults.takes_no_note and each.name == "member":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
         check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
         left = each.disk.part(wanted)
         moved = 0

@@ -1,10 +1,13 @@
 """Engines whose workers are other processes: they plan, lose plans, cancel them, and their workers die."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tiered_kv.cache.planner import Planner
 from tiered_kv.cache.worker import Worker
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, span
@@ -36,20 +39,31 @@ class Planning:
 
     async def one(self, numbers: tuple[int, int, int, int]) -> None:
         """Plan one load or store."""
-        requests = self._requests
-        if self._worker is None or self._worker.is_dead:
-            self._start_worker()
-        region = requests.memory.take()
-        if region is None:
+        memory = self._requests.memory
+        self.with_worker()
+        if (region := memory.take()) is None:
             return
         try:
-            await self._job(region, numbers)
+            with self.unless_ended():
+                await self._job(region, numbers)
+        finally:
+            memory.give(region)
+
+    def with_worker(self) -> Planner:
+        """Return the planner, which has a worker, if only for a moment."""
+        if self._worker is None or self._worker.is_dead:
+            self._start_worker()
+        return self._planner
+
+    @contextmanager
+    def unless_ended(self) -> Iterator[None]:
+        """Pass over what is raised as the worker or the cache has ended."""
+        try:
+            yield
         except (ConfigurationError, ClosedError) as error:
             is_known = isinstance(error, ClosedError) or "worker" in str(error)
-            if not requests.ending and not (is_known and (self._worker is None or self._worker.is_dead)):
+            if not self._requests.ending and not (is_known and (self._worker is None or self._worker.is_dead)):
                 raise
-        finally:
-            requests.memory.give(region)
 
     async def _job(self, region: int, numbers: tuple[int, int, int, int]) -> None:
         requests, known = self._requests, self._requests.world.known

@@ -87,11 +87,11 @@ class Keeping(Requester):
         world, since, sync = self.world, self.world.known.moment(), numbers[3] % 2 == 0
         started, was_wrong, is_told = self.now, world.may_be_wrong, self._media_listen()
         settling = list(self._settling)
-        await self.within(limit_s, "flush", self.kv.flush(sync=sync))
+        is_all = await self.within(limit_s, "flush", self.kv.flush(sync=sync))
         await self._see_settled(settling)
         if sync and self.shape.is_owned and is_told():
             world.trouble.since_told = False
-            world.known.told(started)
+            world.known.told(started, is_synced=is_all)
         if not was_wrong and not world.may_be_wrong and self.keeps_all():
             why = "synced" if sync else "flushed"
             world.known.keep(world.known.all_names(), since, why, num_uses=self.shape.admit_after)

@@ -46,9 +46,11 @@ class _Block:
         gone_at: When it had gone for good, if nothing stored it since.
         gone_why: By which call.
         is_gone_weakly: A restart may bring it back: the medium could not be told.
+        is_gone_synced: Nor does a loss of power bring it back: media were told, and have synced that.
         is_whole: The last store of it said that it was kept, and no call took it away meanwhile.
         is_taken: A call took it away while it was being stored, or a store beside it that it may count on kept nothing.
-        is_apart: A tier may lack it that another has: what a store finds there it writes nowhere else.
+        is_apart: A tier may lack it that another has.
+        is_sent: The stores of it that are under way send below what a tier lacks: none lost it since they began.
         is_doubtful: It may be in memory only, or lost, as media failed when it was stored or after that.
         is_damaged: A bit of it was changed on a disk, where an older copy may come back.
         kept: It was promised to survive the end of the process.
@@ -64,9 +66,11 @@ class _Block:
     gone_at: float = math.inf
     gone_why: str = ""
     is_gone_weakly: bool = False
+    is_gone_synced: bool = False
     is_whole: bool = False
     is_taken: bool = False
     is_apart: bool = False
+    is_sent: bool = False
     is_doubtful: bool = False
     is_damaged: bool = False
     kept: str = ""
@@ -110,7 +114,9 @@ def names_of(keys: BlockKeys, weights: str) -> list[Name]:
 class Known:
     """What could be there, in all processes of one cache's media."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, sends_below: bool = False) -> None:
+        """Know nothing yet; ``sends_below`` says that each tier gets what it lacks of what is stored again."""
+        self._sends_below = sends_below
         self._blocks: dict[Name, _Block] = {}
         self._moment = 0
         self._num_uses = 0
@@ -126,7 +132,8 @@ class Known:
     def store_begins(self, names: Sequence[Name], now: float, *, is_computed: bool = True) -> None:
         """Blocks are being stored: they may be served from now on, or from when they are `computed`."""
         for block in map(self._of, names):
-            block.is_taken &= block.num_storing > 0
+            if not block.num_storing:
+                block.is_taken, block.is_sent = False, self._sends_below
             block.num_storing += 1
             block.is_whole = False
             block.used = now
@@ -136,7 +143,8 @@ class Known:
     def computed(self, names: Sequence[Name]) -> None:
         """What is being stored of these blocks is there to be copied: from now on they may be served."""
         for block in map(self._of, names):
-            block.gone_at, block.gone_why, block.is_gone_weakly = math.inf, "", False
+            block.gone_at, block.gone_why = math.inf, ""
+            block.is_gone_weakly = block.is_gone_synced = False
             block.stored_at = self.moment()
 
     def store_ends(
@@ -151,6 +159,7 @@ class Known:
             block.is_whole = is_whole and not block.is_taken
             block.is_taken |= block.num_storing > 0 and not is_whole
             block.is_doubtful |= may_be_lost
+            block.is_apart &= not (block.is_whole and block.is_sent)
             if not block.is_whole:
                 block.kept, block.is_in_memory = "", False
             block.used = now
@@ -183,6 +192,7 @@ class Known:
             block.is_taken = block.num_storing > 0
             if not block.num_storing and block.stored_at < since:
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, why, weakly
+                block.is_gone_synced = False
                 block.is_apart = block.is_doubtful = False
             block.num_uses = block.last_use = 0
 
@@ -190,12 +200,12 @@ class Known:
         """Some tier may have lost these, and not every one: nothing is promised of them before all have."""
         for block in map(self._of, names):
             block.kept, block.is_in_memory = "", False
-            block.is_apart = True
+            block.is_apart, block.is_sent = True, False
 
     def taken_from_memory(self, names: Iterable[Name]) -> None:
         """A memory tier has lost these: what is promised of those below is promised on."""
         for block in map(self._of, names):
-            block.is_in_memory = False
+            block.is_in_memory, block.is_sent = False, False
             block.is_apart |= not block.kept
 
     def _use(self, block: _Block) -> None:
@@ -271,7 +281,7 @@ class Known:
             if block.num_storing:
                 block.num_storing = 0
                 block.is_whole = False
-            if block.is_gone and (block.is_gone_weakly or lost_power):
+            if block.is_gone and (block.is_gone_weakly or (lost_power and not block.is_gone_synced)):
                 block.gone_at = math.inf
             if lost_power and block.kept != "synced":
                 block.kept = ""
@@ -281,6 +291,12 @@ class Known:
         self.forget_kept()
         for block in self._blocks.values():
             block.is_gone_weakly, block.is_doubtful = block.is_gone, True
+            block.is_gone_synced = False
+
+    def may_be_back(self) -> None:
+        """What had gone may be found by who begins now: its media have not heard of that."""
+        for block in self._blocks.values():
+            block.gone_at = math.inf
 
     def expire(self, idle_s: float, now: float, *, weakly: bool) -> None:
         """What nobody asked for in so long is too old to be served."""
@@ -288,11 +304,14 @@ class Known:
             if not block.num_storing and block.used < now - idle_s and not block.is_gone:
                 block.kept = ""
                 block.gone_at, block.gone_why, block.is_gone_weakly = now, "expired", weakly
+                block.is_gone_synced = False
 
-    def told(self, before: float) -> None:
-        """The media have been told of all that had gone before: no restart brings it back."""
+    def told(self, before: float, *, is_synced: bool = False) -> None:
+        """The media have been told of all that had gone before: no restart brings it back, or no loss of power."""
         for block in self._blocks.values():
-            block.is_gone_weakly &= block.gone_at >= before
+            if block.gone_at < before:
+                block.is_gone_weakly = False
+                block.is_gone_synced |= is_synced
 
     def ask(self, names: Sequence[Name]) -> Asked:
         """Note what must not be found from now on."""

@@ -73,6 +73,11 @@ class Requester:
         world.bury(self.kv, self)
 
     @property
+    def has_opened(self) -> bool:
+        """Whether its cache was ever open."""
+        return self._opened_at > 0
+
+    @property
     def now(self) -> float:
         """Virtual seconds."""
         return self.world.turns.now
@@ -105,7 +110,7 @@ class Requester:
         is_short = self.shape.writes_back and not self.shape.keeps_in_memory
         return self.world.may_be_wrong or (is_short and not is_told)
 
-    def _keeps_in_memory(self) -> bool:
+    def keeps_in_memory(self) -> bool:
         """Whether the CPU tier has room for whatever is stored."""
         return self.shape.keeps_in_memory and "cpu" not in self._small and not self.world.has_flooded
 

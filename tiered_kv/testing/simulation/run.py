@@ -14,6 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
+from tiered_kv.testing.simulation import directories
+from tiered_kv.testing.simulation.disk import SimulatedDisk
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
@@ -110,10 +112,10 @@ def _interrupted_later() -> Iterator[None]:
 def _direct(world: World, theme: Scene) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
-    weights = WEIGHTS[0]
-    for life in range(_MOST_LIVES):
+    weights, last = WEIGHTS[0], set[SimulatedDisk]()
+    for life in range(directories.MOST_LIVES if shape.changes_disks else _MOST_LIVES):
         if life:
-            shape = _changed(world, shape)
+            world.shape = shape = _changed(world, shape)
         ends: list[End] = []
         memory, name = Memory(), f"engine {life + 1}"
         requests: list[Requests] = []
@@ -132,6 +134,8 @@ def _direct(world: World, theme: Scene) -> None:
             ends.append(await requests[0].serve(tape.pick("plan", (3, 1, 2, 5))))
 
         world.die_at = None
+        if shape.changes_disks:
+            directories.begin(world, last)
         world.tell(f"{name} begins: {shape}")
         process, was_over = world.start_process(name, main), False
         while not turns.wait(
@@ -147,6 +151,7 @@ def _direct(world: World, theme: Scene) -> None:
         _end(world, process)
         if requests:
             weights = requests[0].weights
+            last = directories.knowing(world) if requests[0].has_opened else last
         if world.is_over:
             return
 
@@ -180,6 +185,8 @@ def _is_to_die(world: World) -> bool:
 def _changed(world: World, shape: Shape) -> Shape:
     """Return the settings of the next life: mostly the same."""
     tape = world.tape
+    if shape.changes_disks:
+        shape = directories.others_in_use(world, shape)
     if tape.chance("plan", 0.3):
         world.known.forget_kept()
         return replace(

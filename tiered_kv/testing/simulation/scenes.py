@@ -6,12 +6,21 @@ what has left the books of a tier while its medium was not told, and waits that 
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
+from tiered_kv.testing.simulation.directories import NUM_DISKS, live_on_directories
 from tiered_kv.testing.simulation.engine import PROMPTS, fresh, span
+from tiered_kv.testing.simulation.hand_plans import (
+    answer_by_keys,
+    leave_to_each_other,
+    load_around_workers,
+    store_again_while_written,
+    store_what_a_tier_lacks,
+)
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.meetings import (
     NEARLY_LATE_S,
@@ -515,7 +524,25 @@ PLANNERS: Final[tuple[Scene, Callable[[Shape], bool]]] = (
     lambda shape: shape.codec == "none" and shape.has("cpu"),
 )
 """Drawn apart as well."""
-_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS, PLANNERS)
+_HANDED: Final = 0.06
+HANDS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+    (answer_by_keys, lambda shape: shape.has("cpu") and shape.codec == "none"),
+    (leave_to_each_other, lambda shape: shape.keeps_in_memory and shape.codec == "none"),
+    (
+        load_around_workers,
+        lambda shape: shape.keeps_all and shape.keeps_in_memory and shape.has("nvme") and not shape.has("gpu"),
+    ),
+    (store_what_a_tier_lacks, lambda shape: shape.keeps_all and shape.has("cpu")),
+    (store_again_while_written, lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1),
+)
+"""Of a scheduler that copies itself, and of what it stores again; drawn apart as well."""
+_APART: Final = 0.06
+DIRECTORIES: Final[tuple[Scene, Callable[[Shape], bool]]] = (
+    live_on_directories,
+    lambda shape: shape.has("nvme") and shape.is_owned and shape.ttl_s is None,
+)
+"""Drawn apart as well."""
+_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS, PLANNERS, *HANDS, DIRECTORIES)
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
@@ -538,6 +565,10 @@ def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
         theme = RANKS[0]
     if HAS_HOST and tape.chance("planners", _PLANNED):
         theme = PLANNERS[0]
+    if tape.chance("hands", _HANDED):
+        theme = tape.pick("hands", [scene for scene, _ in HANDS])
+    if tape.chance("disks", _APART):
+        theme = DIRECTORIES[0]
     if is_scrubbed := tape.chance("scrubs", _SCRUBBED):
         theme = tape.pick("scrubs", (*(scene for scene, _ in SCRUBS), theme))
     for _ in range(_MOST_DRAWN):
@@ -546,6 +577,8 @@ def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
             break
     else:
         theme = nothing
+    if theme is DIRECTORIES[0]:
+        shape = replace(shape, num_disks=2 + tape.draw("disks", NUM_DISKS - 1), changes_disks=True)
     return theme, scrubbed(shape, tape) if is_scrubbed else shape
 
 

@@ -34,6 +34,8 @@ class Shape:
     is_paced: bool = False
     """Whether reads of the store are held to a few blocks a second."""
     num_disks: int = 1
+    changes_disks: bool = False
+    """Whether each life may be on other directories than the one before."""
     wear: int | None = None
     """Bytes that may be written to the store in an hour."""
     queue_bytes: int = 1 << 30

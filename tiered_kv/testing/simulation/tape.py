@@ -9,9 +9,19 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners"]
+Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks"]
 """What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
-TRACKS: Final[tuple[Track, ...]] = ("plan", "turns", "faults", "clients", "scrubs", "ranks", "planners")
+TRACKS: Final[tuple[Track, ...]] = (
+    "plan",
+    "turns",
+    "faults",
+    "clients",
+    "scrubs",
+    "ranks",
+    "planners",
+    "hands",
+    "disks",
+)
 Numbers = Mapping[Track, Sequence[int]]
 
 

@@ -211,7 +211,7 @@ class Transferring(Requester):
         if queued > most_queued:
             raise WrongAnswer("limit", f"{queued} bytes wait to be written, {most_queued} at most")
         self._check_store(result, len(keys), self.now - started, in_pool=in_pool)
-        if self._keeps_in_memory() and num_removals == self.num_removals and not self.world.may_be_late:
+        if self.keeps_in_memory() and num_removals == self.num_removals and not self.world.may_be_late:
             known.remember(names)
         if numbers[2] % 3 == 0:
             settled = await self.within(LONGEST_S, "settled()", awaited(result.settled))

@@ -269,9 +269,13 @@ class Requests(Asking, Keeping):
         """Have a worker load or store what is planned here."""
         if "cpu" not in self.shape.chain:
             return
+        await self.planning().one(numbers)
+
+    def planning(self) -> Planning:
+        """Return the planner of this cache, of which there is one."""
         if self._planning is None:
             self._planning = Planning(self)
-        await self._planning.one(numbers)
+        return self._planning
 
     async def _wait(self, numbers: Numbers) -> None:
         await asyncio.sleep((0.001, 0.05, 0.7, 2.0, 15.0)[numbers[3] % 5])

@@ -115,6 +115,8 @@ class World:
         told: Why tiers have failed, as caches said: how often by what, in a word.
         has_neighbour: Whether another engine has ever shared the store: what one evicts the other may store again.
         has_flooded: Whether more blocks were stored than media have room for: others may have gone for them.
+        sound: Those disks of the process that goes on which have never been at fault since it began.
+        mute: Those that could not always say of themselves what they were to say.
         gpu_s: What a copy of a GPU takes, now and then.
         slow_copies: How many take that.
     """
@@ -126,7 +128,7 @@ class World:
         self.turns = Turns(tape, pct_depth=depth)
         self.files = SimulatedFiles(self.turns, tape)
         self.system = SimulatedSystem(self.turns, tape, self.files)
-        self.known = Known()
+        self.known = Known(sends_below=shape.is_owned)
         self.known_of_ranks = Known()
         self.trouble = Trouble()
         self.shape = shape
@@ -143,7 +145,8 @@ class World:
         self.slow_copies = 0.2
         self.most_steps = num_steps
         self.failures: list[BaseException] = []
-        self.disks = [self._disk(f"/sim/disk{n}") for n in range(2)]
+        self.disks = [self._disk(f"/sim/disk{n}") for n in range(3 if shape.changes_disks else 2)]
+        self.sound, self.mute = set(self.disks), set[SimulatedDisk]()
         self.store = SharedStore(self.shape.store_bytes, tape, self.turns)
         self.other = SharedStore(1 << 30, tape, self.turns)
         self.other.faults = StoreFaults(lookup_s=tape.pick("plan", (0.002, 0.2, 0.4)), latency_s=0.3, most_calls=2)
@@ -255,6 +258,23 @@ class World:
         self._is_in_trouble()
         return f"{kind} {odds}"
 
+    def fail_disk(self, disk: SimulatedDisk, kind: str) -> None:
+        """Have a disk be away, or fail often, in one of the ways in which disks do."""
+        if kind == "disk is away":
+            disk.gone = errno.ENODEV
+        else:
+            _, what, share = _RATES[kind]
+            setattr(disk.faults, what, 0.6 * share)
+        self._is_in_trouble()
+        self.tell(f"trouble: {disk.path}, {kind}")
+
+    def mute_disk(self, disk: SimulatedDisk) -> None:
+        """Have a disk take what a directory holds, and not what it is to say of itself."""
+        disk.faults.takes_no_note = True
+        self.mute.add(disk)
+        self._is_in_trouble()
+        self.tell(f"trouble: {disk.path} takes no note")
+
     def fail_once(self, number: int, at: int, num_calls: int = 1) -> None:
         """Have the ``at``'th call of a disk from now on fail, and perhaps some after it, and no others."""
         disk = self.disks[number % self.shape.num_disks]
@@ -278,8 +298,12 @@ class World:
         self.tell("trouble: all calls stall")
 
     def _is_in_trouble(self) -> None:
+        self._see_sound()
         self.known.trouble_begins()
         self.trouble.is_on = self.trouble.since_told = True
+
+    def _see_sound(self) -> None:
+        self.sound = {disk for disk in self.sound if not (disk.gone or disk.faults.are_any)}
 
     @property
     def is_slow(self) -> bool:
@@ -330,6 +354,7 @@ class World:
         self.trouble.ended = self.turns.now
 
     def _mend(self) -> None:
+        self._see_sound()
         for disk in self.disks:
             disk.faults = DiskFaults()
             if disk.gone:

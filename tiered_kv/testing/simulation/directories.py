@@ -1,0 +1,95 @@
+"""Lives on several directories: of which some are added, taken out, used apart, away at a start, or take no note.
+
+What was evicted comes back with none of them, wherever a life is cut short; but with one that is opened without any of
+those that were in use meanwhile, as that cannot know of it.
+"""
+
+import asyncio
+from collections.abc import Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final
+
+from tiered_kv.testing.simulation.disk import SimulatedDisk
+from tiered_kv.testing.simulation.meetings import evict, store
+from tiered_kv.testing.simulation.shapes import Shape
+from tiered_kv.testing.simulation.world import World
+
+if TYPE_CHECKING:
+    from tiered_kv.testing.simulation.requester import Numbers
+    from tiered_kv.testing.simulation.workload import Requests
+
+NUM_DISKS: Final = 3
+MOST_LIVES: Final = 12
+_FAILS_AT_A_START: Final = 0.3
+_DIES_AT_A_START: Final = 0.25
+_LOSES_POWER: Final = 0.3
+_TURNS_OF_A_START: Final = 1500
+_WAYS_TO_FAIL: Final = ("disk is away", "errors", "disk hangs")
+_TAKES_NO_NOTE: Final = 0.3
+_NOTICED_S: Final = (0.0, 0.3, 3.0, 8.0)
+
+
+def others_in_use(world: World, shape: Shape) -> Shape:
+    """Return the same tiers on other directories, or in another order."""
+    tape = world.tape
+    if tape.chance("disks", 0.6):
+        world.disks.insert(0, world.disks.pop(tape.draw("disks", NUM_DISKS)))
+        shape = replace(shape, num_disks=1 + tape.draw("disks", NUM_DISKS))
+    world.known.forget_kept()
+    return shape
+
+
+def begin(world: World, last: Collection[SimulatedDisk]) -> None:
+    """Have a life begin on these directories, perhaps badly; ``last`` were in use at the end of the one before."""
+    tape, in_use = world.tape, world.disks[: world.shape.num_disks]
+    world.sound, world.mute = set(in_use), set()
+    world.tell(f"on {[str(disk.path) for disk in in_use]}")
+    if len(in_use) > 1 and tape.chance("disks", _FAILS_AT_A_START):
+        _fail(world, tape.draw("disks", len(in_use)))
+    elif tape.chance("disks", _FAILS_AT_A_START):
+        _mute_some(world)
+    if tape.chance("disks", _DIES_AT_A_START):
+        world.trouble.lost_power = tape.chance("disks", _LOSES_POWER)
+        world.die_at = world.turns.num_turns + 1 + tape.draw("disks", _TURNS_OF_A_START)
+    if world.sound.isdisjoint(last):
+        world.known.may_be_back()
+
+
+def _fail(world: World, number: int) -> None:
+    """Have one of the directories fail in some way, and perhaps others take no note of it."""
+    in_use = world.disks[: world.shape.num_disks]
+    world.fail_disk(in_use[number % len(in_use)], world.tape.pick("disks", _WAYS_TO_FAIL))
+    _mute_some(world)
+
+
+def _mute_some(world: World) -> None:
+    """Have some of the directories not say any more of themselves what they are to say."""
+    for disk in world.disks[: world.shape.num_disks]:
+        if world.tape.chance("disks", _TAKES_NO_NOTE):
+            world.mute_disk(disk)
+
+
+def knowing(world: World) -> set[SimulatedDisk]:
+    """Return the directories that know what has gone in the life that has ended; where none could be told, all."""
+    return world.sound - world.mute or world.sound
+
+
+async def live_on_directories(requests: "Requests", numbers: "Numbers") -> None:
+    """Blocks are evicted while one directory is away; then the next life begins, on these or others."""
+    world = requests.world
+    for prompt in range(1 + numbers[0] % 4):
+        await store(requests, (numbers[0] + prompt, *numbers[1:]))
+    await requests.do("flush", (0, 0, 0, numbers[1]))
+    if numbers[1] % 3:
+        _fail(world, numbers[2])
+        await asyncio.sleep(_NOTICED_S[numbers[3] % 4])
+        await store(requests, (numbers[0] + numbers[3] % 4, *numbers[1:]))  # which tells who fails
+    for prompt in range(numbers[2] % 4):
+        await evict(requests, (numbers[0] + prompt, *numbers[1:]))
+    if numbers[1] >> 2 & 1:
+        world.end_trouble()
+        await asyncio.sleep(_NOTICED_S[numbers[3] >> 2 & 3])
+    if numbers[1] >> 3 & 1:
+        await requests.do("flush", (0, 0, 0, 0))
+    how = ("die", "die", "reopen", "power")[numbers[3] >> 4 & 3]
+    await requests.do(how, (0, 0, 0, numbers[3] >> 6 & 31))
