@@ -10,7 +10,7 @@ from tiered_kv.cache.hinted import Favours
 from tiered_kv.replay.simulated_chain import SimulatedChain
 from tiered_kv.traces import Request, Trace, names_of
 from tiered_kv.values.hints import ReuseHint
-from tiered_kv.values.keys import Names
+from tiered_kv.values.keys import Names, rows_of
 from tiered_kv.values.results import num_found
 
 HintsAre = Literal["none", "right", "random"]
@@ -51,7 +51,7 @@ class SimulatedHints:
             at_s, _, names = heapq.heappop(self._due)
             self._chain.go_on(at_s)
             self._bring(at_s, names)
-        self._favours.use(_SESSION, _named(names_of(request.ids)), now_s=request.at_s)
+        self._favours.use(_SESSION, rows_of(names_of(request.ids)), now_s=request.at_s)
 
     def after(self, number: int, request: Request) -> None:
         """Hint at when the session of a request that was served will be back."""
@@ -71,10 +71,6 @@ class SimulatedHints:
         found = names[: num_found(self._chain.located(names))]
         memory = self._chain.memory[0]
         missing = found[~memory.index.ready(found)]
-        num_taken = self._favours.take(_SESSION, _named(missing), now_s=at_s, for_s=_FAVOURED_S)
+        num_taken = self._favours.take(_SESSION, rows_of(missing), now_s=at_s, for_s=_FAVOURED_S)
         if num_taken:
             memory.promoted += memory.add(np.ascontiguousarray(missing[:num_taken]))
-
-
-def _named(names: Names) -> list[bytes]:
-    return [each.tobytes() for each in names]

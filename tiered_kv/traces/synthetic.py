@@ -5,8 +5,8 @@ They state a kind of traffic in its simplest form. What holds on them need not h
 
 import heapq
 import math
-from collections.abc import Callable, Mapping
-from itertools import accumulate, count
+from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate, count, islice
 from random import Random
 from typing import Final
 
@@ -30,14 +30,14 @@ def zipf_prompts(
         exponent: The prompt of rank r is chosen as often as ``r ** -exponent``.
         per_s: Requests a second, independent of each other.
     """
-    chance, blocks = Random(seed), _Blocks()
-    prompts = [blocks.new(_length(chance, 8)) for _ in range(num_prompts)]
+    chance, blocks = Random(seed), count()
+    prompts = [_new(blocks, _length(chance, 8)) for _ in range(num_prompts)]
     weights = list(accumulate((rank + 1) ** -exponent for rank in range(num_prompts)))
     requests, at_s = [], 0.0
     for _ in range(num_requests):
         at_s += chance.expovariate(per_s)
         (prompt,) = chance.choices(prompts, cum_weights=weights)
-        requests.append(_request(at_s, [*prompt, *blocks.new(_length(chance, 2))], chance))
+        requests.append(_request(at_s, [*prompt, *_new(blocks, _length(chance, 2))], chance))
     return Trace("synthetic:zipf", requests, _TOKENS)
 
 
@@ -53,8 +53,8 @@ def chat(
         think_s: Half of the turns come sooner after the one before, half later: lognormal, with a sigma of 1.
         per_s: Requests a second, on average.
     """
-    chance, blocks, sessions = Random(seed), _Blocks(), count()
-    systems = [blocks.new(_length(chance, 4)) for _ in range(10)]
+    chance, blocks, sessions = Random(seed), count(), count()
+    systems = [_new(blocks, _length(chance, 4)) for _ in range(10)]
     due: list[tuple[float, int, int, list[int]]] = []
     requests: list[Request] = []
     begins_s = 0.0
@@ -64,10 +64,10 @@ def chat(
             heapq.heappush(due, (begins_s, next(sessions), 1, system))
             begins_s += chance.expovariate(per_s / mean_turns)
         at_s, session, turn, history = heapq.heappop(due)
-        prompt = [*history, *blocks.new(_length(chance, 3 if turn == 1 else 1))]
+        prompt = [*history, *_new(blocks, _length(chance, 3 if turn == 1 else 1))]
         requests.append(_request(at_s, prompt, chance, session, turn, "chat"))
         if chance.random() < 1 - 1 / mean_turns:
-            answer = blocks.new(_length(chance, 1))
+            answer = _new(blocks, _length(chance, 1))
             think = chance.lognormvariate(math.log(think_s), 1.0)
             heapq.heappush(due, (at_s + think, session, turn + 1, prompt + answer))
     return Trace("synthetic:chat", requests, _TOKENS)
@@ -85,11 +85,11 @@ def agents(
         mean_steps: Of a session. Every twentieth waits for a human, for ten minutes or so.
         tool_s: How long a tool takes in the middle: lognormal, with a sigma of 1.
     """
-    chance, blocks, sessions = Random(seed), _Blocks(), count()
-    tools = [blocks.new(12 + 4 * kind) for kind in range(3)]
+    chance, blocks, sessions = Random(seed), count(), count()
+    tools = [_new(blocks, 12 + 4 * kind) for kind in range(3)]
 
     def begin(at_s: float) -> tuple[float, int, int, list[int]]:
-        return at_s, next(sessions), 1, [*chance.choice(tools), *blocks.new(_length(chance, 4))]
+        return at_s, next(sessions), 1, [*chance.choice(tools), *_new(blocks, _length(chance, 4))]
 
     due = [begin(chance.uniform(0.0, 60.0)) for _ in range(num_agents)]
     heapq.heapify(due)
@@ -101,7 +101,7 @@ def agents(
             heapq.heappush(due, begin(at_s + chance.expovariate(1 / 30.0)))
             continue
         waits_s = chance.lognormvariate(math.log(600.0 if chance.random() < 0.05 else tool_s), 1.0)
-        heapq.heappush(due, (at_s + waits_s, session, step + 1, prompt + blocks.new(_length(chance, 1))))
+        heapq.heappush(due, (at_s + waits_s, session, step + 1, prompt + _new(blocks, _length(chance, 1))))
     return Trace("synthetic:agents", requests, _TOKENS)
 
 
@@ -122,14 +122,14 @@ def api_batches(
         mean_batch: Requests of one batch, which come within a second or two.
         every_s: From the beginning of one batch to the next, on average.
     """
-    chance, blocks, batches = Random(seed), _Blocks(), count()
-    templates = [blocks.new(1 + _length(chance, 16)) for _ in range(num_templates)]
+    chance, blocks, batches = Random(seed), count(), count()
+    templates = [_new(blocks, 1 + _length(chance, 16)) for _ in range(num_templates)]
     requests: list[Request] = []
     begins_s = 0.0
     while len(requests) < num_requests:
         batch, template = next(batches), chance.choice(templates)
         for _ in range(min(num_requests - len(requests), 1 + int(chance.expovariate(1 / mean_batch)))):
-            document = blocks.new(_length(chance, 6))
+            document = _new(blocks, _length(chance, 6))
             requests.append(
                 _request(begins_s + chance.uniform(0.0, 2.0), [*template, *document], chance, batch, 1, "batch")
             )
@@ -149,10 +149,10 @@ def timers(
         period_s: From one turn to the next.
         jitter: Standard deviation of that, as a part of it.
     """
-    chance, blocks, sessions = Random(seed), _Blocks(), count()
+    chance, blocks, sessions = Random(seed), count(), count()
 
     def begin(at_s: float) -> tuple[float, int, int, list[int]]:
-        return at_s, next(sessions), 1, blocks.new(_length(chance, 8))
+        return at_s, next(sessions), 1, _new(blocks, _length(chance, 8))
 
     due = [begin(chance.uniform(0.0, period_s)) for _ in range(num_sessions)]
     heapq.heapify(due)
@@ -161,7 +161,7 @@ def timers(
         at_s, session, turn, prompt = heapq.heappop(due)
         requests.append(_request(at_s, prompt, chance, session, turn, "timer"))
         at_s += max(0.1, chance.gauss(period_s, jitter * period_s))
-        heapq.heappush(due, begin(at_s) if len(prompt) > 100 else (at_s, session, turn + 1, prompt + blocks.new(1)))
+        heapq.heappush(due, begin(at_s) if len(prompt) > 100 else (at_s, session, turn + 1, prompt + _new(blocks, 1)))
     return Trace("synthetic:timers", requests, _TOKENS)
 
 
@@ -174,8 +174,8 @@ def rounds(*, seed: int = 0, num_requests: int = 8_000, num_documents: int = 500
             conversation that goes on soon if it does.
         num_documents: That are read round and round.
     """
-    chance, blocks = Random(seed), _Blocks()
-    documents = [blocks.new(16) for _ in range(num_documents)]
+    chance, blocks = Random(seed), count()
+    documents = [_new(blocks, 16) for _ in range(num_documents)]
     prompts: list[list[int]] = []
     open_ones: list[list[int]] = []
     for number in range(num_requests):
@@ -183,11 +183,11 @@ def rounds(*, seed: int = 0, num_requests: int = 8_000, num_documents: int = 500
         if kind < 0.4:
             prompts.append(documents[number * 2 // 5 % num_documents])
         elif kind < 0.6:
-            prompts.append(blocks.new(_length(chance, 20)))
+            prompts.append(_new(blocks, _length(chance, 20)))
         else:
             goes_on = open_ones and chance.random() < 0.75
-            before = open_ones.pop(-1 - _recent(chance, len(open_ones), 40)) if goes_on else blocks.new(8)
-            open_ones.append(before + blocks.new(1))
+            before = open_ones.pop(-1 - _recent(chance, len(open_ones), 40)) if goes_on else _new(blocks, 8)
+            open_ones.append(before + _new(blocks, 1))
             prompts.append(open_ones[-1])
     return _evenly("rounds", prompts, chance)
 
@@ -201,11 +201,11 @@ def shifts(*, seed: int = 0, num_requests: int = 8_000, num_documents: int = 120
         num_documents: Of a period, of 20 blocks in the middle.
         lasts: Requests of a period.
     """
-    chance, blocks = Random(seed), _Blocks()
+    chance, blocks = Random(seed), count()
     prompts: list[list[int]] = []
     while len(prompts) < num_requests:
-        documents = [blocks.new(_length(chance, 20)) for _ in range(num_documents)]
-        prompts += [[*chance.choice(documents), *blocks.new(_length(chance, 2))] for _ in range(lasts)]
+        documents = [_new(blocks, _length(chance, 20)) for _ in range(num_documents)]
+        prompts += [[*chance.choice(documents), *_new(blocks, _length(chance, 2))] for _ in range(lasts)]
     return _evenly("shifts", prompts[:num_requests], chance)
 
 
@@ -217,14 +217,14 @@ def twice(*, seed: int = 0, num_requests: int = 8_000, mean_lag: float = 150.0) 
         num_requests: How many.
         mean_lag: Requests between the two, exponential.
     """
-    chance, blocks = Random(seed), _Blocks()
+    chance, blocks = Random(seed), count()
     due: list[tuple[float, list[int]]] = []
     prompts: list[list[int]] = []
     for number in range(num_requests):
         if due and due[0][0] <= number:
             prompts.append(heapq.heappop(due)[1])
         else:
-            prompts.append(blocks.new(_length(chance, 12)))
+            prompts.append(_new(blocks, _length(chance, 12)))
             heapq.heappush(due, (number + 1 + chance.expovariate(1 / mean_lag), prompts[-1]))
     return _evenly("twice", prompts, chance)
 
@@ -236,16 +236,9 @@ SYNTHETIC: Final[Mapping[str, Callable[..., Trace]]] = {
 """By the names that the command line has for them."""
 
 
-class _Blocks:
-    """Numbers blocks."""
-
-    def __init__(self) -> None:
-        self._next = 0
-
-    def new(self, n: int) -> list[int]:
-        """Return so many that nobody else has."""
-        self._next += n
-        return list(range(self._next - n, self._next))
+def _new(blocks: Iterator[int], n: int) -> list[int]:
+    """Return the numbers of so many blocks that no prompt has yet."""
+    return list(islice(blocks, n))
 
 
 def _length(chance: Random, median: float) -> int:
