@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final
 
@@ -152,7 +153,7 @@ def _reasons(state: PageState) -> list[RenderableType]:
         ("found broken since the cache was opened", broken),
     ]
     return [
-        Text(f"{what}: " + ", ".join(f"{reason} {n:,}" for reason, n in _most(counts)))
+        Text(f"{what}: " + ", ".join(f"{reason} {n:,}" for reason, n in Counter(counts).most_common(_MOST_REASONS)))
         for what, counts in lines
         if counts
     ]
@@ -170,10 +171,6 @@ def _shortfalls(state: PageState) -> list[RenderableType]:
         there = f"{each['found']:,} of {each['requested']:,}"
         table.add_row(at, f"{each['tokens']:,}", each["tenant"][:8], there, escape(each["because"]))
     return [Text("Prompts that fell short:"), table]
-
-
-def _most(counts: Mapping[str, int]) -> list[tuple[str, int]]:
-    return sorted(counts.items(), key=lambda each: -each[1])[:_MOST_REASONS]
 
 
 def _troubled(state: PageState) -> list[str]:
