@@ -172,6 +172,11 @@ def test_what_is_wrong_raises_where_it_is_called() -> None:
         open_blocking(cache_of({"medium": "cpu", "capacity": 64})),
     ):
         pass
+    with (
+        pytest.raises(ConfigurationError, match=r"open_blocking opens a TieredKV, .* got 'cpu'"),
+        open_blocking("cpu"),  # type: ignore[arg-type]  # wrong on purpose
+    ):
+        pass
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])

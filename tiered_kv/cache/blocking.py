@@ -20,7 +20,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.transfers.submissions import Ticket
-from tiered_kv.values.errors import ClosedError
+from tiered_kv.values.errors import ClosedError, ConfigurationError
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -40,8 +40,10 @@ def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
     the main thread ends, whoever has entered the block and not left it.
 
     Raises:
-        ConfigurationError, BackendUnavailableError: As opening it on a loop does.
+        ConfigurationError, BackendUnavailableError: As opening it on a loop does; or it is no cache.
     """
+    if not isinstance(cache, BlockCache):
+        raise ConfigurationError(f"open_blocking opens a TieredKV, or what TieredKV.connect makes, got {cache!r:.80}")
     with start_blocking_portal(name="tiered_kv") as portal:
         portal.call(cache.__aenter__)
         kv = BlockingTieredKV(cache, portal)
