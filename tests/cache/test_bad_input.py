@@ -450,6 +450,10 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits=5), "limits must be CacheLimits or a dict"),  # type: ignore[arg-type]
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, limits={"windw": 5}), "^limits.windw: .*'window'"),
         (lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=5), "emit must be a function .* got 5"),  # type: ignore[arg-type]
+        (
+            lambda: TieredKV([cpu(4)], model=MODEL, layout=SMALL, emit=[print, Recorder]),  # type: ignore[list-item]
+            "emit must be a function .* got <class .*Recorder",
+        ),
         (lambda: prompt(1, group=-1), "a KV group's number must be an int, 0 or more, got -1"),
         (lambda: hash_blocks(range(4), block_size=4, extra=["x"]), r"extra\[0\] must be bytes or None, got 'x'"),  # type: ignore[list-item]
         (lambda: ModelIdentity("llama", weights=""), "weights must be a non-empty str"),
@@ -460,7 +464,7 @@ async def test_a_directory_held_by_another_process(tmp_path: Path) -> None:
         (lambda: GPULoadStoreSpec([0.5]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
         (lambda: GPULoadStoreSpec([[1, 2]]), "flat sequence of ints"),  # type: ignore[list-item]  # wrong on purpose
     ],
-    ids=range(19),
+    ids=range(20),
 )
 def test_wrong_parts(make: Callable[[], object], message: str) -> None:
     """What a cache is made of checks itself."""

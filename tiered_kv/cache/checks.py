@@ -244,7 +244,7 @@ def check_emit(emit: Emit | Sequence[Emit]) -> tuple[Emit, ...]:
     """Return all receivers of events; raise `ConfigurationError` unless each can be called at once."""
     receivers = tuple(emit) if isinstance(emit, Sequence) else (emit,)
     for each in receivers:
-        if not callable(each):
+        if not callable(each) or inspect.isclass(each):  # a class would be made anew of each event
             raise ConfigurationError(f"emit must be a function that takes an event, or several, got {each!r:.80}")
         if inspect.iscoroutinefunction(each) or inspect.iscoroutinefunction(getattr(each, "__call__", None)):  # noqa: B004 - an object's
             raise ConfigurationError(
