@@ -435,13 +435,20 @@ async def test_a_medium_that_says_it_fits_what_cannot_be_is_not_resized(num_bloc
         assert (await kv.lookup(prompt(8))).num_blocks == 8
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(lambda outcomes: outcomes[:-1], "3 outcomes for 4 blocks"), (lambda _: None, "no outcomes for 4 blocks")],
+    ids=["one short", "none"],
+)
 @pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
-async def test_too_few_outcomes_are_a_failed_call(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
+async def test_too_few_outcomes_are_a_failed_call(
+    kind: type[ScriptedBackend | ScriptedSlotBackend], change: Callable[[list[Outcome]], list[Outcome]], said: str
+) -> None:
     """Which block each stands for, nobody knows: none is taken for read, and none is served."""
     engine, medium, emit = Engine(), kind(), Recorder()
     async with open_cache(medium, engine=engine, emit=emit, limits=SMALL_LIMITS) as kv:
         await keep(kv, engine, KEYS)
-        medium.on_read.change_next(lambda outcomes: outcomes[:-1])
+        medium.on_read.change_next(change)
         assert (await kv.load(KEYS, INTO)).num_blocks == 0
-        assert [each.error for each in emit.of(TierFailed)] == ["3 outcomes for 4 blocks"]
+        assert [each.error for each in emit.of(TierFailed)] == [said]
         await until_idle(kv)

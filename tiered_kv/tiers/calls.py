@@ -531,7 +531,9 @@ def all_failed(outcomes: Sequence[Outcome]) -> bool:
 def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[[list[Outcome]], str]:
     """Return what says whether a backend answered as it should: one outcome a block, of those that such a call has."""
 
-    def problem_of(outcomes: list[Outcome]) -> str:
+    def problem_of(outcomes: list[Outcome] | None) -> str:  # a backend of others may have forgotten to answer
+        if outcomes is None:
+            return f"no outcomes for {num_blocks} blocks"
         if len(outcomes) != num_blocks:
             return f"{len(outcomes)} outcomes for {num_blocks} blocks"
         if sum(map(outcomes.count, allowed)) < num_blocks:
