@@ -263,6 +263,8 @@ async def test_settings_name_the_salts_and_the_rate(monkeypatch: pytest.MonkeyPa
     for rate in (-1.0, "8", True):
         with pytest.raises(ConfigurationError, match="tokens a second"):
             Metrics(CollectorRegistry(), prefill_tokens_per_s=rate)  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="registry must be one of prometheus_client's, got 'r'"):
+        Metrics("r")  # type: ignore[arg-type]
 
 
 def test_metrics_are_one_caches() -> None:

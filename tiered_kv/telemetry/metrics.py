@@ -41,7 +41,7 @@ class Metrics:
             ConfigurationError: The extra ``metrics`` is not installed, or an argument cannot be right.
         """
         try:
-            from prometheus_client import REGISTRY  # noqa: PLC0415 - an extra
+            from prometheus_client import REGISTRY, CollectorRegistry  # noqa: PLC0415 - an extra
         except ImportError as error:
             raise ConfigurationError("metrics need prometheus_client: pip install 'tiered-kv[metrics]'") from error
         if isinstance(salts, str) or not isinstance(salts, Iterable) or not all(_is_salt(salt) for salt in salts):
@@ -51,6 +51,8 @@ class Metrics:
             raise ConfigurationError(
                 f"prefill_tokens_per_s must be tokens a second, 0 if unknown, got {prefill_tokens_per_s!r:.80}"
             )
+        if not isinstance(registry, CollectorRegistry | None):
+            raise ConfigurationError(f"registry must be one of prometheus_client's, got {registry!r:.80}")
         self._registry = REGISTRY if registry is None else registry
         self._salts, self._prefill_tokens_per_s = tuple(salts), prefill_tokens_per_s
         self._collector: _Collector | None = None
