@@ -496,6 +496,36 @@ def test_closing_ends_calls_that_have_no_connection_yet(hangs: str, monkeypatch:
         runner.run(main())
 
 
+def test_a_write_that_may_be_carried_out_yet_is_not_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whose connection was lost: it has failed, so that whoever evicts the block knows that it may come back."""
+    do, held = SimulatedSocket._do, list[list[bytes]]()  # noqa: SLF001 - what a server makes of a command
+
+    def hold(connected: SimulatedSocket, words: list[bytes]) -> None:
+        if words[0] == b"SET" and not held:
+            held.append(words)
+            connected._is_cut = True  # noqa: SLF001 - as a proxy does that has passed it on
+            connected._wake()  # noqa: SLF001
+        else:
+            do(connected, words)
+
+    async def main() -> None:
+        server = SimulatedServer(0)
+        server.well_from = 0.0
+        async with opened(server, monkeypatch) as backend:
+            monkeypatch.setattr(SimulatedSocket, "_do", hold)
+            with pytest.raises(BackendUnavailableError, match="the server closed the connection"):
+                await backend.write(KEYS[:2], BLOCKS[:2])
+            await backend.delete(KEYS[:2])
+            server.execute(held[0])
+            assert await backend.lookup(KEYS[:2]) == [Outcome.HIT, Outcome.MISS]
+            assert await backend.write(KEYS[:2], BLOCKS[:2]) == [Outcome.STORED] * 2
+
+    loop = VirtualLoop()
+    loop.is_busy = lambda: False
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main())
+
+
 @pytest.mark.parametrize("bug", ["a connection is used again", "an error counts as gone"])
 def test_what_is_broken_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the same seeds: a connection whose call was cancelled has half of its replies to come."""

@@ -33,7 +33,7 @@ from tiered_kv_backends.redis.tenants import open_inventory
 Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 """Asks one server about the keys at these positions."""
 
-_LOST, _AWAY = "LOST", "AWAY"
+_LOST, _AWAY, _CUT = "LOST", "AWAY", "CUT"
 _ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
 """Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
 _NODE_SHARE = 0.5
@@ -123,13 +123,26 @@ class RedisBackend(Backend):
         return await self._ask_all("read", names, get)
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
-        """Set the records: STORED, REFUSED where ``maxmemory`` is reached and nothing may go, or FAILED."""
+        """Set the records: STORED, REFUSED where ``maxmemory`` is reached and nothing may go, or FAILED.
+
+        What was sent on a connection that is lost then has FAILED, and is not sent again: it may be on its way to the
+        server still, and come there behind a deletion, which one that was STORED must not.
+        """
         check_lengths(keys, blocks)
         names = self._names(keys)
 
         async def put(server: Server, which: list[int]) -> list[Answer]:
-            async with server.bodies.connection() as connection:
-                return await connection.set([names[i] for i in which], [blocks[i] for i in which], self._expiry)
+            is_sent = False
+            try:
+                async with server.bodies.connection() as connection:
+                    is_sent = True
+                    return await connection.set([names[i] for i in which], [blocks[i] for i in which], self._expiry)
+            except OSError as error:
+                if not is_sent:
+                    raise
+                server.drop_idle()
+                self._servers.doubt()
+                return [f"{_CUT} {server.address}: {_said(error)}"] * len(which)
 
         return await self._ask_all("write", names, put)
 
