@@ -105,7 +105,7 @@ class DirectoryInventory(Inventory):
         await asyncio.to_thread(_delete, found)
 
     def close(self) -> None:
-        """Let caches open it again."""
+        """Let caches open the tier again."""
         while self._locks:
             os.close(self._locks.popitem()[1])
 

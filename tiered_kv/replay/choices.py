@@ -34,7 +34,7 @@ _Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class Medium(BaseModel):
-    """What can be bought."""
+    """A medium that can be bought, and at which price."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -150,7 +150,7 @@ class Choice:
 
     @property
     def gain_a_month(self) -> float:
-        """What is left."""
+        """What is saved beyond the price."""
         return self.saved_a_month - self.price_a_month
 
 

@@ -71,7 +71,7 @@ class TierPlan:
 
 
 def plans_from(settings: TieredKVSettings) -> list[TierPlan]:
-    """Return the tiers of settings; those without a capacity are imagined without a bound."""
+    """Return the tiers of settings. One without a capacity is imagined to hold everything."""
     return [_plan_of(tier) for tier in settings.tiers]
 
 
@@ -158,7 +158,7 @@ class SimulatedChain:
         self._admission = AdmissionFilter([tier.plan.admit_after for tier in self.tiers], window)
 
     def go_on(self, at_s: float) -> None:
-        """Let it be that late."""
+        """Set the clock, and drop the blocks that have expired by then."""
         self.now_s = at_s
         for tier in self.tiers:
             tier.index.expire(limit=_EXPIRED_AT_ONCE)

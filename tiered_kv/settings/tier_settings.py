@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # what a field is given is more than what it has: a descripto
         def __set__(self, of: object, value: int | str) -> None: ...
 
     class SizeOrNone:
-        """The same, or None."""
+        """Bytes, given as for `Size`, or None."""
 
         def __get__(self, of: object, owner: type | None = None) -> ByteSize | None: ...
 

@@ -35,10 +35,10 @@ class HasChanges(Protocol):
     """What is asked of a cache; a `TieredKV` has it."""
 
     def events(self) -> Changes:
-        """Return what changes."""
+        """Return the stream of what changes in its tiers."""
 
     def namespace(self, salt: str | bytes = b"", *, group: int = 0, rank: int = 0) -> Namespace:
-        """Return what makes names of keys."""
+        """Return the namespace that makes names of keys."""
 
 
 @dataclass(frozen=True)

@@ -98,7 +98,7 @@ class Families:
         self._add(GaugeMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels]), samples)
 
     def histogram(self, name: str, text: str, labels: Labels, samples: Histograms) -> None:
-        """Add one of ranges."""
+        """Add one that counts values by ranges."""
         family = HistogramMetricFamily(f"tiered_kv_{name}", text, labels=[*_OF_CACHE, *labels])
         for each in self._readings:
             for own, histogram in samples(each):

@@ -29,7 +29,7 @@ _CLOSE_TIMEOUT_S: Final = 5.0
 
 
 class Outlet(Protocol):
-    """Where the batches go that work yields: `RouterSocket`, or what another program publishes. It has the thread.
+    """Takes the batches that work yields, and has the thread that does the work: `RouterSocket`, or vLLM's own stream.
 
     Attributes:
         num_batches: Batches that went there.
@@ -46,7 +46,7 @@ class Outlet(Protocol):
         """Have this done after what was put before. Returns at once. Any thread may call."""
 
     def stop(self) -> None:
-        """End soon."""
+        """End the thread soon."""
 
 
 class RouterFeed:
@@ -149,7 +149,7 @@ class _Waiting:
             return True
 
     def give_back(self, num: int) -> None:
-        """Let so many go."""
+        """Free the room of so many."""
         with self._lock:
             self._free += num
 

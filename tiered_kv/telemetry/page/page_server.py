@@ -138,7 +138,7 @@ class Waits:
         self._waits[transport] = _Wait(self._look_later(transport), until_s, transport.get_write_buffer_size())
 
     def end(self, transport: asyncio.Transport) -> None:
-        """Wait for one no more."""
+        """Stop waiting for one."""
         if (waiting := self._waits.pop(transport, None)) is not None:
             waiting.timer.cancel()
 
