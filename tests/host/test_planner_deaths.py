@@ -12,8 +12,9 @@ import pytest
 
 from tests.host.processes import planner, started, worker
 from tests.host.test_deaths import FOREVER_S, attached_at, facts, served, until_clean, until_found
-from tests.support.any_layout import SMALL, AnyEngine, cpu, prompt
+from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
+from tests.support.planned import mapped
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
 from tiered_kv.host.client_planner import introduce
@@ -256,6 +257,31 @@ async def test_jobs_end_while_a_server_hangs(tmp_path: Path) -> None:
             one.send(signal.SIGCONT)
             await until_found(kv, KEYS)
             await until(lambda: kv.stats()["cpu"].pending == 0)
+
+
+async def test_slots_are_his_who_copies_himself_while_a_server_hangs(tmp_path: Path) -> None:
+    """The plan names keys alone, and no worker has it: its slots are nobody else's until he has answered."""
+    engine = AnyEngine()
+    async with served(tmp_path) as one, attached_at(tmp_path, engine, timeout_s=1.0) as kv:
+        planning = kv.planner()
+        planning.register_worker()
+        job = planning.plan_store(KEYS)
+        slots = (await job.planned()).moves[0].host.ids.tolist()
+        with mapped(planning.slabs()[0]) as memory:
+            one.send(signal.SIGSTOP)
+            with anyio.fail_after(FOREVER_S):
+                assert (await job.ended()).errors == ("server away",)
+            one.send(signal.SIGCONT)
+            await until(lambda: kv.is_attached)
+            await crowd(kv, engine)
+            for slot, key in zip(slots, KEYS, strict=True):
+                content = engine.content(key, 0, "")
+                memory[slot * STRIDE : slot * STRIDE + len(content)] = content
+        job.complete(KEYS)
+        await until_found(kv, KEYS)
+        for keys in (KEYS, *(prompt(8, seed=seed) for seed in range(13, 20))):
+            assert (await kv.load(keys, engine.spec(range(8)))).num_blocks == engine.count_right(keys, range(8)) == 8
+        await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
 @pytest.mark.parametrize("error", [BackendUnavailableError("late"), OSError(24, "Too many open files")])

@@ -389,8 +389,8 @@ class FarJobs(JobBook):
                 self._end(far, reply.why)
 
     def miss(self, far: FarJob) -> None:
-        """The server says nothing: it is told all the same what workers have moved, as it may hear that yet."""
-        self._end(far, "server away")
+        """The server says nothing: it is told all the same what was moved, as it may hear that yet."""
+        self._end(far, "server away", may_be_written=far.request.direction == "store")
 
     def lose(self, far: FarJob) -> None:
         """The server is gone: its workers' copies touch memory that is nobody's any more."""
@@ -459,10 +459,12 @@ class FarJobs(JobBook):
         far.send(Cancel(far.number))
         self._tell(far.job, None, far.nothing("cancelled"))
 
-    def _end(self, far: FarJob, why: str, *, unless_bound: bool = False) -> None:
+    def _end(self, far: FarJob, why: str, *, unless_bound: bool = False, may_be_written: bool = False) -> None:
+        """End a job with nothing; with ``may_be_written``, whoever has its plan may copy, if it is bound or not."""
         if self._take_out(far.job, unless_bound=unless_bound) is None:
             return
-        if not far.is_with_workers and far.job.number in self._sent:
+        is_out = far.is_with_workers or (may_be_written and far.job.is_seen)
+        if not is_out and far.job.number in self._sent:
             far.send(Cancel(far.number))
         self._tell(far.job, None, far.nothing(why))
 
