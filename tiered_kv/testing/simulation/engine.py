@@ -25,6 +25,7 @@ LAYOUT: Final = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(2, 1, 32, "b
 STRIDE: Final = sum(group.stride_bytes for group in LAYOUT.groups)
 """Of a host slot of both groups: what a memory tier's capacity is counted in."""
 NUM_REGIONS: Final = 10
+OTHER_SALT: Final = "another tenant"
 FRESH_SALT: Final = "fresh"
 """Of blocks that nobody has named before."""
 _POISON: Final = 0xEE
@@ -39,7 +40,7 @@ _FIRST: Final = _prompt(N, 0)
 PROMPTS: Final = (
     _FIRST,
     *(_prompt(N, seed) for seed in range(1, 4)),
-    BlockKeys.from_hashes(list(_FIRST), block_size=_FIRST.block_size, salt="another tenant"),  # and the same hashes
+    BlockKeys.from_hashes(list(_FIRST), block_size=_FIRST.block_size, salt=OTHER_SALT),  # and the same hashes
     _prompt(N // 2, 0, group=1),
     _prompt(N // 2, 1, group=1),
 )

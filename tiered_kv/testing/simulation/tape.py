@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks"]
+Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks", "events"]
 """What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
 TRACKS: Final[tuple[Track, ...]] = (
     "plan",
@@ -21,6 +21,7 @@ TRACKS: Final[tuple[Track, ...]] = (
     "planners",
     "hands",
     "disks",
+    "events",
 )
 Numbers = Mapping[Track, Sequence[int]]
 

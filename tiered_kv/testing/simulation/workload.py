@@ -13,6 +13,7 @@ from tiered_kv.testing.simulation.engine import PROMPTS, Memory
 from tiered_kv.testing.simulation.engine_workers import Planning
 from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.mirroring import Subscriber
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
 from tiered_kv.testing.simulation.shapes import Shape
@@ -58,6 +59,7 @@ _THEME_ODDS: Final = 0.4
 """Of the scene that a seed is about, for each thing that an engine does."""
 _READS_ALL: Final = 0.5
 """How often all that may be there is loaded at an opening."""
+_SUBSCRIBES: Final = 0.2
 _MOST_UNTOLD: Final = 2
 """Errors of one kind of which nobody hears, as their processes end at that moment."""
 _LOOKS_AGAIN_S: Final = 0.05
@@ -87,6 +89,7 @@ class Requests(Asking, Keeping):
     ) -> None:
         super().__init__(world, process, shape, memory, device, weights)
         self._planning: Planning | None = None
+        self._subscriber: Subscriber | None = None
         self._theme = theme
 
     # A process from the opening of its cache to its end.
@@ -106,6 +109,7 @@ class Requests(Asking, Keeping):
                 world.bury(self.kv)
                 await self.kv.__aenter__()
         world.tell("opened")
+        self._subscriber = Subscriber(self) if world.tape.chance("events", _SUBSCRIBES) else None
         for group, caches in enumerate(self.memory.caches):
             self.kv.register_kv_caches(caches, group=group)
         for group, pool in enumerate(self.memory.pools):
@@ -226,6 +230,8 @@ class Requests(Asking, Keeping):
         if held := Held.of(stats).what:
             raise WrongAnswer("leak", "; ".join(held))
         self._check_counts(stats)
+        if self._subscriber is not None:
+            await self._subscriber.check()
         if world.trouble.is_stale:
             return
         self.check_disks()
