@@ -351,6 +351,13 @@ def test_what_is_no_key_is_refused_without_a_word_of_it(tmp_path: Path) -> None:
             wrong()
         assert secret.rstrip("=") not in f"{raised.value} {raised.value.__cause__} {raised.value.__context__}"
         assert str(raised.value).count("encryption:") <= 1
+    file.write_text(f"# keys\n{OLD.hex()}\n{secret}\n")
+    with pytest.raises(ConfigurationError, match=f"encryption: line 3 of {file}: a key is 32 random bytes"):
+        Encryption(keys_file=file).make_seal()
+    file.write_text("# none yet\n")
+    for empty in (Encryption(keys_file=file), Encryption(names_key_file=file)):
+        with pytest.raises(ConfigurationError, match=f"there is no key in {file}"):
+            empty.make_seal()
     with pytest.raises(BackendUnavailableError) as failed:
         Encryption(keys_from=no_server).make_seal()
     assert "hunter2" not in str(failed.value)

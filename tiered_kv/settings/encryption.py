@@ -5,7 +5,7 @@ import binascii
 import os
 import re
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Self, TypedDict, Unpack, get_args
@@ -112,11 +112,11 @@ class Encryption(Checked):
                 repeated here, as they may hold a key.
         """
         try:
-            keys = [_key_of(key) for key in self._read()]
-            names_key = _key_of(self._read_names_key()) if self._has_names_key else b""
+            keys = self._read()
+            names_key = self._read_names_key() if self._has_names_key else b""
         except ConfigurationError:  # a ValueError, too
             raise
-        except ValueError as error:  # it tells which line, and nothing of it
+        except ValueError as error:  # it tells nothing of the key
             raise ConfigurationError(f"encryption: {error}") from None
         if not keys and (self._has_source or not names_key):
             raise ConfigurationError(f"encryption: there is no key in {self.keys_file or self.keys_from}")
@@ -132,24 +132,31 @@ class Encryption(Checked):
     def _has_names_key(self) -> bool:
         return self.names_key is not None or self.names_key_file is not None
 
-    def _read(self) -> Sequence[bytes | str]:
+    def _read(self) -> list[bytes]:
         if self.keys_file is not None:
-            return _lines_of(self.keys_file)
+            return list(_keys_in(self.keys_file))
         if self.keys_from is not None:
             try:
-                return list(self.keys_from())
+                given = list(self.keys_from())
             except Exception as error:  # whatever a key server's client raises
                 raise BackendUnavailableError(f"encryption: keys_from raised {type(error).__name__}") from error
-        return [key.get_secret_value() for key in self.keys]
+            return [_key_of(key) for key in given]
+        return [_key_of(key.get_secret_value()) for key in self.keys]
 
-    def _read_names_key(self) -> str:
-        if self.names_key_file is not None:
-            return next(iter(_lines_of(self.names_key_file)), "")
-        return self.names_key.get_secret_value() if self.names_key is not None else ""
+    def _read_names_key(self) -> bytes:
+        if self.names_key_file is None:
+            return _key_of(self.names_key.get_secret_value() if self.names_key is not None else "")
+        if (key := next(_keys_in(self.names_key_file), None)) is None:
+            raise ConfigurationError(f"encryption: there is no key in {self.names_key_file}")
+        return key
 
 
-def _lines_of(file: Path) -> list[str]:
-    """Return the keys that a file has, as they are written there; warn of one that everybody may read."""
+def _keys_in(file: Path) -> Iterator[bytes]:
+    """Yield the keys that a file has; warn of one that everybody may read.
+
+    Raises:
+        ConfigurationError: It cannot be read, or a line is no key: which one is said, and nothing of it.
+    """
     try:
         if (mode := file.stat().st_mode) & stat.S_IROTH:
             log("warning", "encryption.keys_readable", file=str(file), mode=stat.filemode(mode))
@@ -157,7 +164,15 @@ def _lines_of(file: Path) -> list[str]:
     except OSError as error:
         why = error.strerror
     else:
-        return [line for line in lines if line and not line.startswith("#")]
+        for number, line in enumerate(lines, 1):
+            if not line or line.startswith("#"):
+                continue
+            try:
+                key = _key_of(line)
+            except ValueError as error:
+                raise ConfigurationError(f"encryption: line {number} of {file}: {error}") from None
+            yield key
+        return
     # Outside of `except`: the system's error repeats the path.
     if _is_plainly_a_path(file):
         raise ConfigurationError(f"encryption: {file} cannot be read: {why}")
