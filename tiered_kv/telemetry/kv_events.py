@@ -175,8 +175,7 @@ class KVEventPublisher:
             ConfigurationError: Numbers that do not match, no parent, or keys of shorter hashes without ``hashes``.
             ClosedError: The publisher or the cache is not open.
         """
-        if self._open is None:
-            raise ClosedError("this KVEventPublisher is not open: use it with 'async with'")
+        feed = self._feed()
         tokens = tokens_of(keys, token_ids)
         num = len(tokens)
         if extra_keys is not None and len(extra_keys) < num:
@@ -184,7 +183,7 @@ class KVEventPublisher:
         if hashes is not None and keys.start and isinstance(parent, BlockKeys):
             raise ConfigurationError("with hashes= of your own, parent is the u64 of the block before them")
         own = own_hashes(keys) if hashes is None else given_hashes(hashes, num)
-        self._open.describe(
+        feed.describe(
             keys[:num], hashes=own[:num], parent=parent_of(keys, parent), tokens=tokens,
             lora_id=lora_id, lora_name=lora_name, extra_keys=extra_keys,
         )  # fmt: skip
@@ -195,9 +194,12 @@ class KVEventPublisher:
         Raises:
             ClosedError: It was never opened.
         """
+        return self._feed().statistics()
+
+    def _feed(self) -> "RouterFeed":
         if self._open is None:
             raise ClosedError("this KVEventPublisher is not open: use it with 'async with'")
-        return self._open.statistics()
+        return self._open
 
     def _media_of(self, changes: Changes) -> dict[str, MediumName]:
         tiers = list(dict.fromkeys(tier for tier, _, _ in changes.places))
