@@ -68,7 +68,17 @@ async def test_replies_in_pieces(size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "reply", [b"+OK\r\n", b"$x\r\n", b":1\r\n", b"*1\r\n", b"\r\n", BULK[:-2] + b"xx\r\n", b"x" * 9000]
+    "reply",
+    [
+        b"+OK\r\n",
+        b"$x\r\n",
+        b":1\r\n",
+        b"*1\r\n",
+        b"\r\n",
+        BULK[:-2] + b"xx\r\n",
+        b"x" * 9000,
+        pytest.param(b"$" + b"1" * 5000 + b"\r\n", id="digits"),
+    ],
 )
 async def test_no_bulk_string(reply: bytes) -> None:
     """What is no bulk string where one must be is an error of the connection, never a hit."""
@@ -121,7 +131,17 @@ async def test_a_body_without_end_does_not_keep_the_event_loop() -> None:
     connection.close()
 
 
-@pytest.mark.parametrize("reply", [b"$2147483000\r\nxxxx", b"*2\r\n:1\r\n:1\r\n", b"+1\r\n", b":x\r\n", b"x" * 9000])
+@pytest.mark.parametrize(
+    "reply",
+    [
+        b"$2147483000\r\nxxxx",
+        b"*2\r\n:1\r\n:1\r\n",
+        b"+1\r\n",
+        b":x\r\n",
+        b"x" * 9000,
+        pytest.param(b":" + b"1" * 5000 + b"\r\n", id="digits"),
+    ],
+)
 async def test_no_number(reply: bytes) -> None:
     """What is no number where one must be is an error of the connection, and is not kept however long it is."""
     async with answering([reply]) as connection:

@@ -203,6 +203,8 @@ _AHEAD_BYTES = 8192
 _ASKED_BYTES = 1 << 20
 """Bodies asked for and not yet arrived, two at least: with more, a server copies replies aside that it cannot send."""
 _LONGEST_LINE = 4096
+_LONGEST_NUMBER = 20
+"""With the byte before it: 64 bits."""
 _ANSWERS_A_TURN = 128
 """So many short answers are taken before the event loop gets its turn."""
 _SKIPPED_BYTES = 1 << 16
@@ -301,8 +303,8 @@ class RESPConnection:
         await self._socket.send([b"".join(self._asked(commands))])
         answers: list[int | str] = []
         async for line in self._lines(len(commands)):
-            if line[:1] == b":" and line[1:].isdigit():
-                answers.append(int(line[1:]))
+            if (number := _number(line, b":")) is not None:
+                answers.append(number)
             elif line[:1] == b"-":
                 answers.append(_text(line))
             else:
@@ -324,9 +326,8 @@ class RESPConnection:
             return _text(line)
         if line == b"$-1":
             return Outcome.MISS
-        if line[:1] != b"$" or not line[1:].isdigit():
+        if (num_bytes := _number(line, b"$")) is None:
             raise ProtocolError(f"no bulk string but {_shown(line)}")
-        num_bytes = int(line[1:])
         if num_bytes == block.num_bytes:
             for segment in block.segments:
                 await self._fill(segment)
@@ -391,6 +392,12 @@ def _sets(
         yield block.payload
         between = behind
     yield between
+
+
+def _number(line: bytes, kind: bytes) -> int | None:
+    """Return the number that a line of this kind says; Python makes none of thousands of digits."""
+    is_number = line[:1] == kind and line[1:].isdigit() and len(line) <= _LONGEST_NUMBER
+    return int(line[1:]) if is_number else None
 
 
 def _shown(line: bytes) -> str:
