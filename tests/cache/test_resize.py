@@ -235,7 +235,7 @@ async def test_what_can_not_be_resized_says_so(tmp_path: Path) -> None:
         before = [tier.num_slots for tier in kv.stats().tiers]
         for tier, capacity, why in (
             ("cpu", 9 * PAYLOAD_BYTES, "max_capacity"),
-            ("cpu", 0, "1 to 8 blocks"),
+            ("cpu", 0, "1 to 8 blocks, not 0$"),
             ("nvme", "1MiB", "max_capacity"),
             ("nvme", 1, "holds no block"),
             ("gpu", PAYLOAD_BYTES, "cannot be changed"),

@@ -356,7 +356,8 @@ class HostTier(MemoryTier):
         num_blocks, most = blocks_within(capacity_bytes, needed), self.index.max_slots
         if not 0 < num_blocks <= most:
             raise ConfigurationError(
-                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_blocks}: set max_capacity"
+                f"tier {self.name!r} can hold 1 to {most} blocks, not {num_blocks}"
+                + (": set max_capacity" if num_blocks else "")
             )
         return num_blocks
 
