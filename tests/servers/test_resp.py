@@ -11,6 +11,7 @@ from typing_extensions import Buffer
 from tests.support.caches import until
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import make_block
+from tiered_kv_backends.redis import resp
 from tiered_kv_backends.redis.resp import Address, Login, Pool, ProtocolError, RESPConnection, Socket, command, log_in
 
 BLOCK = make_block(bytes(range(256)) * 20)
@@ -222,3 +223,20 @@ async def test_a_host_that_cannot_be_is_not_reachable() -> None:
     """A name that no resolver takes is an error like any other of the network."""
     with pytest.raises(OSError, match=r"x+\.example: "):
         await log_in(Address("x" * 70 + ".example", 6379), Login())
+
+
+async def test_an_address_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that refuses: a host whose first address leads nowhere is reached at the next one."""
+    monkeypatch.setattr(resp, "_ADDRESS_S", 0.05)
+    with serving([], then_ends=False) as there, socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        full = [socket.socket() for _ in range(4)]  # fill the queue of connections
+        for each in full:
+            each.settimeout(0)
+            each.connect_ex(deaf.getsockname())
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", where) for where in (deaf.getsockname(), tuple(there))]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+        (await log_in(Address("a.server", 6379), Login())).close()
+        for each in full:
+            each.close()

@@ -172,6 +172,10 @@ def _look_up_in_a_thread(question: tuple[asyncio.AbstractEventLoop, Address], as
         loop.call_soon_threadsafe(end)
 
 
+_ADDRESS_S = 1.0
+"""For how long one of several addresses of a host is waited for: packets to it may go nowhere."""
+
+
 async def _connect(address: Address) -> socket.socket:
     loop, found = asyncio.get_running_loop(), await _look_up(address)
     for n, (family, kind, protocol, _, where) in enumerate(found, 1):
@@ -180,7 +184,8 @@ async def _connect(address: Address) -> socket.socket:
             sock.setblocking(False)  # noqa: FBT003 - the name of the method says what it is
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-            await loop.sock_connect(sock, where)
+            async with asyncio.timeout(_ADDRESS_S if n < len(found) else None):
+                await loop.sock_connect(sock, where)
         except BaseException as error:  # cancelled, too; only what the address refuses leads to the next one
             sock.close()
             if n == len(found) or not isinstance(error, OSError):
