@@ -535,6 +535,29 @@ def test_assisted_decoding_goes_on_from_what_was_loaded(
             past.store(out)
 
 
+def test_what_tokens_do_not_tell_is_refused(model: Model, expected: list[list[int]], tmp_path: Path) -> None:
+    """Places of one's own, and embeddings: KV computed so is no other prompt's. Places that are usual may be said."""
+    ids, mask = padded()
+    usual = (mask.cumsum(-1) - 1).clamp(min=0)
+    with opened(model, tmp_path) as tiered:
+        for given in (
+            {"input_ids": ids, "position_ids": usual * 2},
+            {"input_ids": ids, "position_ids": usual + 1},
+            {"inputs_embeds": model.get_input_embeddings()(ids)},
+        ):
+            past = tiered.past(ids, mask)
+            with pytest.raises(ConfigurationError, match="named by tokens"):
+                model.generate(attention_mask=mask, past_key_values=past, generation_config=GREEDY, **given)
+        for num_loaded in (0, 80):
+            past = tiered.past(ids, mask)
+            assert past.num_loaded_tokens[-1] == num_loaded
+            out = model.generate(
+                ids, attention_mask=mask, position_ids=usual, past_key_values=past, generation_config=GREEDY
+            )
+            assert out[:, ids.shape[1] :].tolist() == expected
+            past.store(out)
+
+
 def test_a_mask_of_which_token_sees_which_is_its_maker_s(model: Model, tmp_path: Path) -> None:
     """It is not looked at: nobody hides tokens by it without saying so."""
     ids = torch.tensor(PROMPTS[:1])

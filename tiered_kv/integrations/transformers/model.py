@@ -128,12 +128,12 @@ def open_tiered(
 
 @contextmanager
 def _steps_checked(model: PreTrainedModel) -> Iterator[None]:
-    """Have a `TieredCache` see which tokens a step computes into it, and what is hidden from them."""
+    """Have a `TieredCache` see which tokens a step computes into it, where, and what is hidden from them."""
 
     def check(_model: Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - any model's
         if isinstance(past := given.get("past_key_values"), TieredCache):
-            past.check_mask(given.get("attention_mask"))
             given = past.rest(given)
+            past.check_step(given)
         return args, given
 
     hook = model.register_forward_pre_hook(check, with_kwargs=True)

@@ -6,7 +6,7 @@ two has stored, the other finds.
 """
 
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
 from functools import partial
 from typing import Any, Final, TypeGuard, cast
@@ -126,23 +126,34 @@ class TieredCache(DynamicCache):
             )
         self._load(device)
 
-    def check_mask(self, attention_mask: object) -> None:
-        """See that a step hides of the prompts what they were named without.
+    def check_step(self, given: Mapping[str, Any]) -> None:
+        """See that a step computes of the prompts what they are named by: tokens, one behind the other, and no more.
+
+        A mask that says which token sees which is its maker's own, and so are positions beside one.
 
         Args:
-            attention_mask: ``(batch, n)``, of the first tokens, to the last that the step computes; None: all are seen.
-                Any other says which token sees which, and is its maker's own.
+            given: What the model was given: an ``attention_mask``, ``(batch, n)``, of the first tokens, to the last
+                that the step computes; ``position_ids`` of those that it computes. Without them all is as usual.
 
         Raises:
-            ConfigurationError: It hides something else.
+            ConfigurationError: Others are hidden, or tokens are elsewhere, or embeddings come in their place.
         """
-        width = self._prompts.shape[1]
-        if self.get_seq_length() >= width:
-            return  # what was generated is hidden from nobody
-        if attention_mask is not None and not (
-            _is_of_tokens(attention_mask) and len(attention_mask) == len(self._pads)
-        ):
+        if self.get_seq_length() >= self._prompts.shape[1]:
+            return  # what was generated is hidden from nobody, and follows the prompt
+        if given.get("inputs_embeds") is not None:
+            raise ConfigurationError(
+                "blocks are named by tokens, which do not tell embeddings: generate from input_ids, or without a "
+                "TieredCache"
+            )
+        mask = given.get("attention_mask")
+        if mask is not None and not (_is_of_tokens(mask) and len(mask) == len(self._pads)):
             return  # other rows are refused with their KV
+        self._check_mask(mask)
+        if isinstance(positions := given.get("position_ids"), Tensor):
+            self._check_positions(positions.detach().cpu())
+
+    def _check_mask(self, attention_mask: Tensor | None) -> None:
+        width = self._prompts.shape[1]
         wanted = torch.arange(width) >= torch.tensor(self._pads)[:, None]
         seen = torch.ones_like(wanted) if attention_mask is None else attention_mask[:, :width].cpu().bool()
         if not torch.equal(seen, wanted[:, : seen.shape[-1]]):
@@ -150,6 +161,18 @@ class TieredCache(DynamicCache):
                 "tokens of these prompts are hidden that were not from past(), or the other way round: give both the "
                 "same attention_mask. Without one generate() hides what equals pad_token_id: pass one of ones if it "
                 "stands for itself"
+            )
+
+    def _check_positions(self, positions: Tensor) -> None:
+        """See that tokens are where they are counted, ``(..., batch or 1, n)``; where padding is does not matter."""
+        if positions.dim() > 1 and positions.shape[-2] not in {1, len(self._pads)}:
+            return  # as above
+        length = self.get_seq_length()
+        wanted = torch.arange(length, length + positions.shape[-1]) - torch.tensor(self._pads)[:, None]
+        if bool(((positions != wanted) & (wanted >= 0)).any()):
+            raise ConfigurationError(
+                "position_ids of these tokens are not 0, 1, 2 and so on, and blocks are named by tokens alone: leave "
+                "them out, or generate without a TieredCache"
             )
 
     def rest(self, given: dict[str, Any]) -> dict[str, Any]:
