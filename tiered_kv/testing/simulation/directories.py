@@ -22,6 +22,8 @@ NUM_DISKS: Final = 3
 MOST_LIVES: Final = 12
 _FAILS_AT_A_START: Final = 0.3
 _DIES_AT_A_START: Final = 0.25
+_DIES_AT_A_NOTE: Final = 0.5
+_TURNS_OF_A_NOTE: Final = 12
 _LOSES_POWER: Final = 0.3
 _TURNS_OF_A_START: Final = 1500
 _WAYS_TO_FAIL: Final = ("disk is away", "errors", "disk hangs")
@@ -48,11 +50,22 @@ def begin(world: World, last: Collection[SimulatedDisk]) -> None:
         _fail(world, tape.draw("disks", len(in_use)))
     elif tape.chance("disks", _FAILS_AT_A_START):
         _mute_some(world)
+    world.files.on_note = int
     if tape.chance("disks", _DIES_AT_A_START):
         world.trouble.lost_power = tape.chance("disks", _LOSES_POWER)
         world.die_at = world.turns.num_turns + 1 + tape.draw("disks", _TURNS_OF_A_START)
+    elif tape.chance("disks", _DIES_AT_A_START):  # just behind a note
+        num_turns = tape.draw("disks", _TURNS_OF_A_NOTE)
+        world.files.on_note = lambda: _die_soon(world, num_turns)
     if world.sound.isdisjoint(last):
         world.known.may_be_back()
+
+
+def _die_soon(world: World, num_turns: int) -> None:
+    if world.tape.chance("disks", _DIES_AT_A_NOTE):
+        world.files.on_note = int
+        world.trouble.lost_power = True
+        world.die_at = world.turns.num_turns + 1 + num_turns
 
 
 def _fail(world: World, number: int) -> None:

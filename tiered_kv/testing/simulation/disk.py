@@ -9,7 +9,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -308,6 +308,8 @@ class SimulatedFiles(Files):
         self.pids: dict[int, SimulatedProcess] = {}
         """Processes that can be watched by a descriptor."""
         self._pidfds: dict[int, SimulatedProcess] = {}
+        self.on_note: Callable[[], object] = int
+        """What happens when a directory has noted what it says of itself."""
 
     def mount(self, disk: SimulatedDisk) -> None:
         """Have a disk at its path."""
@@ -526,6 +528,8 @@ class SimulatedFiles(Files):
         each = self._of(fd)
         each.disk.spend(name=each.name)
         each.disk.sync(each.node)
+        if each.name == "member":
+            self.on_note()
 
     @override
     def pread(self, fd: int, length: int, offset: int) -> bytes:
