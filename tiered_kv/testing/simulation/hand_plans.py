@@ -22,7 +22,6 @@ from tiered_kv.testing.simulation.meetings import (
     die,
     evict,
     leave_memory,
-    of_tier,
     store,
     well,
 )
@@ -76,9 +75,8 @@ class _Hand:
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
             mask = result.mask if len(result.mask) else mask
         finally:
-            for is_whole in (True, False):
-                those = [name for name, is_there in zip(names, mask, strict=True) if bool(is_there) == is_whole]
-                known.store_ends(those, requests.now, is_whole=is_whole, may_be_lost=requests.may_be_lost())
+            may_be_lost = requests.may_be_lost()  # where there was no room for all, nothing is sent below
+            known.store_ends(names, requests.now, is_whole=bool(mask.all()), may_be_lost=may_be_lost)
 
     def _answer(self, job: Job, plan: Plan, keys: Sequence[BlockKeys], names: Sequence[Any], way: str) -> None:
         """Copy some of what is planned, and say of each block whether it was; or cancel all of it."""
@@ -223,10 +221,14 @@ async def store_what_a_tier_lacks(requests: "Requests", numbers: "Numbers") -> N
     for _ in range(requests.shape.admit_after):
         await store(requests, (numbers[0], *numbers[1:]))
     await requests.do("flush", (0, 0, 0, 1))
-    await requests.do("evict", (numbers[0], 2, 10, of_tier(requests, len(requests.shape.chain) - 1)))
+    prompt = PROMPTS[numbers[0] % len(PROMPTS)]
+    requests.num_removals += 1
+    requests.world.known.taken_apart(names_of(prompt, requests.weights))
+    await requests.within(LONGEST_S, "evict", requests.kv.evict(prompt, tier="nvme"))
+    requests.world.known.taken_apart(names_of(prompt, requests.weights))
     with requests.planning().unless_ended():
         if numbers[1] % 2:
-            await _Hand(requests).store([PROMPTS[numbers[0] % len(PROMPTS)]], "all", 0.0)
+            await _Hand(requests).store([prompt], "all", 0.0)
         else:
             await requests.do("store", (numbers[0], 2, 10, 2))
     await requests.do("flush", (0, 0, 0, 1))

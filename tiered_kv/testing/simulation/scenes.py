@@ -530,9 +530,14 @@ HANDS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     (leave_to_each_other, lambda shape: shape.keeps_in_memory and shape.codec == "none"),
     (
         load_around_workers,
-        lambda shape: shape.keeps_all and shape.keeps_in_memory and shape.has("nvme") and not shape.has("gpu"),
+        lambda shape: (
+            shape.keeps_in_memory and shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue
+        ),
     ),
-    (store_what_a_tier_lacks, lambda shape: shape.keeps_all and shape.has("cpu")),
+    (
+        store_what_a_tier_lacks,
+        lambda shape: shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue,
+    ),
     (store_again_while_written, lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1),
 )
 """Of a scheduler that copies itself, and of what it stores again; drawn apart as well."""

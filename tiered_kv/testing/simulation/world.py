@@ -128,7 +128,7 @@ class World:
         self.turns = Turns(tape, pct_depth=depth)
         self.files = SimulatedFiles(self.turns, tape)
         self.system = SimulatedSystem(self.turns, tape, self.files)
-        self.known = Known(sends_below=shape.is_owned)
+        self.known = Known(sends_below=shape.is_owned and not (shape.has("gpu") or shape.has_short_queue))
         self.known_of_ranks = Known()
         self.trouble = Trouble()
         self.shape = shape
