@@ -118,7 +118,7 @@ def resolve_policy(policy: str) -> str | type[Policy]:
         return policy
     found = _import_path(policy)
     if not (isinstance(found, type) and issubclass(found, Policy)):
-        raise ConfigurationError(f"{policy!r} is no subclass of {_path(Policy)}")
+        raise ConfigurationError(f"{policy!r} is no subclass of tiered_kv.Policy")
     _check_complete(policy, found)
     return found
 
