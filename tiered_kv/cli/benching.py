@@ -184,8 +184,8 @@ def _in_a_folder_of_its_own(tier: TierSettings, work: _Work) -> Iterator[TierSet
         capacity = getattr(tier, "capacity", None)  # of a medium that evicts for itself
         if isinstance(tier, StorageTierSettings) and isinstance(capacity, int) and wanted > capacity:
             raise ConfigurationError(
-                f"its capacity of {capacity} bytes is below {work.num_blocks} blocks of {work.record.stride_bytes} bytes"
-                " with their headers: give a smaller --block, or fewer --blocks"
+                f"its capacity of {capacity} bytes is below {work.num_blocks} blocks of {work.record.stride_bytes} "
+                "bytes with their headers: give a smaller --block, or fewer --blocks"
             )
         yield tier.model_copy(update=room | {"max_capacity": None}) if isinstance(tier, CPUTier | GPUTier) else tier
         return
