@@ -1,9 +1,11 @@
-"""Ports for servers of tests, that are given when the server is started and bound by it seconds later."""
+"""Ports for servers of tests, that are given when the server is started and bound by it seconds later; and for none."""
 
 import itertools
 import os
 import random
 import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 # A port that the kernel gave and took back is soon given again, to any connection that another test makes meanwhile.
@@ -23,6 +25,19 @@ def free_port() -> int:
             continue
         return port
     raise AssertionError("an endless line of numbers has no end")
+
+
+@contextmanager
+def deaf_port() -> Iterator[int]:
+    """Yield a port on which not even a connection is made: its queue is full, and nobody takes any."""
+    with socket.socket() as deaf, ExitStack() as waiting:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        for _ in range(4):
+            each = waiting.enter_context(socket.socket())
+            each.settimeout(0)
+            each.connect_ex(deaf.getsockname())
+        yield deaf.getsockname()[1]
 
 
 def _reserve(port: int) -> bool:

@@ -2,10 +2,9 @@
 
 import asyncio
 import itertools
-import socket
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, ExitStack, contextmanager
+from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,7 +20,7 @@ import ceph_server
 import chain_process
 from mooncake_server import mooncake_server
 from namespaces import hosts
-from ports import free_port
+from ports import deaf_port, free_port
 from redis_server import find_binary, run_redis
 from s3_server import S3Server, is_ceph, s3_server
 from tests.support.caches import Recorder, keep, open_cache
@@ -271,14 +270,8 @@ _SCHEMES = {"redis": "redis", "s3": "http", "mooncake": "mooncake"}
 @contextmanager
 def addresses() -> Iterator[dict[str, str]]:
     """Yield where nobody listens, and where connections are taken and nothing more."""
-    with socket.socket() as deaf, ExitStack() as waiting:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        for _ in range(4):  # fill the queue: from then on not even a connection is made
-            each = waiting.enter_context(socket.socket())
-            each.settimeout(0)
-            each.connect_ex(deaf.getsockname())
-        yield {"NOBODY": f"127.0.0.1:{free_port()}", "DEAF": f"127.0.0.1:{deaf.getsockname()[1]}"}
+    with deaf_port() as deaf:
+        yield {"NOBODY": f"127.0.0.1:{free_port()}", "DEAF": f"127.0.0.1:{deaf}"}
 
 
 @pytest.mark.parametrize(("name", "changes", "error", "message"), WRONG, ids=str)

@@ -23,6 +23,7 @@ pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
 from mooncake.store import MooncakeDistributedStore  # noqa: E402 - after the check for it
 
 from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - after the check for its client
+from ports import deaf_port  # noqa: E402 - after the check for its client
 from tiered_kv_backends import mooncake  # noqa: E402 - only where it can be imported
 from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
 
@@ -194,18 +195,10 @@ async def test_nobody_there(own_server: MooncakeServer) -> None:
 
 async def test_a_master_that_does_not_answer() -> None:
     """A host that takes no connection ends in our error, not in the client's one and a half minutes."""
-    with socket.socket() as deaf, open_context() as context:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        full = [socket.socket() for _ in range(4)]  # fill the queue of connections
-        for each in full:
-            each.settimeout(0)
-            each.connect_ex(deaf.getsockname())
-        settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{deaf.getsockname()[1]}", timeout_s=0.2)
+    with deaf_port() as deaf, open_context() as context:
+        settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{deaf}", timeout_s=0.2)
         with pytest.raises(BackendUnavailableError, match=r"no answer within 0\.2 s"):
             await MooncakeBackend(settings).open(context)
-        for each in full:
-            each.close()
 
 
 async def test_a_master_that_stands_still_keeps_nobody() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typing_extensions import Buffer
 
+from ports import deaf_port
 from tests.support.caches import until
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import make_block
@@ -228,15 +229,7 @@ async def test_a_host_that_cannot_be_is_not_reachable() -> None:
 async def test_an_address_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that refuses: a host whose first address leads nowhere is reached at the next one."""
     monkeypatch.setattr(resp, "_ADDRESS_S", 0.05)
-    with serving([], then_ends=False) as there, socket.socket() as deaf:
-        deaf.bind(("127.0.0.1", 0))
-        deaf.listen(0)
-        full = [socket.socket() for _ in range(4)]  # fill the queue of connections
-        for each in full:
-            each.settimeout(0)
-            each.connect_ex(deaf.getsockname())
-        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", where) for where in (deaf.getsockname(), tuple(there))]
+    with serving([], then_ends=False) as there, deaf_port() as deaf:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", where) for where in (("127.0.0.1", deaf), tuple(there))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
         (await log_in(Address("a.server", 6379), Login())).close()
-        for each in full:
-            each.close()
