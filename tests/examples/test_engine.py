@@ -79,7 +79,7 @@ async def everything_is_free(engine: Engine) -> None:
 
 
 CPU = {"medium": "cpu", "capacity": "16MiB"}
-NOTHING = {"medium": "cpu", "capacity": 0}, {"medium": "memory", "capacity": 1}
+NOTHING = {"medium": "cpu", "capacity": 0}, {"medium": "memory", "capacity": "1MiB", "read_only": True}
 
 
 @pytest.fixture(scope="module")
