@@ -225,8 +225,11 @@ def test_steps_wait_once_for_storage_that_hangs(monkeypatch: pytest.MonkeyPatch,
             return False
 
         engine.scheduling._planner.wait_planned = wait  # noqa: SLF001 - ours
+        keys = engine.scheduling.naming.keys(engine.groups[0], engine.ask("a", LENGTH, 1, prompt="a"), 0, 6)
+        engine.abort("a")
         for now in (0.0, 0.1, 1.5):
             looked.now = now
+            engine.scheduling.kv.evict(keys, tier="cpu")  # to which it has come meanwhile, or not
             engine.ask(f"at {now}", LENGTH, 1, prompt="a")
             engine.step()
             engine.abort(f"at {now}")
