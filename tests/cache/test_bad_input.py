@@ -514,6 +514,8 @@ async def test_a_part_of_a_size_is_none(cache: Cache) -> None:
     for size in ("50%", "1.5", True):
         with pytest.raises(ConfigurationError, match=rf"{size!r} is no size: write bytes as an int, or e.g. '32GiB'"):
             await kv.resize("cpu", size)
+    with pytest.raises(ConfigurationError, match="'8Gbit' is in bits: write bytes"):
+        await kv.resize("cpu", "8Gbit")
 
 
 async def test_times_that_are_past(cache: Cache) -> None:

@@ -168,9 +168,14 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
         (["replay", "/no/such/file", "--tier", "cpu=1GiB"], "No such file"),
         (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "timers, twice, zipf"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=much"], "write NAME=SIZE"),
+        (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=8Gb"], "write NAME=SIZE, the size in bytes, e.g. "),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "0"],
             "--token-bytes must be a size",
+        ),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "1Mbit"],
+            "--token-bytes must be a size in bytes, such as 128KiB, got '1Mbit'",
         ),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--real", "--real-token-bytes", ""],

@@ -253,6 +253,7 @@ async def test_what_is_deleted_while_it_is_listed_harms_nothing(
         ("delete", ".", "--tenant", "12345678", "--salt", "x", "--yes"),
         ("delete", ".", "--salt", os.fsdecode(b"\xff"), "--yes"),
         ("verify", ".", "--rate", "fast"),
+        ("verify", ".", "--rate", "50Mbit"),
         ("inspect", "nobody"),
         ("inspect", "mooncake://127.0.0.1:1"),
         ("inspect", "redis://127.0.0.1:1"),

@@ -10,7 +10,7 @@ from typing import Any, Final, get_args
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from tiered_kv.settings.page_address import page_address
 from tiered_kv.settings.setting_errors import check_size, located, problems_of
@@ -216,7 +216,8 @@ def check_capacity(capacity: object) -> int:
         check_size(capacity)
         return _SIZE.validate_python(capacity)
     except ValueError as error:  # pydantic's are some
-        raise ConfigurationError(f"{capacity!r} is no size: write bytes as an int, or e.g. '32GiB'") from error
+        why = f"{capacity!r:.80} is no size: write bytes as an int, or e.g. '32GiB'"
+        raise ConfigurationError(why if isinstance(error, ValidationError) else str(error)) from error
 
 
 def check_seconds(name: str, seconds: float | None, *, may_be_none: bool = True) -> None:

@@ -188,7 +188,8 @@ def _medium(text: str, measured: Mapping[str, ByteSize]) -> Medium:
         return Medium.model_validate(fields)
     except (ValueError, KeyError):  # pydantic's errors are such, too
         raise ConfigurationError(
-            f"--medium {text}: write NAME=PRICE@RATE, e.g. nvme=0.1@3GB, or nvme=0.1@3GB:lru with a policy"
+            f"--medium {text}: write NAME=PRICE@RATE, the rate in bytes a second, e.g. nvme=0.1@3GB, or "
+            "nvme=0.1@3GB:lru with a policy"
         ) from None
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from typing import Annotated, Final, TypeVar, get_args
 
 import typer
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 from rich.progress import Progress
 
 from tiered_kv.cli.common import (
@@ -28,6 +28,7 @@ from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, repl
 from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.replay.report import gib
+from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
@@ -237,11 +238,12 @@ def size_of(option: str, text: str) -> int:
         ConfigurationError: It is none.
     """
     try:
+        check_size(text)
         size = int(_SIZE.validate_python(text))
-    except ValidationError:
+    except ValueError:  # pydantic's are some
         size = 0
     if not 1 <= size <= _MOST_BYTES:
-        raise ConfigurationError(f"{option} must be a size such as 128KiB, got {text!r:.80}")
+        raise ConfigurationError(f"{option} must be a size in bytes, such as 128KiB, got {text!r:.80}")
     return size
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from pydantic import ByteSize, Field, TypeAdapter, ValidationError
+from pydantic import ByteSize, Field, TypeAdapter
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -30,6 +30,7 @@ from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place
 from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings, paths_of
 from tiered_kv.values.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
@@ -350,9 +351,10 @@ def _tell_missing(inventory: Inventory) -> None:
 
 def _bytes_of(text: str) -> int:
     try:
+        check_size(text)
         return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
-    except ValidationError as error:
-        raise ConfigurationError(f"--rate takes a size such as 50MiB, got {text!r:.80}") from error
+    except ValueError as error:  # pydantic's are some
+        raise ConfigurationError(f"--rate takes a size in bytes, such as 50MiB, got {text!r:.80}") from error
 
 
 def _agreed(question: str) -> bool:

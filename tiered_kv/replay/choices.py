@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
 
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.report import GIB
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.replay.simulated_chain import TierPlan
 from tiered_kv.settings.registry import OWN_MEDIA
-from tiered_kv.settings.setting_errors import line, problems
+from tiered_kv.settings.setting_errors import check_size, line, problems
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
@@ -50,6 +50,12 @@ class Medium(BaseModel):
     """As much as can be had; no bound if left out."""
     price_per_tib_written: _Price = 0.0
     """What wear costs: of a drive, its price by the TiB that it may be written."""
+
+    @field_validator("read_bandwidth", "most", mode="before")
+    @classmethod
+    def _check_sizes(cls, given: object) -> object:
+        check_size(given)
+        return given
 
     @property
     def is_memory(self) -> bool:

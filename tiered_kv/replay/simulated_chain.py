@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter, ValidationError
+from pydantic import ByteSize, TypeAdapter
 
 from tiered_kv.catalog import Policy, TierIndex, locate
 from tiered_kv.catalog.copy_budget import CopyBudget
@@ -20,6 +20,7 @@ from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
@@ -86,9 +87,12 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
         name, _, rest = text.partition("=")
         size, _, own_policy = rest.partition(":")
         try:
+            check_size(size or 0)
             capacity = int(_SIZE.validate_python(size)) if size else None
-        except ValidationError:
-            raise ConfigurationError(f"--tier {text}: write NAME=SIZE, e.g. cpu=16GiB or cpu=16GiB:lru") from None
+        except ValueError:  # pydantic's are some
+            raise ConfigurationError(
+                f"--tier {text}: write NAME=SIZE, the size in bytes, e.g. cpu=16GiB or cpu=16GiB:lru"
+            ) from None
         if capacity is None and name in OWN_MEDIA:
             raise ConfigurationError(f"--tier {text}: memory has an end, write how much there is, e.g. {name}=16GiB")
         plans.append(TierPlan(name, capacity, own_policy or policy, is_memory=name in OWN_MEDIA))

@@ -31,6 +31,8 @@ _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
 
 _SIZE = re.compile(r"\d[\d_]*|(\d+\.?\d*|\.\d+)\s*[a-z]+", re.IGNORECASE)
 """What pydantic's ByteSize reads whole: it takes ``10%`` for ten bytes, and ``1.5`` for one."""
+_BITS = re.compile(r".*([a-z]*bits?|[KMGTPE]i?b)")
+"""It takes ``1Gbit`` for an eighth of a gigabyte, and ``8Gb`` for all of eight."""
 
 
 def located(problems: Iterable[tuple[Where, str]]) -> ConfigurationError:
@@ -99,7 +101,9 @@ class Checked(InWords):
 
 
 def check_size(given: object) -> None:
-    """Raise `ValueError` for what pydantic's ByteSize takes for a size, and is none."""
+    """Raise `ValueError` for what pydantic's ByteSize takes for a size in bytes, and is none."""
+    if isinstance(given, str) and _BITS.fullmatch(given.strip()):
+        raise ValueError(f"{given!r:.80} is in bits: write bytes, e.g. '32GiB'")
     if isinstance(given, bool) or (isinstance(given, str) and not _SIZE.fullmatch(given.strip())):
         raise ValueError(f"{given!r:.80} is no size: write bytes as an int, or e.g. '32GiB'")
 
