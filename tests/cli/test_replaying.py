@@ -168,6 +168,10 @@ def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
         (["replay", "/no/such/file", "--tier", "cpu=1GiB"], "No such file"),
         (["replay", "synthetic:none", "--tier", "cpu=1GiB"], "timers, twice, zipf"),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=much"], "write NAME=SIZE"),
+        (
+            ["replay", "synthetic:chat?num_requests=9", "--tier", "nvme=1GiB", "--tier", "cpu=1GiB"],
+            "tiers go fastest first: gpu, cpu, then storage; got nvme, cpu",
+        ),
         (["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=8Gb"], "write NAME=SIZE, the size in bytes, e.g. "),
         (
             ["replay", "synthetic:chat?num_requests=9", "--tier", "cpu=1GiB", "--token-bytes", "0"],

@@ -80,7 +80,7 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
     """Read tiers from ``NAME=SIZE`` or ``NAME=SIZE:POLICY``, fastest first: ``cpu=16GiB``, ``s3`` without a bound.
 
     Raises:
-        ConfigurationError: A size cannot be read, memory is given none, or two tiers have one name.
+        ConfigurationError: A size cannot be read, memory is given none or comes last, or two tiers have one name.
     """
     plans = []
     for text in texts:
@@ -99,6 +99,9 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
     names = [plan.name for plan in plans]
     if len(set(names)) < len(names) or not all(names):
         raise ConfigurationError(f"tiers need names of their own, got {', '.join(map(repr, names))}")
+    places = [{"gpu": 0, "cpu": 1}.get(name, 2) for name in names]
+    if places != sorted(places):
+        raise ConfigurationError(f"tiers go fastest first: gpu, cpu, then storage; got {', '.join(names)}")
     return plans
 
 
