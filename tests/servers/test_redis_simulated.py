@@ -504,7 +504,7 @@ def test_a_write_that_may_be_carried_out_yet_is_not_stored(monkeypatch: pytest.M
         if words[0] == b"SET" and not held:
             held.append(words)
             connected._is_cut = True  # noqa: SLF001 - as a proxy does that has passed it on
-            connected._wake()  # noqa: SLF001
+            connected._wake()  # noqa: SLF001 - likewise
         else:
             do(connected, words)
 

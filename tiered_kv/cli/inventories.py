@@ -13,20 +13,14 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 import numpy as np
 
 from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
 from tiered_kv.media.record import HEADER_BYTES, key_in, payload_bytes_in
-from tiered_kv.values.errors import (
-    BackendUnavailableError,
-    ConfigurationError,
-)
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import BlockKey
-
-if TYPE_CHECKING:
-    pass
 
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FOLDER: Final = re.compile(r"[0-9a-f]+(-\d+of\d+)?|replicated|\d+of\d+")
