@@ -420,11 +420,9 @@ class MovingServer(SimulatedServer):
         return super().execute(words)
 
 
-@pytest.mark.parametrize("is_closed", [False, True], ids=["answered", "closed"])
-def test_while_a_cluster_is_asked_who_holds_which_keys_it_is_used(
-    monkeypatch: pytest.MonkeyPatch, *, is_closed: bool
-) -> None:
-    """By all calls but that which met a key elsewhere; closed meanwhile, that one ends, and nothing stays open."""
+@pytest.mark.parametrize("end", ["answered", "closed", "cancelled"])
+def test_while_a_cluster_is_asked_who_holds_which_keys_it_is_used(monkeypatch: pytest.MonkeyPatch, end: str) -> None:
+    """By all calls but that which met a key elsewhere; closed or cancelled then, it ends, and nothing stays open."""
     clusters: list[SimulatedCluster] = []
 
     async def main() -> None:
@@ -443,7 +441,12 @@ def test_while_a_cluster_is_asked_who_holds_which_keys_it_is_used(
             for _ in range(3):
                 assert await backend.lookup(KEYS[1:]) == [Outcome.MISS] * (NUM_KEYS - 1)
             assert not elsewhere.done()
-            if is_closed:
+            if end == "cancelled":
+                elsewhere.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await elsewhere
+                assert [each.is_closed for each in clusters] == [True, False, True], "all but the one that is used"
+            elif end == "closed":
                 await backend.aclose()
                 may_answer.set()
                 with pytest.raises(BackendUnavailableError, match="the tier is closed"):

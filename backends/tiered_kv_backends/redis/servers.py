@@ -7,7 +7,7 @@ import asyncio
 import math
 import ssl
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
@@ -357,12 +357,14 @@ class Servers:
         gone = [self._servers.pop(address) for address in self._servers.keys() - current]
         if not self._is_closed:
             self._servers |= {address: self._make_server(address) for address in current - self._servers.keys()}
-        for server in gone:
-            await server.aclose()
-        if old is not None and old is not cluster:
-            await _close(old)
+        left = [old] if old is not None and old is not cluster else []
         if self._is_closed and cluster is not None:  # meanwhile: nobody else knows of it
-            await _close(cluster)
+            left.append(cluster)
+        async with AsyncExitStack() as closing:  # to the end, also if it is cancelled
+            for client in left:
+                closing.push_async_callback(_close, client)
+            for server in gone:
+                closing.push_async_callback(server.aclose)
         self._check_open()
 
     async def _ask(self) -> tuple[RedisCluster | None, set[Address]]:
@@ -380,11 +382,11 @@ class Servers:
         renewed = self._make_cluster()
         try:
             await renewed.initialize()
-        except (OSError, RedisError, RedisClusterException):
+        except BaseException as error:  # cancelled, too: nobody else knows of it
             await _close(renewed)
-            if not self._servers:
-                raise
-            return cluster
+            if self._servers and isinstance(error, OSError | RedisError | RedisClusterException):
+                return cluster
+            raise
         return renewed
 
     def _check_open(self) -> None:
