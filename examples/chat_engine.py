@@ -282,7 +282,7 @@ class Engine:
         cache = Cache(layers=[PagedLayer(pages, block_ids, start) for pages in self.kv_caches.values()])
         output = self.model(
             input_ids=torch.tensor([tokens], device=device),
-            past_key_values=cache,
+            cache=cache,
             logits_to_keep=torch.tensor([last], device=device),  # one row, so that its shape is the same in every chunk
         )
         return cast("Tensor", output.logits[0, 0].float().cpu())  # waits for the GPU: no kernel is left behind a step

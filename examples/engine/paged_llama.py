@@ -82,7 +82,7 @@ class PagedLlama:
             input_ids=torch.tensor([list(work.tokens) for work in works]),
             position_ids=positions,
             attention_mask=mask[:, None],
-            past_key_values=Cache(layers=[_PagedLayer(pages, table, positions) for pages in self.kv_caches]),
+            cache=Cache(layers=[_PagedLayer(pages, table, positions) for pages in self.kv_caches]),
         ).last_hidden_state
         likeliest: list[int] = self._model.lm_head(hidden[:, -1]).argmax(-1).tolist()
         return likeliest

@@ -88,9 +88,9 @@ async def test_pages_give_what_an_unpaged_cache_gives(engine: Engine, model: Lla
     paged = await engine.generate(PROMPT, max_new_tokens=8, prefix=NOTHING)
     cache = DynamicCache(config=model.config)
     with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([PROMPT]), past_key_values=cache).logits[0, -1]
+        logits = model(input_ids=torch.tensor([PROMPT]), cache=cache).logits[0, -1]
         for token in paged.tokens[:-1]:
-            logits = model(input_ids=torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+            logits = model(input_ids=torch.tensor([[token]]), cache=cache).logits[0, -1]
     torch.testing.assert_close(paged.last_logits, logits.float(), rtol=0.05, atol=0.05)
 
 

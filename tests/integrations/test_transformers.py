@@ -117,7 +117,7 @@ def generate(model: Model, tiered: TieredModel) -> tuple[list[list[int]], list[i
     ids, mask = padded()
     past = tiered.past(ids, mask)
     found = past.num_loaded_tokens
-    out = model.generate(ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY)
+    out = model.generate(ids, attention_mask=mask, cache=past, generation_config=GREEDY)
     past.store(out)
     return out[:, ids.shape[1] :].tolist(), found
 
@@ -180,7 +180,7 @@ def test_one_prompt_is_loaded_up_to_its_last_whole_block(
         for _ in range(2):
             past = tiered.past(ids)
             found.append(past.get_seq_length())
-            out = model.generate(ids, past_key_values=past, generation_config=GREEDY)
+            out = model.generate(ids, cache=past, generation_config=GREEDY)
             assert out[0, LENGTHS[0] :].tolist() == expected[0]
             past.store(out)
         assert found == [0, 192]
@@ -253,7 +253,7 @@ def test_a_flipped_byte_on_disk_is_computed_again(
         else:
             past = tiered.past(ids := torch.tensor(PROMPTS[:1]))
             assert past.num_loaded_tokens == [3 * SIZE]
-            out = model.generate(ids, past_key_values=past, generation_config=GREEDY)
+            out = model.generate(ids, cache=past, generation_config=GREEDY)
             assert out[0, LENGTHS[0] :].tolist() == expected[0]
         assert hits(tiered)["nvme"] == 3
         assert tiered.kv.stats()["nvme"].corrupt == 1
@@ -469,9 +469,28 @@ def test_what_cannot_be_right_is_refused(model: Model, tmp_path: Path) -> None:
             past.store(ids.flip(0))
         with pytest.raises(ConfigurationError, match="without beams"):
             model.generate(
-                ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY, num_return_sequences=2,
+                ids, attention_mask=mask, cache=past, generation_config=GREEDY, num_return_sequences=2,
                 do_sample=True,
             )  # fmt: skip
+
+
+def test_other_versions_are_refused_where_they_differ(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An older one at once; in a newer one the pages of continuous batching, which only one version has so."""
+    monkeypatch.setattr(f"{LayerPart.__module__}.transformers.__version__", "5.23.1")
+    with (
+        pytest.raises(ConfigurationError, match=r"needs transformers 5\.24 or newer, this is 5\.23\.1"),
+        opened(model, tmp_path),
+    ):
+        pass
+    monkeypatch.setattr(f"{LayerPart.__module__}.transformers.__version__", "5.25.0.dev0")
+    with opened(model, tmp_path) as tiered:
+        with pytest.raises(ConfigurationError, match=r"made for transformers 5\.24, this is 5\.25\.0\.dev0"):
+            batch(model)
+        ids = torch.tensor(PROMPTS[:1])
+        past = tiered.past(ids)
+        assert past.store(model.generate(ids, cache=past, generation_config=GREEDY)) == (LENGTHS[0] + 7) // SIZE
 
 
 def test_what_generate_hides_by_itself_is_refused(model: Model, tmp_path: Path) -> None:
@@ -485,18 +504,47 @@ def test_what_generate_hides_by_itself_is_refused(model: Model, tmp_path: Path) 
     (expected,) = batch(model, prompts=[prompt])
     with opened(model, tmp_path) as tiered:
         with pytest.raises(ConfigurationError, match="same attention_mask"):
-            model.generate(ids, past_key_values=tiered.past(ids), generation_config=GREEDY)
+            model.generate(ids, cache=tiered.past(ids), generation_config=GREEDY)
         rows, mask = padded()
         with pytest.raises(ConfigurationError, match="same attention_mask"):
-            model.generate(rows, attention_mask=mask, past_key_values=tiered.past(rows), generation_config=GREEDY)
+            model.generate(rows, attention_mask=mask, cache=tiered.past(rows), generation_config=GREEDY)
         ones = torch.ones_like(ids)
         for asked, config, num_loaded in ((ones, GREEDY, 0), (None, ends, 192)):
             past = tiered.past(ids)
             assert past.num_loaded_tokens == [num_loaded]
-            out = model.generate(ids, attention_mask=asked, past_key_values=past, generation_config=config)
+            out = model.generate(ids, attention_mask=asked, cache=past, generation_config=config)
             assert out[0, len(prompt) :].tolist() == expected
             past.store(out)
         assert batch(model, prompts=[prompt]) == [expected]
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
+def test_a_cache_is_told_what_is_hidden_whatever_it_is_given_as(model: Model, tmp_path: Path) -> None:
+    """The argument has had two names."""
+    rows, _ = padded()
+    with opened(model, tmp_path) as tiered:
+        for name in ("cache", "past_key_values"):
+            given = {name: tiered.past(rows)}
+            with pytest.raises(ConfigurationError, match="same attention_mask"):
+                model.generate(rows, generation_config=GREEDY, **given)
+            with pytest.raises(ConfigurationError, match="same attention_mask"):
+                model(rows, attention_mask=torch.zeros_like(rows), **given)
+
+
+def test_what_is_computed_unseen_is_refused(model: Model, tmp_path: Path) -> None:
+    """By a part of the model, by another, or when nobody looks any more: what is hidden there nobody can tell."""
+    ids = torch.tensor(PROMPTS[:1])
+    with opened(model, tmp_path) as tiered:
+        past = tiered.past(ids)
+        with pytest.raises(ConfigurationError, match="no step of the model"):
+            model.model(ids, cache=past)
+        with pytest.raises(ConfigurationError, match="no step of the model"):
+            llama(1).generate(ids, cache=past, generation_config=GREEDY)
+        assert past.get_seq_length() == 0
+        model(ids, cache=past)
+        assert past.store(ids) == LENGTHS[0] // SIZE
+    with pytest.raises(ConfigurationError, match="no step of the model"):
+        model.generate(ids, cache=past, generation_config=GREEDY)
 
 
 def test_rows_of_a_cache_stay_those_of_its_prompts(model: Model, tmp_path: Path) -> None:
@@ -504,7 +552,7 @@ def test_rows_of_a_cache_stay_those_of_its_prompts(model: Model, tmp_path: Path)
     ids, mask = padded()
     with opened(model, tmp_path) as tiered:
         past = tiered.past(ids, mask)
-        out = model.generate(ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY)
+        out = model.generate(ids, attention_mask=mask, cache=past, generation_config=GREEDY)
         others = torch.tensor([1, 0, 2])
         with pytest.raises(ConfigurationError, match="one sequence a row"):
             past.batch_select_indices(others)
@@ -513,9 +561,7 @@ def test_rows_of_a_cache_stay_those_of_its_prompts(model: Model, tmp_path: Path)
         with pytest.raises(ConfigurationError, match="one sequence a row"):
             past.reorder_cache(others)
         assert past.store(out) == sum((length + 7) // SIZE for length in LENGTHS)
-        again = model.generate(
-            ids, attention_mask=mask, past_key_values=tiered.past(ids, mask), generation_config=GREEDY
-        )
+        again = model.generate(ids, attention_mask=mask, cache=tiered.past(ids, mask), generation_config=GREEDY)
         assert torch.equal(again, out)
 
 
@@ -529,7 +575,7 @@ def test_assisted_decoding_goes_on_from_what_was_loaded(
         for config, num_loaded in ((GREEDY, 0), (guessing, 192), (GREEDY, 192)):
             past = tiered.past(ids)
             assert past.num_loaded_tokens == [num_loaded]
-            out = model.generate(ids, past_key_values=past, generation_config=config)
+            out = model.generate(ids, cache=past, generation_config=config)
             assert out[0, LENGTHS[0] :].tolist() == expected[0]
             assert past.get_seq_length() < out.shape[1]
             past.store(out)
@@ -547,13 +593,11 @@ def test_what_tokens_do_not_tell_is_refused(model: Model, expected: list[list[in
         ):
             past = tiered.past(ids, mask)
             with pytest.raises(ConfigurationError, match="named by tokens"):
-                model.generate(attention_mask=mask, past_key_values=past, generation_config=GREEDY, **given)
+                model.generate(attention_mask=mask, cache=past, generation_config=GREEDY, **given)
         for num_loaded in (0, 80):
             past = tiered.past(ids, mask)
             assert past.num_loaded_tokens[-1] == num_loaded
-            out = model.generate(
-                ids, attention_mask=mask, position_ids=usual, past_key_values=past, generation_config=GREEDY
-            )
+            out = model.generate(ids, attention_mask=mask, position_ids=usual, cache=past, generation_config=GREEDY)
             assert out[:, ids.shape[1] :].tolist() == expected
             past.store(out)
 
@@ -563,7 +607,7 @@ def test_a_mask_of_which_token_sees_which_is_its_maker_s(model: Model, tmp_path:
     ids = torch.tensor(PROMPTS[:1])
     seen = torch.ones(LENGTHS[0], LENGTHS[0], dtype=torch.bool).tril()[None, None]
     with opened(model, tmp_path) as tiered, torch.no_grad():
-        logits = model(ids, attention_mask=seen, past_key_values=tiered.past(ids)).logits
+        logits = model(ids, attention_mask=seen, cache=tiered.past(ids)).logits
         assert torch.equal(logits.argmax(-1), model(ids).logits.argmax(-1))
 
 

@@ -80,7 +80,7 @@ def generate(model: Model, tiered: TieredModel, prompts: list[list[int]]) -> tup
     """Generate with a cache, store it; return the tokens, and how many of each prompt were loaded."""
     ids, mask = padded(prompts)
     past = tiered.past(ids, mask)
-    out = model.generate(ids, attention_mask=mask, past_key_values=past, generation_config=GREEDY)
+    out = model.generate(ids, attention_mask=mask, cache=past, generation_config=GREEDY)
     past.store(out)
     return out[:, ids.shape[1] :].tolist(), past.num_loaded_tokens
 

@@ -43,7 +43,7 @@ def generate(model: Model, past: Any = None) -> list[int]:  # noqa: ANN401 - a T
     greedy = GenerationConfig(  # type: ignore[no-untyped-call]  # transformers' is not
         max_new_tokens=NEW, do_sample=False, eos_token_id=None, pad_token_id=0
     )
-    out = model.generate(torch.tensor([PROMPT]), past_key_values=past, generation_config=greedy)
+    out = model.generate(torch.tensor([PROMPT]), cache=past, generation_config=greedy)
     if past is not None:
         past.store(out)
     said: list[int] = out[0, len(PROMPT) :].tolist()

@@ -113,7 +113,7 @@ def generate(
     """Generate with a cache, store it; return the tokens, and how many of each prompt were loaded."""
     ids = torch.tensor(prompts)
     past = tiered.past(ids)
-    out = model.generate(ids, past_key_values=past, generation_config=greedy(num_tokens))
+    out = model.generate(ids, cache=past, generation_config=greedy(num_tokens))
     past.store(out)
     return out[:, ids.shape[1] :].tolist(), past.num_loaded_tokens
 
@@ -170,7 +170,7 @@ def test_where_a_state_is_missing_the_one_before_it_serves(lfm2: Model, tmp_path
             tiered.kv.evict(keys[num_blocks:])
             past = tiered.past(torch.tensor([PROMPT]))
             assert past.num_loaded_tokens == [num_blocks * SIZE]
-            out = lfm2.generate(torch.tensor([PROMPT]), past_key_values=past, generation_config=greedy())
+            out = lfm2.generate(torch.tensor([PROMPT]), cache=past, generation_config=greedy())
             assert out[:, LENGTH:].tolist() == expected
         generate(lfm2, tiered, [PROMPT])  # all are stored again
         tiered.kv.evict(hash_blocks(PROMPT, block_size=SIZE)[1:2])
@@ -182,7 +182,7 @@ def test_of_an_answer_that_is_cut_what_is_left_is_stored(lfm2: Model, tmp_path: 
     ids = torch.tensor([PROMPT])
     with opened(lfm2, tmp_path) as tiered:
         past = tiered.past(ids)
-        out = lfm2.generate(ids, past_key_values=past, generation_config=greedy(TURN))
+        out = lfm2.generate(ids, cache=past, generation_config=greedy(TURN))
         assert past.store(out[:, :LENGTH]) == tiered.kv.stats().stored == 2 * END // SIZE
 
 
@@ -195,7 +195,7 @@ def test_no_state_of_a_guess_is_stored(lfm2: Model, tmp_path: Path) -> None:
     guessing = GenerationConfig(**(greedy(64).to_diff_dict() | {"prompt_lookup_num_tokens": 5}))  # type: ignore[no-untyped-call]  # transformers' is not
     with opened(lfm2, tmp_path) as tiered:
         past = tiered.past(ids)
-        out = lfm2.generate(ids, past_key_values=past, generation_config=guessing)
+        out = lfm2.generate(ids, cache=past, generation_config=guessing)
         assert out[0, LENGTH:].tolist() == alone(lfm2, [PROMPT], 64)[0]
         assert past.store(out) == past.get_seq_length() // SIZE
         following = [[*out[0].tolist(), 5, 6, 7]]
@@ -237,7 +237,7 @@ def test_prompts_of_one_length_are_served_together(lfm2: Model, tmp_path: Path) 
         with pytest.raises(ConfigurationError, match="without beams"):
             lfm2.generate(
                 ids,
-                past_key_values=tiered.past(ids),
+                cache=tiered.past(ids),
                 generation_config=greedy(),
                 num_return_sequences=2,
                 do_sample=True,

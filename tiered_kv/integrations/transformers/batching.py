@@ -21,15 +21,13 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 from transformers.generation.continuous_batching.requests import RequestStatus
 
 from tiered_kv.cache.blocking import BlockingTieredKV
-from tiered_kv.integrations.transformers.model_parts import ModelParts
+from tiered_kv.integrations.transformers.model_parts import VERSION, ModelParts, version
 from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.specs import GPULoadStoreSpec
 
-_VERSION: Final = "5.23"
-"""Of transformers, whose paged cache is no public interface: others are refused."""
 BEGIN: Final = "init_continuous_batching"
 """The method through which every continuous batching begins: a model with a cache has one of its own."""
 
@@ -277,10 +275,10 @@ def _group_of(parts: ModelParts) -> KVGroup:
 
 def _check(manager: Any, group: KVGroup) -> None:  # noqa: ANN401 - a ContinuousBatchingManager
     """Raise `ConfigurationError` if this continuous batching can't use tiers."""
-    if ".".join(transformers.__version__.split(".")[:2]) != _VERSION:
+    if version() != VERSION:  # whose paged cache is no public interface
         raise ConfigurationError(
-            f"continuous batching with tiers is made for transformers {_VERSION}, this is {transformers.__version__}; "
-            "TieredModel.past() works with it"
+            f"continuous batching with tiers is made for transformers {VERSION[0]}.{VERSION[1]}, this is "
+            f"{transformers.__version__}; TieredModel.past() works with it"
         )
     config = manager.continuous_batching_config
     if config.page_size != group.block_size:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from torch import Tensor
 from torch.nn import Module
 from transformers import DynamicCache, PreTrainedModel
@@ -22,7 +23,15 @@ from transformers.cache_utils import (
 from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.integrations.identity import Below, checkpoint_weights
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
-from tiered_kv.integrations.transformers.model_parts import Layer, LayerPart, ModelParts, StatePart, StateTensor
+from tiered_kv.integrations.transformers.model_parts import (
+    VERSION,
+    Layer,
+    LayerPart,
+    ModelParts,
+    StatePart,
+    StateTensor,
+    version,
+)
 from tiered_kv.integrations.transformers.past import ModelStaging, TieredCache, check_is_tensor
 from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.settings.settings import TieredKVSettings
@@ -113,6 +122,10 @@ def open_tiered(
             named.
         BackendUnavailableError: A tier cannot be reached.
     """
+    if version() < VERSION:
+        raise ConfigurationError(
+            f"open_tiered needs transformers {VERSION[0]}.{VERSION[1]} or newer, this is {transformers.__version__}"
+        )
     _check(model)
     salt_digest(salt)  # refuses what is none
     ranks = Ranks.of(model)
@@ -122,35 +135,43 @@ def open_tiered(
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks))
-        with _steps_checked(model), nullcontext() if parts.state is None else _states_kept(model, block_size):
+        with _steps_seen(model), nullcontext() if parts.state is None else _by_blocks(model, block_size):
             yield tiered
 
 
 @contextmanager
-def _steps_checked(model: PreTrainedModel) -> Iterator[None]:
+def _steps_seen(model: PreTrainedModel) -> Iterator[None]:
     """Have a `TieredCache` see which tokens a step computes into it, where, and what is hidden from them."""
 
-    def check(_model: Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - any model's
-        if isinstance(past := given.get("past_key_values"), TieredCache):
+    def begin(_model: Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - any model's
+        if (past := _cache_of(given)) is not None:
             given = past.rest(given)
-            past.check_step(given)
+            past.begin_step(given)
         return args, given
 
-    hook = model.register_forward_pre_hook(check, with_kwargs=True)
+    def end(_model: Module, _args: Any, given: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - any model's
+        if (past := _cache_of(given)) is not None:
+            past.end_step(is_whole=output is not None)
+
+    hooks = (
+        model.register_forward_pre_hook(begin, with_kwargs=True),
+        model.register_forward_hook(end, with_kwargs=True, always_call=True),
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 @contextmanager
-def _states_kept(model: PreTrainedModel, block_size: int) -> Iterator[None]:
-    """Have `generate` compute prompts block by block into a `TieredCache`, which sees the states after each."""
+def _by_blocks(model: PreTrainedModel, block_size: int) -> Iterator[None]:
+    """Have `generate` compute prompts block by block into a `TieredCache`, which keeps the states after each."""
     config: Any = model.generation_config
     plain: Any = model.generate
 
     def generate(*args: Any, **given: Any) -> Any:  # noqa: ANN401 - what it wraps
-        is_ours = config.prefill_chunk_size is None and isinstance(given.get("past_key_values"), TieredCache)
+        is_ours = config.prefill_chunk_size is None and _cache_of(given) is not None
         if is_ours:
             config.prefill_chunk_size = block_size
         try:
@@ -159,17 +180,16 @@ def _states_kept(model: PreTrainedModel, block_size: int) -> Iterator[None]:
             if is_ours:  # else another thread's call has set it, and takes it back
                 config.prefill_chunk_size = None
 
-    def keep(_model: Module, _args: Any, given: dict[str, Any], _output: Any) -> None:  # noqa: ANN401 - any model's
-        if isinstance(past := given.get("past_key_values"), TieredCache):
-            past.keep_states()
-
     vars(model)["generate"] = generate  # of this one model; its class stays as it is
-    hook = model.register_forward_hook(keep, with_kwargs=True)
     try:
         yield
     finally:
-        hook.remove()
         del vars(model)["generate"]
+
+
+def _cache_of(given: Mapping[str, Any]) -> TieredCache | None:
+    """Return the cache of a step, whatever its argument is called: it had other names, which are still taken."""
+    return next((each for each in given.values() if isinstance(each, TieredCache)), None)
 
 
 @torch.no_grad()
@@ -181,7 +201,7 @@ def _parts_of(model: PreTrainedModel, block_size: int) -> ModelParts:
             that it does not go on from.
     """
     cache = DynamicCache(config=model.config)
-    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), past_key_values=cache)
+    model(input_ids=torch.zeros((1, 1), dtype=torch.long, device=model.device), cache=cache)
     layers: list[Layer] = cache.layers
     alike: dict[tuple[int | None, tuple[int, int], tuple[int, int], torch.dtype], list[int]] = {}
     for number, layer in enumerate(layers):
@@ -223,9 +243,9 @@ def _goes_on_from(model: PreTrainedModel, state: StateTensor) -> bool:
     left = []
     for value in (0, torch.finfo(state.dtype).max ** 0.5):  # so much that some is left, however fast it is forgotten
         cache = DynamicCache(config=model.config)
-        model(input_ids=token, past_key_values=cache)
+        model(input_ids=token, cache=cache)
         state.find(cache.layers).fill_(value)
-        model(input_ids=token.expand(1, 2), past_key_values=cache)
+        model(input_ids=token.expand(1, 2), cache=cache)
         left.append(state.find(cache.layers).float())
     return not bool(((left[0] - left[1]).abs() <= left[0].abs().max()).all())
 

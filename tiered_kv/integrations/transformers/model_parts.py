@@ -7,7 +7,7 @@ convolution there is only the last state, which holds all before it: its block i
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -18,7 +18,14 @@ from typing_extensions import override
 
 from tiered_kv.values.layout import KVGroup
 
+VERSION: Final = 5, 24
+"""Of transformers, that the adapter was tried with: older ones call a cache otherwise."""
 Layer: TypeAlias = Any  # of transformers' cache: kinds of layers have no attribute in common
+
+
+def version() -> tuple[int, ...]:
+    """Return the first two numbers of the version of transformers that is installed."""
+    return tuple(map(int, transformers.__version__.split(".")[:2]))
 
 
 @dataclass(frozen=True)
@@ -183,8 +190,8 @@ class StatePart(Part):
     @classmethod
     def of(cls, tensors: list[StateTensor], number: int, block_size: int) -> "StatePart":
         """Make one, whose blocks other versions of transformers do not read: what is in a state is theirs to say."""
-        version = ".".join(transformers.__version__.split(".")[:2])
-        tag = f"transformers {version}, states: {[(kind, shape, str(dtype)) for _, kind, _, shape, dtype in tensors]}"
+        states = [(kind, shape, str(dtype)) for _, kind, _, shape, dtype in tensors]
+        tag = f"transformers {'.'.join(map(str, version()))}, states: {states}"
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
         return cls(KVGroup.opaque(num_bytes, tag=tag, block_size=block_size), number, tuple(tensors))
 

@@ -119,6 +119,7 @@ class TieredCache(DynamicCache):
         self._loaded = [0] * len(self._pads)  # blocks, per row: those before are not stored again
         self._states_at: dict[int, Tensor] = {}  # by number of tokens, `StatePart.read` there: not stored yet
         self.num_loaded_tokens = [0] * len(self._pads)
+        self._is_in_step = False
         if staging.parts.state is not None and any(self._pads):
             raise ConfigurationError(
                 "prompts of a model with states must be of one length, or each by itself: in padded rows blocks end at "
@@ -126,7 +127,7 @@ class TieredCache(DynamicCache):
             )
         self._load(device)
 
-    def check_step(self, given: Mapping[str, Any]) -> None:
+    def begin_step(self, given: Mapping[str, Any]) -> None:
         """See that a step computes of the prompts what they are named by: tokens, one behind the other, and no more.
 
         A mask that says which token sees which is its maker's own, and so are positions beside one.
@@ -138,6 +139,7 @@ class TieredCache(DynamicCache):
         Raises:
             ConfigurationError: Others are hidden, or tokens are elsewhere, or embeddings come in their place.
         """
+        self._is_in_step = True
         if self.get_seq_length() >= self._prompts.shape[1]:
             return  # what was generated is hidden from nobody, and follows the prompt
         if given.get("inputs_embeds") is not None:
@@ -206,8 +208,10 @@ class TieredCache(DynamicCache):
         """Add the KV of new tokens, ``(batch, H, n, D)``; see `DynamicCache`.
 
         Raises:
-            ConfigurationError: They are of another number of rows, or not what the model's config says.
+            ConfigurationError: They are of another number of rows, or not what the model's config says, or no step of
+                the model was seen to compute them.
         """
+        self._check_in_step()
         for part in self._staging.parts.layers:
             if layer_idx not in part.layers:
                 continue
@@ -227,16 +231,29 @@ class TieredCache(DynamicCache):
         """Add what a convolution needs of new tokens, ``(batch, channels, n)``; see `DynamicCache`.
 
         Raises:
-            ConfigurationError: They are of another number of rows.
+            ConfigurationError: They are of another number of rows, or no step of the model was seen to compute them.
         """
+        self._check_in_step()
         if len(conv_states) != len(self._pads):
             raise ConfigurationError(
                 f"{len(conv_states)} rows in a cache of {len(self._pads)}: it serves one sequence a row, without beams"
             )
         return super().update_conv_state(conv_states, *args, **kwargs)
 
-    def keep_states(self) -> None:
+    def end_step(self, *, is_whole: bool) -> None:
         """Keep a copy of the states, if what has been computed ends where a block does, and is not to be taken back."""
+        self._is_in_step = False
+        if is_whole:
+            self._keep_states()
+
+    def _check_in_step(self) -> None:
+        if not self._is_in_step:
+            raise ConfigurationError(
+                "no step of the model that open_tiered was given computes this: a TieredCache serves that model as a "
+                "whole, not a part of it nor another, and until the block of open_tiered ends"
+            )
+
+    def _keep_states(self) -> None:
         state, length = self._staging.parts.state, self.get_seq_length()
         if state is None or length % self._staging.block_size:
             return
@@ -341,7 +358,7 @@ class TieredCache(DynamicCache):
                 for plane, tensor in zip(part.planes, tensors, strict=True):
                     planes.setdefault(layer, {})[plane] = tensor[:, :, : length - skipped]
         for layer, of_layer in sorted(planes.items()):
-            self.update(of_layer[0], of_layer[1], layer)
+            super().update(of_layer[0], of_layer[1], layer)
             if isinstance(window := self.layers[layer], DynamicSlidingWindowLayer):
                 window.cumulative_length = length
         if parts.state is not None:
