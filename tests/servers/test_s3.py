@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import subprocess
 import sys
 import traceback
@@ -553,6 +554,7 @@ class AnsweringServer:
         """Answer the requests of one connection."""
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")).strip():
+                await reader.readexactly(int((re.search(rb"(?i)\r\ncontent-length: *(\d+)", head) or [b"", b"0"])[1]))
                 status, body = "404 Not Found", ""
                 if b"list-type=2" in head:
                     if b"continuation-token" in head or not self.listing:
@@ -778,6 +780,22 @@ async def test_a_passing_failure_is_tried_again() -> None:
     async with answering(itertools.repeat("503 Slow Down"), max_retries=2) as (backend, server):
         with pytest.raises(BackendUnavailableError, match="503"):
             await backend.lookup_prefix([block_key(1)])
+        assert server.num_requests == 3
+
+
+async def test_a_store_that_may_be_carried_out_yet_has_failed() -> None:
+    """It is not sent again, so that whoever evicts the block knows that it may come back; nor is a mark of it."""
+    keys = chain(3)
+    async with answering(itertools.repeat("500 Internal Server Error"), max_retries=2) as (backend, server):
+        with pytest.raises(BackendUnavailableError, match="500"):
+            await backend.write(keys[:1], records(keys[:1]))
+        assert server.num_requests == 1
+        with pytest.raises(BackendUnavailableError, match="500"):
+            await backend.delete(keys[:1])
+        assert server.num_requests == 1 + 1
+    answers = itertools.chain(["200 OK\r\nETag: x", "503 Slow Down"], itertools.repeat("200 OK\r\nETag: x"))
+    async with answering(answers, max_retries=2, connections=1) as (backend, server):
+        assert await backend.write(keys, records(keys)) == [Outcome.STORED, Outcome.FAILED, Outcome.STORED]
         assert server.num_requests == 3
 
 

@@ -69,6 +69,8 @@ class S3Backend(Backend):
             if (failure := translate_opening(error, self.settings)) is not None:
                 raise failure from error
         self._store = make_store(self.settings)
+        # No client repeats a PUT: the first may be carried out behind a deletion, and nobody would know of it.
+        self._once = self._store if self.settings.is_private else make_store(self.settings, tries_once=True)
         self._context, self._clock = context, context.clock
         self._packing = Packing(context.groups, self.settings.pack_bytes)
         self._answers = PresenceAnswers(context.clock, self.settings.answer_ttl_s)
@@ -153,6 +155,8 @@ class S3Backend(Backend):
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
         """Store the records, whole groups as packs: STORED or FAILED each.
+
+        What fails is not sent again: the store may carry it out yet, behind a deletion, which what is STORED must not.
 
         Raises:
             BackendUnavailableError: Nothing could be stored.
@@ -355,7 +359,7 @@ class S3Backend(Backend):
                 self._writing,
                 deadline,
                 "store",
-                lambda: obstore.put_async(self._store, name, body, mode=mode, use_multipart=False),
+                lambda: obstore.put_async(self._once, name, body, mode=mode, use_multipart=False),
             )
         except AlreadyExistsError:
             pass  # by this name it is the same block

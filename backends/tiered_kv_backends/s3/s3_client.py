@@ -71,7 +71,7 @@ class S3Settings(StorageTierSettings):
     connect_timeout_s: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """How long a connection, and the whole of opening, may take."""
     max_retries: int = Field(default=2, ge=0, le=10)
-    """Of one request, with jitter, within 15 % of ``timeout_s``."""
+    """Of one request, with jitter, within 15 % of ``timeout_s``. A store is not repeated: it has failed at once."""
     create_only: bool = False
     """Never replace an object (``If-None-Match: *``). A damaged one is deleted by its second read, then stored anew."""
     pack_bytes: Size = Field(default=default_size(4 << 20), ge=0)
@@ -132,8 +132,8 @@ class S3Settings(StorageTierSettings):
         return found + [value for name in _ENVIRONMENT if (value := os.environ.get(name))]
 
 
-def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
-    """Make the client; nothing is asked yet. One ``is_probe`` tries once, within ``connect_timeout_s``.
+def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool = False) -> ObjectStore:
+    """Make the client; nothing is asked yet. One ``is_probe`` tries once too, within ``connect_timeout_s``.
 
     Raises:
         ConfigurationError: obstore does not take the URL or an option.
@@ -157,7 +157,7 @@ def make_store(settings: S3Settings, *, is_probe: bool = False) -> ObjectStore:
             client["root_certificate"] = settings.ca_file.read_text()
         retry = {
             "backoff": {"base": 2, "init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1)},
-            "max_retries": 0 if is_probe else settings.max_retries,
+            "max_retries": 0 if is_probe or tries_once else settings.max_retries,
             "retry_timeout": timedelta(seconds=_RETRY_WITHIN * settings.timeout_s),
         }
         config = _s3_config(settings) if scheme in _S3_SCHEMES else {}
