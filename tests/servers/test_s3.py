@@ -263,6 +263,42 @@ async def test_a_broken_block_of_a_pack_that_is_stored_anew_is_right(files: S3Se
         assert await read(backend, keys) == [Outcome.HIT] * 16
 
 
+class HeldDeletion(S3Backend):
+    """Its next deletion goes when a test says so."""
+
+    is_next_held = False
+
+    def hold(self) -> None:
+        """Hold the next one."""
+        self.is_next_held, self.is_held, self.may_go = True, asyncio.Event(), asyncio.Event()
+
+    async def _delete_all(self, names: list[str], deadline: float) -> None:
+        if self.is_next_held:
+            self.is_next_held = False
+            self.is_held.set()
+            await self.may_go.wait()
+        await super()._delete_all(names, deadline)
+
+
+async def test_a_pack_that_is_stored_anew_outlives_who_was_about_to_delete_it(files: S3Settings) -> None:
+    """A lookup deletes a pack of evicted blocks no later than a store of the same pack begins."""
+    keys, others = chain(16), chain(1, "others")
+    async with open_backend(S3Backend(files)) as other, open_backend(HeldDeletion(files)) as backend:
+        await store(other, keys)
+        assert not await backend.delete(keys[3:4])
+        backend.hold()
+        looking = asyncio.ensure_future(backend.lookup(keys))
+        await backend.is_held.wait()
+        storing = asyncio.ensure_future(store(backend, keys))
+        for _ in range(20):  # it comes as far as it can meanwhile
+            await backend.lookup(others)
+        backend.may_go.set()
+        assert await looking == [Outcome.MISS] * 16
+        await storing
+        assert await read(backend, keys) == [Outcome.HIT] * 16
+        assert await backend.delete([])
+
+
 async def test_a_part_of_a_pack_is_said_to_be_where_it_is(files: S3Settings) -> None:
     """Blocks of a pack are ranges of one object, from whichever block on; those stored singly are objects."""
     keys = chain(20)

@@ -77,6 +77,7 @@ class S3Backend(Backend):
         self._reading = asyncio.Semaphore(self.settings.connections)
         self._writing = asyncio.Semaphore(self.settings.connections)
         self._doomed, self._read_marks_at = Doomed(), self._clock()
+        self._dooming = asyncio.Lock()
         await self._read_marks(self._deadline())
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
@@ -207,21 +208,29 @@ class S3Backend(Backend):
         """
         units = self._packing.units(keys)
         await self._read_marks(deadline)
+        if not (doomed := await self._doomed_packs(keys, units, deadline)):
+            return units
+        self._answers.refute(keys, ())
+        if self.settings.read_only:  # others delete it
+            return [part for unit in units for part in (unit.singles if unit.pack in doomed else [unit])]
+        async with self._dooming:  # and look again: who had it before may have stored such a pack anew
+            if doomed := await self._doomed_packs(keys, units, deadline):
+                marks = [mark for each in doomed.values() for mark in each]
+                await self._delete_all([*doomed], deadline)
+                await self._delete_all(marks, deadline)  # after the packs: else these were served if it ended between
+                self._doomed.spare(marks)
+        return units
+
+    async def _doomed_packs(
+        self, keys: Sequence[BlockKey], units: Sequence[Unit], deadline: float
+    ) -> dict[str, list[str]]:
+        """Return the packs of a batch that have to go, and the marks of its blocks that say so."""
         doomed: dict[str, list[str]] = {}
         for pack, suspects in self._doomed.suspects(keys, units).items():
             each = await asyncio.gather(*(self._is_doomed(mark, deadline) for mark in suspects))
             if marks := [mark for mark, is_so in zip(suspects, each, strict=True) if is_so]:
                 doomed[pack] = marks
-        if not doomed:
-            return units
-        self._answers.refute(keys, ())
-        if self.settings.read_only:  # others delete it
-            return [part for unit in units for part in (unit.singles if unit.pack in doomed else [unit])]
-        marks = [mark for each in doomed.values() for mark in each]
-        await self._delete_all([*doomed], deadline)
-        await self._delete_all(marks, deadline)  # after the packs: else these would be served if it ended between
-        self._doomed.spare(marks)
-        return units
+        return doomed
 
     async def _is_doomed(self, mark: str, deadline: float) -> bool:
         """Ask for a mark that may be on the store: another process may have deleted it since, and stored a new pack."""
