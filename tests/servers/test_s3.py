@@ -259,6 +259,9 @@ async def test_a_broken_block_of_a_pack_that_is_stored_anew_is_right(files: S3Se
         await store(backend, keys[5:6])
         for _ in range(2):
             assert await read(backend, keys) == [Outcome.HIT] * 16
+        spec = await backend.locate(keys)
+        assert spec is not None
+        assert await objects_at(spec) == [bytes(block) for block in records(keys)]
         await store(backend, keys)
         assert await read(backend, keys) == [Outcome.HIT] * 16
 

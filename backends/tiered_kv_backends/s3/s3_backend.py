@@ -118,6 +118,8 @@ class S3Backend(Backend):
     async def locate(self, keys: Sequence[BlockKey]) -> ObjectLoadStoreSpec | None:
         """Say which objects, or which parts of packs, the records are, by one question for each pack.
 
+        As they are read: what was stored anew since its pack was is where it lies alone, if it still does.
+
         Raises:
             BackendUnavailableError: The store failed to answer.
         """
@@ -126,12 +128,18 @@ class S3Backend(Backend):
         deadline = self._deadline()
         units = await self._units(keys, deadline)
 
-        async def is_packed(unit: Unit) -> bool:
-            return unit.pack is not None and await self._exists(unit.pack, deadline)
+        async def lies_alone(key: BlockKey) -> bool:
+            return self._packing.is_single([key]) and await self._exists(key.path, deadline)
+
+        async def packed(unit: Unit) -> list[int]:
+            if unit.pack is None or not await self._exists(unit.pack, deadline):
+                return []
+            alone = await asyncio.gather(*map(lies_alone, keys[unit.start : unit.stop]))
+            return [unit.start + n for n, is_so in enumerate(alone) if not is_so]
 
         names, offsets, lengths = [key.path for key in keys], [0] * len(keys), self._context.record_lengths(keys)
-        for unit, packed in zip(units, await asyncio.gather(*map(is_packed, units)), strict=True):
-            for at in range(unit.start, unit.stop) if packed else ():
+        for unit, places in zip(units, await asyncio.gather(*map(packed, units)), strict=True):
+            for at in places:
                 names[at], offsets[at] = str(unit.pack), (unit.place + at - unit.start) * lengths[at]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         ids = [numbers[name] for name in names]
