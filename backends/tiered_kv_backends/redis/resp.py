@@ -53,14 +53,14 @@ class Socket:
         Raises:
             OSError: Not reachable, or TLS failed (`ssl.SSLError`).
         """
-        connected = cls(await _connect(address))
+        there = cls(await connected(address))
         if tls is not None:
             try:
-                await connected._start_tls(tls, address.host)
+                await there._start_tls(tls, address.host)
             except BaseException:  # cancelled, too: nobody else knows of the socket
-                connected.close()
+                there.close()
                 raise
-        return connected
+        return there
 
     def is_silent(self) -> bool:
         """Say whether there is nothing to receive, and the server has not left."""
@@ -176,7 +176,12 @@ _ADDRESS_S = 1.0
 """For how long one of several addresses of a host is waited for: packets to it may go nowhere."""
 
 
-async def _connect(address: Address) -> socket.socket:
+async def connected(address: Address) -> socket.socket:
+    """Return a socket that is connected to the first address of the host that answers.
+
+    Raises:
+        OSError: Not reachable, or there is no such host.
+    """
     loop, found = asyncio.get_running_loop(), await _look_up(address)
     for n, (family, kind, protocol, _, where) in enumerate(found, 1):
         sock = socket.socket(family, kind, protocol)

@@ -5,6 +5,7 @@ How much redis-py may be told: it keeps whatever a server sends, until a reply i
 
 import asyncio
 import math
+import socket
 import ssl
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
@@ -16,7 +17,7 @@ from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
 from pydantic import Field, SecretStr, field_validator, model_validator
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
-from redis.asyncio.connection import DefaultParser
+from redis.asyncio.connection import Connection, DefaultParser, SSLConnection
 from redis.asyncio.retry import Retry
 from redis.asyncio.sentinel import Sentinel
 from redis.backoff import NoBackoff
@@ -26,7 +27,7 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 from tiered_kv.settings.tier_settings import StorageTierSettings, split_url
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv_backends.paths import scrub
-from tiered_kv_backends.redis.resp import Address, Login, Pool, command
+from tiered_kv_backends.redis.resp import Address, Login, Pool, command, connected
 
 MOST_BYTES: Final = 16 << 20
 """Of one reply: a thousand nodes of a cluster say less of themselves."""
@@ -52,10 +53,27 @@ class BoundedParser(DefaultParser):  # type: ignore[valid-type,misc]  # a class 
         return True
 
 
-def bound(*options: dict[str, Any]) -> None:
-    """Have connections that are going to be made with these options read replies so."""
-    for each in options:
-        each["parser_class"] = BoundedParser
+class BoundedConnection(Connection):
+    """Reads replies so, and goes where `connected` leads: redis-py would ask for names in the event loop's threads."""
+
+    _there: socket.socket
+
+    def __init__(self, **options: Any) -> None:  # noqa: ANN401 - redis-py's
+        super().__init__(**options | {"parser_class": BoundedParser})
+
+    async def _connect(self) -> None:
+        async with asyncio.timeout(self.socket_connect_timeout):
+            self._there = await connected(Address(self.host, self.port))
+            await super()._connect()  # type: ignore[no-untyped-call]  # redis-py's is not
+
+    def _connection_arguments(self) -> dict[str, Any]:
+        arguments = {**super()._connection_arguments(), "sock": self._there}
+        host, _ = arguments.pop("host"), arguments.pop("port")
+        return arguments | ({"server_hostname": host} if "ssl" in arguments else {})
+
+
+class BoundedTLSConnection(BoundedConnection, SSLConnection):
+    """The same by TLS."""
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
@@ -225,6 +243,7 @@ class Servers:
         tls = _tls_context(settings) if self._target.is_tls else None
         username = settings.username or self._target.username
         self._login = Login(username, settings.password or self._target.password, self._target.database, tls)
+        self._connection_class = BoundedConnection if tls is None else BoundedTLSConnection
         self._servers: dict[Address, Server] = {}
         self._refresh = asyncio.Lock()
         self._is_known = self._is_closed = False
@@ -397,7 +416,7 @@ class Servers:
         settings, login = self._settings, self._login
         options = self._options(login.username, login.password)
         client = Redis(host=address.host, port=address.port, db=login.database, **options)
-        bound(client.connection_pool.connection_kwargs)
+        client.connection_pool.connection_class = self._connection_class
         bodies, questions = (Pool(address, login, settings.connections, settings.connect_timeout_s) for _ in range(2))
         return Server(address, client, bodies, questions)
 
@@ -405,14 +424,16 @@ class Servers:
         options = self._options(self._login.username, self._login.password) | self._limits()
         nodes = [ClusterNode(*host) for host in {*self._hosts, *self._servers}]
         cluster = RedisCluster(startup_nodes=nodes, require_full_coverage=False, **options)
-        known = cluster.nodes_manager.startup_nodes.values()
-        bound(cluster.connection_kwargs, *(node.connection_kwargs for node in known))
+        cluster.connection_kwargs["connection_class"] = self._connection_class
+        for node in cluster.nodes_manager.startup_nodes.values():
+            node.connection_class = self._connection_class
         return cluster
 
     def _make_sentinel(self) -> Sentinel:
         options = self._options(self._settings.sentinel_username, self._settings.sentinel_password) | self._limits()
         sentinel = Sentinel(self._hosts, sentinel_kwargs=options)  # type: ignore[no-untyped-call]  # redis-py's is not
-        bound(*(each.connection_pool.connection_kwargs for each in sentinel.sentinels))
+        for each in sentinel.sentinels:
+            each.connection_pool.connection_class = self._connection_class
         return sentinel
 
     def _limits(self) -> dict[str, float]:
