@@ -266,7 +266,10 @@ LIMITS = SMALL_LIMITS.model_copy(update={"open_timeout_s": 0.1})
 
 async def test_an_opening_that_hangs_has_a_limit() -> None:
     """A tier that is required cannot be had; one that is not is used once its first call of `open` has returned."""
-    with fail_after(30), pytest.raises(BackendUnavailableError, match=r"keyed was not opened within 0\.1 s") as raised:
+    with (
+        fail_after(30),
+        pytest.raises(BackendUnavailableError, match=r"tier 'keyed': not opened within 0\.1 s") as raised,
+    ):
         async with open_cache(LateBackend(required=True), limits=LIMITS):
             pass
     assert "With required=false the cache opens without the tier 'keyed'" in raised.value.__notes__[0]
@@ -298,6 +301,16 @@ async def test_an_opening_that_fails_is_told_once(error: Exception) -> None:
 
 
 @pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_a_tier_that_cannot_be_opened_is_named(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
+    """In the error that opening a cache raises: its medium's own words need not tell it from another of its kind."""
+    away = kind(required=True)
+    away.on_open.fail_next(BackendUnavailableError("no route"))
+    with pytest.raises(BackendUnavailableError, match=f"^tier '{away.settings.name}': no route\n"):
+        async with open_cache("cpu://?capacity=1MiB", away):
+            pass
+
+
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
 async def test_why_a_tier_is_not_open_yet_is_told_and_shown(kind: type[ScriptedBackend | ScriptedSlotBackend]) -> None:
     """From the moment when the cache opens without it: that it takes long, then how each attempt has ended."""
     late, said = kind(timeout_s=0.05, required=False), Recorder()
@@ -306,7 +319,7 @@ async def test_why_a_tier_is_not_open_yet_is_told_and_shown(kind: type[ScriptedB
     errors = [ConfigurationError("no such bucket"), BackendUnavailableError("no route")]
     for error in errors:
         late.on_open.fail_next(error)
-    shown = [f"BackendUnavailableError: {name} was not opened within 0.05 s"]
+    shown = ["BackendUnavailableError: not opened within 0.05 s"]
     async with open_cache("cpu://?capacity=1MiB", late, emit=said) as kv:
         assert kv.stats()[name or ""].facts == {"last_error": shown[0]}
         assert [each.error for each in said.of(TierFailed)] == shown

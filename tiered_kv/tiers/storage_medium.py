@@ -117,7 +117,9 @@ class StorageMedium:
         if self._settings.required:
             if isinstance(error, BackendUnavailableError):
                 name = self.health.name
-                error.add_note(f"With required=false the cache opens without the tier {name!r}, and tries it again.")
+                named = BackendUnavailableError(f"tier {name!r}: {error}")
+                named.add_note(f"With required=false the cache opens without the tier {name!r}, and tries it again.")
+                raise named from error.__cause__ or error
             raise error
         self._has_failed(error)
 
@@ -147,14 +149,14 @@ class StorageMedium:
         opening = self._opening
         await asyncio.wait({opening}, timeout=timeout_s)
         if not opening.done():
-            return BackendUnavailableError(f"{self.health.name} was not opened within {timeout_s:g} s")
+            return BackendUnavailableError(f"not opened within {timeout_s:g} s")
         self._opening = None
         answer = opening.result()
         if answer.is_well:
             self._books = answer.value or []
             return None
         self._end_pools()  # the threads of an attempt end with it
-        return self._raised or BackendUnavailableError(f"{self.health.name} cannot be opened: {answer.error}")
+        return self._raised or BackendUnavailableError(f"cannot be opened: {answer.error}")
 
     def tier(self, group: int, shape: RecordShape, codec: ExponentCodec | None) -> OwnedTier | SharedTier:
         """Make the tier of one kind of block."""
@@ -210,10 +212,8 @@ class StorageMedium:
             BackendError, ConfigurationError: It cannot be what this medium has.
         """
         if len(found) != len(self._services.shapes):
-            raise BackendUnavailableError(
-                f"{self.health.name} cannot be opened: {len(found)} answers for {len(self._services.shapes)} kinds of "
-                "blocks"
-            )
+            num_kinds = len(self._services.shapes)
+            raise BackendUnavailableError(f"cannot be opened: {len(found)} answers for {num_kinds} kinds of blocks")
         return [self._index(self._records.recovered(each)) for each in found]
 
     async def _check_keys(self, backend: SlotBackend, books: Sequence[TierIndex]) -> None:
