@@ -339,12 +339,23 @@ def taken(path: Path) -> Iterator[int]:
             fd = open_root(path)
             opened.callback(files().close, fd)
             opened.callback(_Lock(path, fd).release)
-            if files().exists(path / SHARED_FS_MARK) and not files().exists(path / HOLDER):
-                raise ConfigurationError(
-                    f"{path} is a shared_fs tier's, whose {SHARED_FS_MARK} is in it: each needs a directory of its own"
-                )
+            if is_new := not files().exists(path / HOLDER):
+                _check_not_shared(path)
             _name_holder(fd)
+            if is_new:  # again: a shared_fs tier makes its mark before it looks for ours, so that one of us sees both
+                try:
+                    _check_not_shared(path)
+                except ConfigurationError:
+                    files().unlink(HOLDER, dir_fd=fd)
+                    raise
         yield fd
+
+
+def _check_not_shared(path: Path) -> None:
+    if files().exists(path / SHARED_FS_MARK):
+        raise ConfigurationError(
+            f"{path} is a shared_fs tier's, whose {SHARED_FS_MARK} is in it: each needs a directory of its own"
+        )
 
 
 def folders_in(fd: int) -> list[str]:

@@ -125,6 +125,7 @@ def probe(root: str) -> None:
     _check_folder(root)
     _check_alone(root, _owner_of_ours(root))
     os.close(open_own(root, LOCK_NAME, os.O_CREAT))
+    _check_folder(root)  # again: an NVMe tier makes its mark before it looks for ours, so that one of us sees both
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
 

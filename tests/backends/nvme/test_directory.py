@@ -39,8 +39,9 @@ from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
 from tiered_kv_backends.nvme import delete_tenant, directory_store
-from tiered_kv_backends.nvme.directory import Directory
+from tiered_kv_backends.nvme.directory import Directory, taken
 from tiered_kv_backends.nvme.open_files import OpenFiles
+from tiered_kv_backends.shared_fs import files
 
 FileLimit = Callable[[int], AbstractContextManager[None]]
 HOLD = """
@@ -92,6 +93,45 @@ async def test_one_owner(tmp_path: Path) -> None:
 def open_in(path: Path) -> list[Path]:
     """Return what this process has open in a directory."""
     return [each for each in map(Path.resolve, Path("/proc/self/fd").iterdir()) if each.is_relative_to(path)]
+
+
+def as_nvme(path: Path) -> None:
+    """Take a directory for an NVMe tier, and let go of it."""
+    with taken(path):
+        pass
+
+
+def as_shared_fs(path: Path) -> None:
+    """Open a directory as a shared_fs tier does."""
+    files.probe(str(path))
+
+
+@pytest.mark.parametrize(
+    ("one", "mark", "other", "error"),
+    [(as_nvme, "holder", as_shared_fs, ConfigurationError), (as_shared_fs, "sweeper.lock", as_nvme, FileExistsError)],
+    ids=["nvme", "shared_fs"],
+)
+def test_a_fresh_directory_is_of_one_kind(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    one: Callable[[Path], None],
+    mark: str,
+    other: Callable[[Path], None],
+    error: type[Exception],
+) -> None:
+    """However two processes that open it at once come between each other's steps; who was first keeps it."""
+    path, open_, others = tmp_path / "kv", os.open, [other]
+
+    def open_behind_the_other(name: str | Path, flags: int, *args: Any, **options: Any) -> int:  # noqa: ANN401 - as it is
+        if flags & os.O_CREAT and Path(name).name == mark and others:
+            others.pop()(path)
+        return open_(name, flags, *args, **options)
+
+    monkeypatch.setattr(os, "open", open_behind_the_other)
+    with pytest.raises(error, match="of its own"):
+        one(path)
+    for _ in range(2):
+        other(path)
 
 
 async def test_an_opening_that_is_given_up_leaves_the_directory_free(
