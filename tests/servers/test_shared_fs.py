@@ -569,19 +569,20 @@ class StalledWorkers:
 
 
 async def test_stale_temporary_files_are_deleted(tmp_path: Path) -> None:
-    """What a dead writer has left goes after ten minutes; what may still be written stays."""
+    """What a dead writer has left, or a killed opening in the root, goes after ten minutes; no younger one does."""
     clock = Clock()
     async with opened(tmp_path, clock) as backend:
         await store(backend, keys_of(1))
-        folder = file_of(tmp_path, block_key(1)).parent
-        old, new = (folder / f".{letter * 32}.tmp" for letter in "ab")
-        old.write_bytes(b"half")
-        new.write_bytes(b"half")
-        clock.now_ns = new.stat().st_mtime_ns + 300 * 10**9
-        os.utime(old, ns=(0, clock.now_ns - 601 * 10**9))
+        places = (file_of(tmp_path, block_key(1)).parent, tmp_path)
+        olds, news = ([place / f".{letter * 32}.tmp" for place in places] for letter in "ab")
+        for each in (*olds, *news):
+            each.write_bytes(b"half" if each.parent != tmp_path else b"")
+        clock.now_ns = news[0].stat().st_mtime_ns + 300 * 10**9
+        for old in olds:
+            os.utime(old, ns=(0, clock.now_ns - 601 * 10**9))
         await backend.sweep()
         await backend.sweep()
-        assert files_in(tmp_path) == {file_of(tmp_path, block_key(1)), new}
+        assert files_in(tmp_path) == {file_of(tmp_path, block_key(1)), *news}
 
 
 async def test_temporary_files_of_dead_writers_push_out_no_records(tmp_path: Path) -> None:

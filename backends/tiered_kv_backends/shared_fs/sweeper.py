@@ -187,6 +187,7 @@ class Sweeper:
 
     def _sweep(self, lock: int, failed: deque[OSError], *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
+        count.num_temporaries = self._unlink_left_by_openings(count)
         self._visit(lock, count.visit)
         share = math.ceil(count.num_bytes * _FREED_FRACTION) if is_full else 0
         over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(), share)
@@ -198,6 +199,18 @@ class Sweeper:
         return Swept(
             count.num_bytes, deletion.num_records, deletion.num_bytes, num_temporaries, deletion.num_over_quota
         )
+
+    def _unlink_left_by_openings(self, count: "_Count") -> int:
+        """Delete the empty files of openings that were killed, which lie in the root; return how many."""
+        top = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            return sum(
+                _unlink(name, top, count.failed)
+                for name, status in _files(top, (_TEMPORARY,))
+                if status.st_mtime_ns < count.now_ns - _DEAD_NS
+            )
+        finally:
+            os.close(top)
 
     def _missing_free_bytes(self) -> int:
         status = os.statvfs(self._root)
@@ -387,10 +400,10 @@ def _cutoff(times: NDArray[np.int64], sizes: NDArray[np.int64], excess: int) -> 
     return int(times[order[min(int(np.searchsorted(freed, excess)), len(order) - 1)]])
 
 
-def _files(folder: int) -> Iterator[tuple[str, os.stat_result]]:
+def _files(folder: int, names: Sequence[re.Pattern[str]] = (HASH, _TEMPORARY)) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the files of a folder that are ours, listed whole, so that deleting cannot hide any from us."""
     for name in os.listdir(folder):
-        if not HASH.fullmatch(name) and not _TEMPORARY.fullmatch(name):
+        if not any(each.fullmatch(name) for each in names):
             continue
         try:
             status = os.stat(name, dir_fd=folder, follow_symlinks=False)
