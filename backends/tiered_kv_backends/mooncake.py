@@ -31,6 +31,7 @@ from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv.values.specs import RemoteLoadStoreSpec
+from tiered_kv_backends.connecting import Address, connected
 from tiered_kv_backends.paths import salt_folder
 
 try:
@@ -118,7 +119,7 @@ class MooncakeBackend(Backend):
                 own_host = await _address_towards(host, port)
                 code = await self._threads.run(_join_elsewhere, own_host, f"{host}:{port}", settings.timeout_s)
         except OSError as error:  # TimeoutError is one
-            reason = error.strerror or f"no answer within {settings.timeout_s} s"
+            reason = error.strerror or str(error) or f"no answer within {settings.timeout_s} s"
             raise BackendUnavailableError(f"Mooncake's master at {host}:{port}: {reason}") from error
         if code != "0":
             raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: its client says {code}")
@@ -356,9 +357,6 @@ def _join_elsewhere(own_host: str, master: str, timeout_s: float) -> str:
 
 async def _address_towards(host: str, port: int) -> str:
     """Connect, and return the address of ours that the connection has."""
-    _, writer = await asyncio.open_connection(host, port)
-    try:
-        address: str = writer.get_extra_info("sockname")[0]
-        return f"[{address}]" if writer.get_extra_info("socket").family == socket.AF_INET6 else address
-    finally:
-        writer.close()
+    with await connected(Address(host, port)) as there:
+        address: str = there.getsockname()[0]
+        return f"[{address}]" if there.family == socket.AF_INET6 else address

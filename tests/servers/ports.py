@@ -1,12 +1,19 @@
-"""Ports for servers of tests, that are given when the server is started and bound by it seconds later; and for none."""
+"""Ports for servers of tests, that are given when the server is started and bound by it seconds later; and for none.
+
+And what looks names up, if it hangs.
+"""
 
 import itertools
 import os
 import random
 import socket
+import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 # A port that the kernel gave and took back is soon given again, to any connection that another test makes meanwhile.
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
@@ -38,6 +45,25 @@ def deaf_port() -> Iterator[int]:
             each.settimeout(0)
             each.connect_ex(deaf.getsockname())
         yield deaf.getsockname()[1]
+
+
+@contextmanager
+def hung_resolver(patch: pytest.MonkeyPatch) -> Iterator[tuple[list[str], threading.Event]]:
+    """Yield who asks where ``a.server`` is, which is this machine, and what has them answered; others are found."""
+    look_up, asked, may_answer = socket.getaddrinfo, list[str](), threading.Event()
+
+    def hang(host: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as it is
+        if host == "a.server" and not options.get("flags"):
+            asked.append(threading.current_thread().name)
+            may_answer.wait()
+            host = "127.0.0.1"
+        return look_up(host, *args, **options)
+
+    patch.setattr(socket, "getaddrinfo", hang)
+    try:
+        yield asked, may_answer
+    finally:
+        may_answer.set()
 
 
 def _reserve(port: int) -> bool:

@@ -23,7 +23,7 @@ pytest.importorskip("mooncake.store", reason=MISSING, exc_type=ImportError)
 from mooncake.store import MooncakeDistributedStore  # noqa: E402 - after the check for it
 
 from mooncake_server import MooncakeServer, mooncake_server  # noqa: E402 - after the check for its client
-from ports import deaf_port  # noqa: E402 - after the check for its client
+from ports import deaf_port, hung_resolver  # noqa: E402 - after the check for its client
 from tiered_kv_backends import mooncake  # noqa: E402 - only where it can be imported
 from tiered_kv_backends.mooncake import MooncakeBackend  # noqa: E402 - only where it can be imported
 
@@ -199,6 +199,18 @@ async def test_a_master_that_does_not_answer() -> None:
         settings = MooncakeBackend.Settings(url=f"mooncake://127.0.0.1:{deaf}", timeout_s=0.2)
         with pytest.raises(BackendUnavailableError, match=r"no answer within 0\.2 s"):
             await MooncakeBackend(settings).open(context)
+
+
+async def test_a_resolver_that_hangs_takes_no_thread_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often a tier is opened again that is not required; a master without an address is an error of ours."""
+    with hung_resolver(monkeypatch) as (asked, _), open_context() as context:
+        for _ in range(20):
+            with pytest.raises(BackendUnavailableError, match=r"no answer within 0\.02 s"):
+                await MooncakeBackend({"url": "mooncake://a.server:1", "timeout_s": 0.02}).open(context)
+        assert len(asked) == 1
+        assert await asyncio.to_thread(len, asked) == 1
+    with open_context() as context, pytest.raises(BackendUnavailableError, match=r"master at x+:1: x+: "):
+        await MooncakeBackend({"url": f"mooncake://{'x' * 70}:1"}).open(context)
 
 
 async def test_a_master_that_stands_still_keeps_nobody() -> None:

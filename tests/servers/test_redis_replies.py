@@ -5,10 +5,10 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
 
 import pytest
 
+from ports import hung_resolver
 from tiered_kv.media.backend import Block
 from tiered_kv.testing import block_key, make_block, open_context
 from tiered_kv.values.errors import BackendUnavailableError, TieredKVError
@@ -62,24 +62,12 @@ async def test_no_reply_is_kept_that_does_not_end(kind: str, reply: str) -> None
 @pytest.mark.parametrize("kind", ["cluster", "sentinel", "tenant"])
 async def test_a_resolver_that_hangs_takes_no_thread_of_the_program(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However often somebody gives up who asks: a name is asked for once, in a thread of our own."""
-    look_up, asked, may_answer = socket.getaddrinfo, list[str](), threading.Event()
-
-    def hang(host: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as it is
-        if host == "a.server" and not options.get("flags"):
-            asked.append(host)
-            may_answer.wait()
-            host = "127.0.0.1"
-        return look_up(host, *args, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
-    try:
+    with hung_resolver(monkeypatch) as (asked, _):
         for _ in range(20):
             with pytest.raises(TieredKVError):
                 await ask(kind, {"url": "redis://a.server:1", "connect_timeout_s": 0.02})
         assert len(asked) == 1
         assert await asyncio.to_thread(len, asked) == 1
-    finally:
-        may_answer.set()
 
 
 async def ask(kind: str, settings: dict[str, object]) -> None:

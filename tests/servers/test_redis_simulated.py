@@ -23,8 +23,9 @@ from tiered_kv.testing import block_key, make_block
 from tiered_kv.testing.helpers import GROUPS
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import BlockKey
+from tiered_kv_backends.connecting import Address
 from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis.resp import Address, Pool, RESPConnection, Socket, command, log_in
+from tiered_kv_backends.redis.resp import Pool, RESPConnection, Socket, command, log_in
 from tiered_kv_backends.redis.servers import Server, Servers
 
 NUM_SEEDS: Final = 40

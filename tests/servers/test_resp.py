@@ -3,17 +3,17 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
-from typing import Any
 
 import pytest
 from typing_extensions import Buffer
 
-from ports import deaf_port
+from ports import deaf_port, hung_resolver
 from tests.support.caches import until
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.testing import make_block
-from tiered_kv_backends.redis import resp
-from tiered_kv_backends.redis.resp import Address, Login, Pool, ProtocolError, RESPConnection, Socket, command, log_in
+from tiered_kv_backends import connecting
+from tiered_kv_backends.connecting import Address
+from tiered_kv_backends.redis.resp import Login, Pool, ProtocolError, RESPConnection, Socket, command, log_in
 
 BLOCK = make_block(bytes(range(256)) * 20)
 BULK = b"$%d\r\n%b\r\n" % (BLOCK.num_bytes, bytes(BLOCK))
@@ -192,31 +192,20 @@ async def test_a_failed_call_closes_its_connection() -> None:
 
 async def test_a_resolver_that_hangs_is_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many callers give up; in a thread of its own, as the loop's threads are the program's."""
-    look_up, asked, may_answer = socket.getaddrinfo, list[str](), threading.Event()
-
-    def hang(host: str, *args: Any, **options: Any) -> Any:  # noqa: ANN401 - as it is
-        if host == "a.server" and not options.get("flags"):
-            asked.append(threading.current_thread().name)
-            may_answer.wait()
-            host = "127.0.0.1"
-        return look_up(host, *args, **options)
-
-    monkeypatch.setattr(socket, "getaddrinfo", hang)
     with serving([], then_ends=False) as there:
         address = Address("a.server", there.port)
-        try:
+        with hung_resolver(monkeypatch) as (asked, may_answer):
             for _ in range(20):
                 given_up = asyncio.ensure_future(log_in(address, Login()))
                 await asyncio.sleep(0)
                 given_up.cancel()
                 await asyncio.wait([given_up])
             await until(lambda: bool(asked))
-            connecting = asyncio.ensure_future(log_in(address, Login()))
+            logging_in = asyncio.ensure_future(log_in(address, Login()))
             assert await asyncio.to_thread(lambda: len(asked)) == 1
-        finally:
             may_answer.set()
-        (await connecting).close()
-        (await log_in(there, Login())).close()
+            (await logging_in).close()
+            (await log_in(there, Login())).close()
     assert len(asked) == 1
 
 
@@ -228,7 +217,7 @@ async def test_a_host_that_cannot_be_is_not_reachable() -> None:
 
 async def test_an_address_that_does_not_answer_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
     """As one that refuses: a host whose first address leads nowhere is reached at the next one."""
-    monkeypatch.setattr(resp, "_ADDRESS_S", 0.05)
+    monkeypatch.setattr(connecting, "ADDRESS_S", 0.05)
     with serving([], then_ends=False) as there, deaf_port() as deaf:
         found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", where) for where in (("127.0.0.1", deaf), tuple(there))]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)

@@ -26,8 +26,9 @@ from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from tiered_kv.settings.tier_settings import StorageTierSettings, split_url
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv_backends.connecting import Address, connected
 from tiered_kv_backends.paths import scrub
-from tiered_kv_backends.redis.resp import Address, Login, Pool, command, connected
+from tiered_kv_backends.redis.resp import Login, Pool, command
 
 MOST_BYTES: Final = 16 << 20
 """Of one reply: a thousand nodes of a cluster say less of themselves."""

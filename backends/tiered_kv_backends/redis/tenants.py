@@ -15,8 +15,9 @@ from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
 from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
+from tiered_kv_backends.connecting import Address
 from tiered_kv_backends.paths import RECORD, salt_folder
-from tiered_kv_backends.redis.resp import Address, command
+from tiered_kv_backends.redis.resp import command
 from tiered_kv_backends.redis.servers import MOVING, RedisSettings, Server, Servers
 
 _LOOKED_AT_ONCE = 1000
