@@ -865,6 +865,22 @@ async def test_marks_that_take_too_long_to_list_are_asked_for_one_by_one(monkeyp
             await backend.lookup(whole)
 
 
+async def test_a_call_that_fails_leaves_no_request_behind() -> None:
+    """Questions that are left are not asked any more; what is to be deleted is, as far as it can be."""
+    keys = chain(5)
+    async with answering(itertools.repeat("503 Slow Down"), max_retries=0, connections=2) as (backend, server):
+        for call, num_requests in (
+            (lambda: backend.delete(keys), range(5, 6)),
+            (lambda: backend.lookup([block_key(n) for n in range(100)]), range(1, 10)),
+        ):
+            before = server.num_requests
+            with pytest.raises(BackendUnavailableError, match="503"):
+                await call()
+            assert server.num_requests - before in num_requests
+            names = [task.get_coro().__qualname__ for task in asyncio.all_tasks()]  # type: ignore[union-attr]  # it has
+            assert not [name for name in names if name.startswith("S3Backend.")]
+
+
 async def test_one_failed_block_fails_alone() -> None:
     """A failure of one object is one FAILED; the others of the batch have their outcomes."""
     answers = itertools.chain(["403 Forbidden"], itertools.repeat("404 Not Found"))

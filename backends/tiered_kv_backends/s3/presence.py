@@ -5,14 +5,17 @@ remembered as such. An answer that comes after a store or a deletion of this pro
 than that. Touched by the event loop only.
 """
 
-from asyncio import gather
+import asyncio
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.s3.packing import Unit
+
+T = TypeVar("T")
 
 _MAX_ANSWERS = 1 << 16
 
@@ -96,11 +99,23 @@ class PresenceAnswers:
             self.put(key, is_there=False, question=question)
 
 
+async def all_of(questions: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Return the answers to questions that are asked at once; if one fails the others end, and then it is raised."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            asked = [tasks.create_task(each) for each in questions]
+    except BaseExceptionGroup as errors:
+        error = errors.exceptions[0]
+    else:
+        return [each.result() for each in asked]
+    raise error
+
+
 async def count_blocks(
     keys: Sequence[BlockKey],
     units: Sequence[Unit],
     num_known: int,
-    exists: Callable[[str], Awaitable[bool]],
+    exists: Callable[[str], Coroutine[Any, Any, bool]],
     is_single: Callable[[Sequence[BlockKey]], bool],
 ) -> int:
     """Count the leading keys that are there, the first ``num_known`` and no others being known to be.
@@ -122,7 +137,7 @@ async def count_blocks(
         names = [] if unit.pack is None else [unit.pack]
         if not names or in_parts or is_single(keys[unit.start : unit.stop]):
             names.append(keys[unit.stop - 1].path)
-        return any(await gather(*map(exists, names)))
+        return any(await all_of(map(exists, names)))
 
     first = next(number for number, unit in enumerate(units) if unit.stop > num_known)
     while (num_units := await count_prefix(first, len(units), has_unit)) < len(units):
@@ -139,7 +154,7 @@ async def count_blocks(
 
 
 async def count_prefix(
-    first: int, num_items: int, is_there: Callable[[int], Awaitable[bool]], *, with_first: int | None = None
+    first: int, num_items: int, is_there: Callable[[int], Coroutine[Any, Any, bool]], *, with_first: int | None = None
 ) -> int:
     """Count the leading items that are there, the first ``first`` being known to be.
 
@@ -156,7 +171,7 @@ async def count_prefix(
         return first
     present, absent = first - 1, num_items
     both = sorted({first, num_items - 1 if with_first is None else with_first})
-    for number, found in zip(both, await gather(*map(is_there, both)), strict=True):
+    for number, found in zip(both, await all_of(map(is_there, both)), strict=True):
         if not found:
             absent = number
             break

@@ -1,7 +1,7 @@
 """Records as objects: ``<prefix>/<fingerprint>/<epoch>/<shard>/<salt>/<key>``, small ones in packs (``packing.py``)."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -16,7 +16,7 @@ from tiered_kv.values.specs import ObjectLoadStoreSpec
 from tiered_kv_backends.s3.bucket_upkeep import open_inventory
 from tiered_kv_backends.s3.doomed import MARKS, MOST_MARKS, Doomed, is_mark, mark_of
 from tiered_kv_backends.s3.packing import Packing, Unit
-from tiered_kv_backends.s3.presence import PresenceAnswers, count_blocks
+from tiered_kv_backends.s3.presence import PresenceAnswers, all_of, count_blocks
 from tiered_kv_backends.s3.s3_client import (
     BEGIN_WITHIN,
     REQUEST_WITHIN,
@@ -87,10 +87,10 @@ class S3Backend(Backend):
         async def is_there(unit: Unit) -> list[Outcome]:
             if unit.pack is not None and await self._exists(unit.pack, deadline):
                 return [Outcome.HIT] * (unit.stop - unit.start)
-            each = await asyncio.gather(*(self._exists(key.path, deadline) for key in keys[unit.start : unit.stop]))
+            each = await all_of(self._exists(key.path, deadline) for key in keys[unit.start : unit.stop])
             return [Outcome.HIT if found else Outcome.MISS for found in each]
 
-        answers = await asyncio.gather(*map(is_there, await self._units(keys, deadline)))
+        answers = await all_of(map(is_there, await self._units(keys, deadline)))
         return [outcome for each in answers for outcome in each]
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
@@ -134,11 +134,11 @@ class S3Backend(Backend):
         async def packed(unit: Unit) -> list[int]:
             if unit.pack is None or not await self._exists(unit.pack, deadline):
                 return []
-            alone = await asyncio.gather(*map(lies_alone, keys[unit.start : unit.stop]))
+            alone = await all_of(map(lies_alone, keys[unit.start : unit.stop]))
             return [unit.start + n for n, is_so in enumerate(alone) if not is_so]
 
         names, offsets, lengths = [key.path for key in keys], [0] * len(keys), self._context.record_lengths(keys)
-        for unit, places in zip(units, await asyncio.gather(*map(packed, units)), strict=True):
+        for unit, places in zip(units, await all_of(map(packed, units)), strict=True):
             for at in places:
                 names[at], offsets[at] = str(unit.pack), (unit.place + at - unit.start) * lengths[at]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
@@ -202,7 +202,7 @@ class S3Backend(Backend):
         names = dict.fromkeys(key.path for key in keys)
         names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
         try:
-            await asyncio.gather(*(self._put(mark_of(key), b"", deadline) for key in packed))
+            await _all_ended(self._put(mark_of(key), b"", deadline) for key in packed)
             await self._delete_all([*names], deadline)
         finally:
             self._answers.refute(keys, keys)
@@ -235,7 +235,7 @@ class S3Backend(Backend):
         """Return the packs of a batch that have to go, and the marks of its blocks that say so."""
         doomed: dict[str, list[str]] = {}
         for pack, suspects in self._doomed.suspects(keys, units).items():
-            each = await asyncio.gather(*(self._is_doomed(mark, deadline) for mark in suspects))
+            each = await all_of(self._is_doomed(mark, deadline) for mark in suspects)
             if marks := [mark for mark, is_so in zip(suspects, each, strict=True) if is_so]:
                 doomed[pack] = marks
         return doomed
@@ -288,7 +288,7 @@ class S3Backend(Backend):
         try:
             await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, names))
         except FileNotFoundError:  # a store without bulk deletion stops at the first that is absent
-            await asyncio.gather(*(self._delete_one(name, deadline) for name in names))
+            await _all_ended(self._delete_one(name, deadline) for name in names)
 
     async def aclose(self) -> None:
         """Wait for requests under way: the client may hold a block's buffer until then."""
@@ -436,6 +436,13 @@ def _as_written(unit: Unit, blocks: Sequence[Block]) -> list[Unit]:
     if unit.is_whole and len({block.num_bytes for block in blocks[unit.start : unit.stop]}) == 1:
         return [unit]
     return [Unit(n, n + 1) for n in range(unit.start, unit.stop)]
+
+
+async def _all_ended(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Make all calls to their end; then raise what one of them raised."""
+    for error in await asyncio.gather(*calls, return_exceptions=True):
+        if error is not None:
+            raise error
 
 
 async def _outcomes(units: Sequence[Unit], calls: Sequence[Coroutine[Any, Any, list[Outcome]]]) -> list[Outcome]:
