@@ -338,19 +338,24 @@ class TestOpening:
 class TestFaults:
     async def test_a_stall_ends_with_the_deadline(self, redis: RedisServer) -> None:
         """While a server stands still calls end with an error of ours; later it serves, and lent blocks are left."""
-        keys, blocks = [block_key(n) for n in range(4)], blocks_of(4)
-        async with open_backend(backend_of(redis, timeout_s=0.5)) as backend:
+        keys, blocks, time_ = [block_key(n) for n in range(4)], blocks_of(4), HeldTime()
+        async with open_backend(backend_of(redis, timeout_s=TIMEOUT_S, connect_timeout_s=TIMEOUT_S)) as backend:
             await backend.write(keys, blocks)
             lent = empty(4)
             redis.pause()
             try:
-                calls = (
-                    backend.read(keys, lent),
-                    backend.write(keys, blocks),
-                    backend.lookup(keys),
-                    backend.delete([block_key(n) for n in range(4, 8)]),  # it may come to be when all goes on
-                )
-                errors = await asyncio.gather(*calls, return_exceptions=True)
+                with time_.held():
+                    calls = (
+                        backend.read(keys, lent),
+                        backend.write(keys, blocks),
+                        backend.lookup(keys),
+                        backend.delete([block_key(n) for n in range(4, 8)]),  # it may come to be when all goes on
+                    )
+                    calling, until = asyncio.gather(*calls, return_exceptions=True), time_.now + 1.1 * TIMEOUT_S
+                    while not calling.done() and time_.now < until:  # as fast as it likes: nobody answers
+                        time_.now += TIMEOUT_S / 100
+                        await asyncio.sleep(0)
+                    errors = calling.result()
             finally:
                 redis.go_on()
             assert all(isinstance(error, BackendUnavailableError) for error in errors), errors
@@ -752,7 +757,7 @@ class TestTopologies:
             run_redis(binary, tmp_path / "second", "--replicaof", "127.0.0.1", str(first.port)) as second,
             run_sentinel(binary, tmp_path, first) as sentinel,
         ):
-            backend = backend_of(sentinel, sentinel_master="kv", timeout_s=2)
+            backend = backend_of(sentinel, sentinel_master="kv")
             async with Redis(port=sentinel.port) as watcher, Redis(port=second.port) as replica, open_backend(backend):
                 await backend.write([block_key(0)], blocks_of(1))
 

@@ -425,7 +425,7 @@ async def test_where_usage_is_unknown_nothing_is_written(tmp_path: Path, text: b
 async def test_a_held_ledger_makes_no_store_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However short the tier's time is: for a store that is late the tier is bypassed, by loads too."""
     monkeypatch.setattr(bytes_ledger, "_LOCK_S", 3600.0)
-    async with opened(tmp_path, timeout_s=0.4) as backend:
+    async with opened(tmp_path, timeout_s=4) as backend:
         with (tmp_path / "ledger").open("r+") as ledger:
             fcntl.flock(ledger, fcntl.LOCK_EX)
             assert await store(backend, keys_of(1)) == [Outcome.REFUSED]
