@@ -202,8 +202,9 @@ class S3Backend(Backend):
         names = dict.fromkeys(key.path for key in keys)
         names |= dict.fromkeys(unit.pack for unit in units if unit.pack)
         try:
-            await _all_ended(self._put(mark_of(key), b"", deadline) for key in packed)
-            await self._delete_all([*names], deadline)
+            # All of it, whatever fails: a store that is full takes no mark, and room for it is what this may make.
+            marking = (self._put(mark_of(key), b"", deadline) for key in packed)
+            await _all_ended([self._delete_all([*names], deadline), *marking])
         finally:
             self._answers.refute(keys, keys)
         return not packed
