@@ -8,7 +8,8 @@ So that none brings back after a restart what was evicted while it was away, eac
 last, under a number that grows by the time; and the numbers before it. Who is not named under the last number was away
 while blocks may have been evicted, and begins empty. Where directories were used apart there are several last numbers,
 of which none knows the others: who is not named under each begins empty, and that may be all. So do the fewer where
-directories of two tiers are used together.
+directories of two tiers are used together. One that is away and was never used with the others has no name that they
+know: they note its place, and beside them it begins empty there.
 
 Killed at any moment, all directories that were in use stay what they were: the first one that has the new number names
 the others, whether they have it yet or not. So each has its identity on its disk, from when it is first used, before
@@ -55,6 +56,8 @@ _COPY_BYTES: Final = 4096
 _NUM_COPIES: Final = 2
 _MOST_TURNS: Final = 64
 """Remembered before the last: of an older one, which of two came first is told by who was in use."""
+_MOST_AWAY: Final = 32
+"""Places remembered: of one that was away before so many others, the tier of most counts."""
 _CHANCE_BITS: Final = 32
 """Of a turn's number: no two are alike that are said apart."""
 
@@ -69,6 +72,7 @@ class Member:
         ids: Of those in use since.
         tier: The identity of the first directory that the tier had: turns of two tiers say nothing of each other.
         before: The turns that this one came after, ascending.
+        away: Places (`place_of`) where one was away and none of the tier has been in use since.
     """
 
     id: str = field(default_factory=lambda: system().token_bytes(8).hex())
@@ -76,6 +80,7 @@ class Member:
     ids: frozenset[str] = frozenset()
     tier: str = ""
     before: tuple[int, ...] = ()
+    away: tuple[str, ...] = ()
 
     def is_after(self, other: "Member") -> bool:
         """Whether who said it knew of the other: of what is too old to be remembered, if any was in use in both."""
@@ -85,6 +90,11 @@ class Member:
 
 
 _MEMBER = TypeAdapter(Member)
+
+
+def place_of(path: Path) -> str:
+    """Name the place of a directory by 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(str(path.absolute()).encode())
 
 
 def read_member(path: Path) -> Member:
@@ -164,20 +174,34 @@ def are_settled(members: Sequence[Member]) -> bool:
     return all(member.ids == ids and member.turn == members[0].turn for member in members)
 
 
-def come_to(members: Sequence[Member]) -> Member:
+def come_to(members: Sequence[Member], places: Sequence[str] = ()) -> Member:
     """Return what all of these say together, to be said by one of no name: who was never away while others were in use.
 
-    Of directories of two tiers those of most count, or of the first one's.
+    Of directories of two tiers those of most count, or of the first one's; but none that another tier has missed at its
+    place.
     """
     used = [member for member in members if member.turn]
     if not used:
         return Member("")
-    [(tier, _)] = Counter(member.tier for member in used).most_common(1)  # of equal numbers the first
+    missed = _missed(members, places)
+    counted = [member for member in used if member.id not in missed] or used
+    [(tier, _)] = Counter(member.tier for member in counted).most_common(1)  # of equal numbers the first
     ours = [member for member in used if member.tier == tier]
     last = [member for member in ours if not any(other.is_after(member) for other in ours)]
-    before = sorted({turn for member in ours for turn in (*member.before, member.turn)})[-_MOST_TURNS:]
-    ids = frozenset.intersection(*(member.ids for member in last))
-    return Member("", _turn_after(member.turn for member in used), ids, tier, tuple(before))
+    before = sorted({turn for member in used for turn in (*member.before, member.turn)})[-_MOST_TURNS:]
+    ids = frozenset.intersection(*(member.ids for member in last)) - missed
+    away = tuple(dict.fromkeys(place for member in ours for place in member.away))[-_MOST_AWAY:]
+    return Member("", _turn_after(member.turn for member in used), ids, tier, tuple(before), away)
+
+
+def _missed(members: Sequence[Member], places: Sequence[str]) -> set[str]:
+    """Return who was away, at its place, while one of another tier was in use, and was not emptied for that since."""
+    return {
+        member.id
+        for member, place in zip(members, places, strict=False)
+        for other in members
+        if other.tier != member.tier and place in other.away and other.turn not in member.before
+    }
 
 
 def next_turn(members: Sequence[Member], last: Member | None = None) -> list[Member]:
@@ -185,7 +209,7 @@ def next_turn(members: Sequence[Member], last: Member | None = None) -> list[Mem
     last = last or come_to(members)
     turn, ids = _turn_after((last.turn, *(each.turn for each in members))), frozenset(each.id for each in members)
     before = (*last.before, last.turn)[-_MOST_TURNS:] if last.turn else ()
-    said = Member("", turn, ids, last.tier or members[0].id, before)
+    said = Member("", turn, ids, last.tier or members[0].id, before, last.away)
     return [replace(said, id=member.id) for member in members]
 
 
@@ -194,12 +218,12 @@ def _turn_after(turns: Iterable[int]) -> int:
     return ((max(turns) >> _CHANCE_BITS) + 1 << _CHANCE_BITS) + chance
 
 
-def were_away(members: Sequence[Member]) -> list[bool]:
+def were_away(members: Sequence[Member], places: Sequence[str] = ()) -> list[bool]:
     """Say which of them were not in use when others were, or are of another tier than most, or than the first.
 
     All, if each was in use while the others were not: each of them has what was evicted while it was away.
     """
-    said = come_to(members)
+    said = come_to(members, places)
     return [bool(said.turn) and (member.id not in said.ids or member.tier not in {"", said.tier}) for member in members]
 
 
@@ -486,10 +510,10 @@ class Disks:
         for disk, is_copy in zip(there, are_copies([disk.member for disk in there]), strict=True):
             if is_copy:  # it is a directory of its own, which nobody has named
                 disk.member, disk.is_named = Member(), False
-        members = [disk.member for disk in there]
-        self._last = come_to(members)
+        members, places = [disk.member for disk in there], [place_of(disk.path) for disk in there]
+        self._last = come_to(members, places)
         self._turn_of_others = self._last.turn
-        return list(zip(there, were_away(members), strict=True))
+        return list(zip(there, were_away(members, places), strict=True))
 
     async def _look_into(self, disk: Disk) -> None:
         said, disk.site = await disk.threads.clerk.run(look_into, disk.path)
@@ -532,11 +556,17 @@ class Disks:
         disks = self._to_name()
         members = [disk.member for disk in disks]
         if disks and (is_news or not (self._is_noted() and are_settled(members))):
-            said = next_turn(members, self._last)
+            said = next_turn(members, replace(self._last, away=self._away()))
             if said[0].ids != self._last.ids:
                 self._turn_of_others = self._last.turn
             self._last = said[0]
             await self._say_each(zip(disks, said, strict=True))
+
+    def _away(self) -> tuple[str, ...]:
+        """Return the places of all that are away, behind those of who was and is not back: the oldest are let go."""
+        places = {place_of(disk.path): disk.store is None for disk in self._disks}
+        before = [place for place in self._last.away if place not in places]
+        return (*before, *(place for place, is_away in places.items() if is_away))[-_MOST_AWAY:]
 
     async def _say_each(self, what: Iterable[tuple[Disk, Member]]) -> None:
         if says := [disk.begin(self._say(disk, member), self._clock()) for disk, member in what]:

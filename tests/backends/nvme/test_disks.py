@@ -28,7 +28,7 @@ from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
 from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
-from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, read_member, were_away, write_member
+from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, place_of, read_member, were_away, write_member
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12
@@ -618,10 +618,48 @@ async def test_what_was_evicted_in_one_comes_back_from_none_that_was_used_apart(
         assert tier.recovered(N) == count_up(N)
 
 
-async def use_apart(paths: Sequence[Path]) -> None:
-    """Have two directories of one tier that are full of blocks, and each of which was used while the other was away."""
-    async with opened(paths) as tier:
-        await tier.write(count_up(N))
+@pytest.mark.parametrize("num_before", [0, 1])
+@pytest.mark.parametrize("num_behind", [0, 1])
+async def test_what_was_evicted_beside_one_that_nobody_knows_does_not_come_back(
+    paths: list[Path], num_before: int, num_behind: int
+) -> None:
+    """It was away when another was first used with it: at its place it begins empty, though it is the first of two."""
+    async with opened(paths[:1]) as tier:
+        await tier.write(count_up(3))
+    for _ in range(num_before):
+        async with opened(paths[1:2]):
+            pass
+    take_away(paths[0])
+    async with opened(paths[:2]) as tier:
+        await tier.write({1: 0, 3: 3})
+        await tier.backend.forget(0, slots_of({1: 0}))
+    bring_back(paths[0])
+    for _ in range(num_behind):
+        async with opened(paths[1:2]):
+            pass
+    for _ in range(2):
+        async with opened(paths[:2]) as tier:
+            assert tier.recovered(4) == {3: 3}
+            assert missing_slots(tier) == []
+
+
+async def test_places_are_noted_within_a_note(paths: list[Path], tmp_path: Path) -> None:
+    """However many directories were away beside one, it says who is in use, and of which the last were away."""
+    for n in range(40):
+        (tmp_path / f"absent{n}").touch()
+        async with opened([tmp_path / f"absent{n}", paths[0]]):
+            pass
+    said = read_member(paths[0])
+    assert said.ids == {said.id}
+    assert said.away == tuple(place_of(tmp_path / f"absent{n}") for n in range(8, 40))
+    assert (paths[0] / "member").stat().st_size == 8192
+
+
+async def use_apart(paths: Sequence[Path], num_tiers: int = 1) -> None:
+    """Have two directories that are full of blocks, and each of which was used while the other was away."""
+    for together in [paths] if num_tiers == 1 else [[path] for path in paths]:
+        async with opened(together) as tier:
+            await tier.write(count_up(N))
     for there in (1, 0):
         take_away(paths[1 - there])
         async with opened(paths):
@@ -630,8 +668,9 @@ async def use_apart(paths: Sequence[Path]) -> None:
 
 
 @pytest.mark.parametrize("num_steps", range(7))
+@pytest.mark.parametrize("num_tiers", [1, 2])
 async def test_killed_while_those_that_were_used_apart_are_emptied(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch, num_steps: int
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, num_tiers: int, num_steps: int
 ) -> None:
     """Before whichever step: the one that was not yet emptied is no tier that goes on, whose blocks would be found."""
     steps = iter(range(num_steps))
@@ -644,7 +683,7 @@ async def test_killed_while_those_that_were_used_apart_are_emptied(
 
         return step_until_killed
 
-    await use_apart(paths[:2])
+    await use_apart(paths[:2], num_tiers)
     with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
         for step in (make_empty, write_member):
             patch.setattr(disks, step.__name__, until_killed(step))
@@ -655,8 +694,9 @@ async def test_killed_while_those_that_were_used_apart_are_emptied(
             assert tier.recovered(N) == {}
 
 
+@pytest.mark.parametrize("num_tiers", [1, 2])
 async def test_one_that_could_not_be_emptied_brings_nothing_back(
-    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch, num_tiers: int
 ) -> None:
     """Where all were to be, those that are empty go on as the tier that they were: it is no other one's, to be kept."""
     empty, failing = disks.make_empty, set(paths[:2])
@@ -666,7 +706,7 @@ async def test_one_that_could_not_be_emptied_brings_nothing_back(
             raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
         empty(path, said)
 
-    await use_apart(paths[:2])
+    await use_apart(paths[:2], num_tiers)
     with monkeypatch.context() as patch:
         patch.setattr(disks, "make_empty", empty_unless_failing)
         with pytest.raises(BackendUnavailableError, match="could not be emptied"):
