@@ -395,7 +395,19 @@ class Disks:
         async with self._changing:
             if not self._is_noted():
                 away = ", ".join(str(disk.path) for disk in self._disks if disk.store is None)
-                raise BackendUnavailableError(f"no other directory could note that {away} is away")
+                problem = (
+                    f"other directory could note that {away} is away" if away else "directory could note who is in use"
+                )
+                raise BackendUnavailableError(f"no {problem}")
+
+    async def until_known(self) -> None:
+        """Return when a restart knows that all of these are in use, and no others that the tier may have had.
+
+        Raises:
+            BackendUnavailableError: It does not: what others have would come back with them.
+        """
+        if len(self.stores()) == len(self) and not self._is_noted():
+            await self.until_settled()
 
     def _is_noted(self) -> bool:
         """Whether a restart knows whom it has to, of those that are in use now."""

@@ -169,9 +169,10 @@ class NVMeBackend(SlotBackend):
         """Make sure that what these slots hold is not found after a restart: see `DirectoryStore.forget`.
 
         Raises:
-            BackendUnavailableError: A disk did not take it.
+            BackendUnavailableError: A disk did not take it, or none that others have to forget what they may have.
         """
-        await self._on_each(slots, lambda store, _, local: store.forget(group, local))
+        await self._forget(group, slots)
+        await self._disks.until_known()
 
     async def checkpoint(self, group: int, names: Names, slots: Slots, *, sync: bool = False) -> None:
         """Remember exactly these blocks, least recently used first; with ``sync``, survive a loss of power.
@@ -187,6 +188,7 @@ class NVMeBackend(SlotBackend):
             lambda store, at, local: store.checkpoint(group, names[at], local, sequences[at], sync=sync),
             everywhere=True,
         )
+        await self._disks.until_known()
 
     def fit(self, capacity_bytes: int) -> int:
         """See `SlotBackend.fit`: up to ``max_capacity``, for each directory."""
@@ -281,9 +283,12 @@ class NVMeBackend(SlotBackend):
             parts = [Entries(each.names, each.slots * d + disk.number, each.sequences) for disk, each in found]
             latest, replaced = Entries.joined(*parts).latest()
             is_in = latest.slots < num_slots  # a directory may have one slot more than the tier goes by
-            await self.forget(group, np.concatenate([replaced, latest.slots[~is_in]]))
+            await self._forget(group, np.concatenate([replaced, latest.slots[~is_in]]))
             latest = Entries(latest.names[is_in], latest.slots[is_in], latest.sequences[is_in])
         return Recovered(num_slots, latest.names, latest.slots, max_slots)
+
+    async def _forget(self, group: int, slots: Slots) -> None:
+        await self._on_each(slots, lambda store, _, local: store.forget(group, local))
 
     def _shares(self, slots: Slots) -> list[tuple[Disk, Slots, Slots]]:
         """Say which positions of a batch are whose, and their slots there."""

@@ -1028,6 +1028,28 @@ async def test_a_note_of_before_another_was_added_says_nothing_of_it(
                 await tier.backend.forget(0, slots_of({1: 1}))
 
 
+async def test_what_is_evicted_beside_none_that_is_away_is_owed_too(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no directory takes a note of who is in use, others of the tier would go on with what they have of it."""
+    async with opened(paths[:2]) as tier:
+        await tier.write({1: 0})
+    now = [0.0]
+    with monkeypatch.context() as patch:
+        take_no_note(patch, paths[0])
+        async with opened(paths[:1], now) as tier:
+            await tier.write({0: 0})
+            with pytest.raises(BackendUnavailableError, match="no directory could note"):
+                await tier.backend.forget(0, slots_of({0: 0}))
+            patch.undo()
+            now[0] += 6
+            tier.backend.try_again()
+            await until(lambda: read_member(paths[0]).ids == {read_member(paths[0]).id})
+            await tier.backend.forget(0, slots_of({0: 0}))
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(1) == {}
+
+
 async def test_what_was_noted_in_vain_counts_no_more(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A note that fails may be on the disk: the next one is a later one, and a disk that missed that was away."""
     write, fails = disks.write_member, True
