@@ -1,11 +1,10 @@
 """Lives on several directories: of which some are added, taken out, used apart, away at a start, or take no note.
 
 What was evicted comes back with none of them, wherever a life is cut short; but with one that is opened without any of
-those that were in use meanwhile, as that cannot know of it.
+those that were in use meanwhile, as that cannot know of it, and where directories of two tiers are put together.
 """
 
 import asyncio
-from collections.abc import Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
@@ -41,9 +40,59 @@ def others_in_use(world: World, shape: Shape) -> Shape:
     return shape
 
 
-def begin(world: World, last: Collection[SimulatedDisk]) -> None:
-    """Have a life begin on these directories, perhaps badly; ``last`` were in use at the end of the one before."""
-    tape, in_use = world.tape, world.disks[: world.shape.num_disks]
+class Past:
+    """What is sure of the directories by the lives before.
+
+    Of two tiers that are put together the one with more of them goes on, which need not be the one that was used last;
+    but it has none that was away, as that was used.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Have none used yet."""
+        self._last = set[SimulatedDisk]()  # who know what has gone
+        self._tier = set(world.disks)  # of the one that was used last, or never used
+        self._missed = set[SimulatedDisk]()  # of others, as ``_last`` know
+        self._used = set[SimulatedDisk]()
+        self._eras = {disk: disk.era for disk in world.disks}
+        self._sound, self._noting = set(world.disks), set(world.disks)  # as the life began
+
+    def begin(self, world: World) -> bool:
+        """A life begins; say whether those in use, as far as they are sound, know what has gone."""
+        self._sound, self._noting = set(world.sound), world.sound - world.mute
+        return not self._sound.isdisjoint(self._last) and self._are_of_one(set(_in_use(world)))
+
+    def _are_of_one(self, in_use: set[SimulatedDisk]) -> bool:
+        """Say whether no other tier than the one that was used last can go on on these directories."""
+        missed = set() if self._sound.isdisjoint(self._last) else self._missed
+        return in_use <= self._tier | missed
+
+    def end(self, world: World, *, has_opened: bool) -> None:
+        """A life has ended."""
+        in_use, noting = set(_in_use(world)), self._noting
+        is_one = self._are_of_one(in_use)
+        if has_opened:
+            unnamed, has_missed = in_use - self._used - noting, not noting.isdisjoint(self._last)
+            if is_one and self._sound & self._tier & self._used:
+                self._tier = self._tier - unnamed | noting
+            else:
+                self._tier, has_missed = set(world.disks) - self._used - in_use | noting, False
+            self._missed = ((self._missed if has_missed else set()) | in_use) - self._tier
+            self._used |= in_use
+            self._last = world.sound - world.mute or set(world.sound)  # where none could be told, all
+        elif not is_one:
+            self._tier -= in_use
+        if old := {disk for disk in world.disks if disk.era != self._eras[disk]}:
+            self._tier, self._last, self._missed = self._tier - old, self._last - old, set()
+            self._eras = {disk: disk.era for disk in world.disks}
+
+
+def _in_use(world: World) -> list[SimulatedDisk]:
+    return world.disks[: world.shape.num_disks]
+
+
+def begin(world: World, past: Past) -> None:
+    """Have a life begin on these directories, perhaps badly."""
+    tape, in_use = world.tape, _in_use(world)
     world.sound, world.mute = set(in_use), set()
     world.tell(f"on {[str(disk.path) for disk in in_use]}")
     if len(in_use) > 1 and tape.chance("disks", _FAILS_AT_A_START):
@@ -57,7 +106,7 @@ def begin(world: World, last: Collection[SimulatedDisk]) -> None:
     elif tape.chance("disks", _DIES_AT_A_START):  # just behind a note
         num_turns = tape.draw("disks", _TURNS_OF_A_NOTE)
         world.files.on_note = lambda: _die_soon(world, num_turns)
-    if world.sound.isdisjoint(last):
+    if not past.begin(world):
         world.known.may_be_back()
 
 
@@ -70,21 +119,16 @@ def _die_soon(world: World, num_turns: int) -> None:
 
 def _fail(world: World, number: int) -> None:
     """Have one of the directories fail in some way, and perhaps others take no note of it."""
-    in_use = world.disks[: world.shape.num_disks]
+    in_use = _in_use(world)
     world.fail_disk(in_use[number % len(in_use)], world.tape.pick("disks", _WAYS_TO_FAIL))
     _mute_some(world)
 
 
 def _mute_some(world: World) -> None:
     """Have some of the directories not say any more of themselves what they are to say."""
-    for disk in world.disks[: world.shape.num_disks]:
+    for disk in _in_use(world):
         if world.tape.chance("disks", _TAKES_NO_NOTE):
             world.mute_disk(disk)
-
-
-def knowing(world: World) -> set[SimulatedDisk]:
-    """Return the directories that know what has gone in the life that has ended; where none could be told, all."""
-    return world.sound - world.mute or world.sound
 
 
 async def live_on_directories(requests: "Requests", numbers: "Numbers") -> None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tiered_kv.testing.simulation import directories
-from tiered_kv.testing.simulation.disk import SimulatedDisk
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
@@ -112,7 +111,7 @@ def _interrupted_later() -> Iterator[None]:
 def _direct(world: World, theme: Scene) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
-    weights, last = WEIGHTS[0], set[SimulatedDisk]()
+    weights, past = WEIGHTS[0], directories.Past(world)
     for life in range(directories.MOST_LIVES if shape.changes_disks else _MOST_LIVES):
         if life:
             world.shape = shape = _changed(world, shape)
@@ -135,7 +134,7 @@ def _direct(world: World, theme: Scene) -> None:
 
         world.die_at = None
         if shape.changes_disks:
-            directories.begin(world, last)
+            directories.begin(world, past)
         world.tell(f"{name} begins: {shape}")
         process, was_over = world.start_process(name, main), False
         while not turns.wait(
@@ -151,7 +150,7 @@ def _direct(world: World, theme: Scene) -> None:
         _end(world, process)
         if requests:
             weights = requests[0].weights
-            last = directories.knowing(world) if requests[0].has_opened else last
+            past.end(world, has_opened=requests[0].has_opened)
         if world.is_over:
             return
 
