@@ -92,6 +92,38 @@ async def test_what_cannot_be_bound() -> None:
         await until_idle(kv)
 
 
+async def test_no_block_of_the_engine_is_planned_for_two_keys() -> None:
+    """It is refused, by its id, before a worker hears of it. Prompts that are stored together share what they share."""
+    runs, shared = [KEYS[:3], KEYS], [0, 1, 2, 0, 1, 2, 3, 4, 5]
+    async with open_any(engine := AnyEngine(), CPU) as kv:
+        planner = kv.planner()
+        with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker:
+            worker.register_kv_caches(engine.caches[0])
+            planner.register_worker()
+            twice, swapped = engine.spec([0, 1, 2, 3, 4, 1]), engine.spec([1, *shared[1:]])
+            storing = planner.plan_store(runs)
+            await storing.planned()
+            for refuse in (lambda: planner.plan_store(runs, swapped), lambda: storing.bind(swapped)):
+                with pytest.raises(ConfigurationError, match="block id 1 at position 1 is there twice"):
+                    refuse()
+            engine.fill(KEYS, range(N))
+            planner.complete(worker.execute(storing.bind(engine.spec(shared))))
+            assert (await storing.ended()).num_blocks == N
+            loading = planner.plan_load(KEYS)
+            await loading.planned()
+            for refuse in (
+                lambda: planner.plan_store(KEYS, twice),
+                lambda: planner.plan_load(KEYS, twice),
+                lambda: loading.bind(twice),
+            ):
+                with pytest.raises(ConfigurationError, match="block id 1 at position 5 is there twice"):
+                    refuse()
+            engine.wipe()
+            planner.complete(worker.execute(loading.bind(engine.spec(range(N)))))
+            assert (await loading.ended()).num_blocks == engine.count_right(KEYS, range(N)) == N
+        await until_idle(kv)
+
+
 async def test_a_store_is_completed_key_by_key() -> None:
     """Slots are reserved by key, written by whoever has the bytes, and answered for in any order."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cache import test_jobs, test_plans
+from tests.cache import test_binding, test_jobs, test_plans
 from tests.support.any_layout import AnyEngine
 from tests.support.caches import AnyTier, until
 from tests.support.planned import CPU, KEYS, N
@@ -15,6 +15,7 @@ from tests.support.serving import attached, serving
 from tiered_kv import ConnectedKV, Shard
 
 SAME = {
+    test_binding: ("test_no_block_of_the_engine_is_planned_for_two_keys",),
     test_plans: (
         "test_a_round_trip_through_two_ranks",
         "test_what_one_rank_has_not_copied_is_readable_on_none",

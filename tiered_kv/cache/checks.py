@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, get_args
+from typing import Any, Final, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from tiered_kv.telemetry.trace_recorder import TraceRecorder
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.engine_memory import Binding, Bindings
+from tiered_kv.transfers.job_state import check_apart
 from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit
@@ -177,21 +178,30 @@ def check_specs(bindings: Bindings, wanted: Sequence[BlockKeys], into: Sequence[
             raise ConfigurationError(f"KV group {keys.group}: {error}") from None
 
 
-def check_planned(chain: Chain, keys: StoredKeys, spec: GPULoadStoreSpec | None) -> None:
+def check_planned(
+    direction: Literal["load", "store"], chain: Chain, keys: StoredKeys, spec: GPULoadStoreSpec | None
+) -> None:
     """Raise unless blocks can be planned: with host memory to hold them, and ids for each key if they are given."""
     if not chain.host.index.num_slots:
         raise ConfigurationError("plans hold blocks in the CPU tier, and this cache has none")
-    if spec is not None:
-        check_engine_blocks(keys, spec)
-        check_count(chain.group, keys, spec)
+    check_engine_blocks(direction, chain.group, keys, spec)
 
 
-def check_engine_blocks(keys: StoredKeys, spec: GPULoadStoreSpec) -> None:
-    """Raise unless a spec is of the engine's own blocks, in the keys' KV group."""
+def check_engine_blocks(
+    direction: Literal["load", "store"], group: KVGroup, keys: StoredKeys, spec: GPULoadStoreSpec | None
+) -> None:
+    """Raise unless a spec, if there is one, is of the engine's own blocks, as many as the keys need, each once.
+
+    Of a store a block may be there again for the same key.
+    """
+    if spec is None:
+        return
     if not isinstance(spec, GPULoadStoreSpec):
         raise ConfigurationError(f"blocks of the engine are given as GPULoadStoreSpec, got {type(spec).__name__}")
     if spec.group != keys.group:
         raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {spec.group}")
+    check_count(group, keys, spec)
+    check_apart(direction, keys, spec, group.pages_per_block)
 
 
 def check_count(group: KVGroup, keys: StoredKeys, spec: EngineBlocks) -> None:

@@ -174,7 +174,7 @@ class OwnPlanner(Planner):
         seat = self._seat
         epoch = seat.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         parts = seat.batches(keys)
-        check_planned(parts[0][0], keys, into)
+        check_planned("load", parts[0][0], keys, into)
         seat.cache.note("load", keys)
         deadline = seat.deadline(None)
         return seat.cache.jobs.begin(JobRequest("load", keys, parts, into, lambda: seat.epoch == epoch, deadline, gaps))
@@ -191,6 +191,6 @@ class OwnPlanner(Planner):
         self._check_open()
         seat, known, stored = self._seat, check_hint(hint), stored_keys(keys)
         parts = seat.batches(stored, epoch)
-        check_planned(parts[0][0], stored, source)
+        check_planned("store", parts[0][0], stored, source)
         seat.cache.note("store", stored)
         return seat.cache.jobs.begin(JobRequest("store", stored, parts, source, lambda: True, math.inf, hint=known))

@@ -18,7 +18,7 @@ from typing import Final, Literal, Protocol
 import numpy as np
 from typing_extensions import override
 
-from tiered_kv.cache.checks import check_count, check_engine_blocks
+from tiered_kv.cache.checks import check_engine_blocks
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
@@ -529,7 +529,7 @@ class FarPlanner(Planner):
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
         epoch = self._starts.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         said = self._starts.said(keys, epoch=epoch, anywhere=True)
-        per_block = self._check(keys, into)
+        per_block = self._check("load", keys, into)
         return self._far_jobs.begin(
             FarRequest(
                 "load", keys, (said,), into, per_block, lambda: self._starts.epoch == epoch, self._starts.missed, gaps
@@ -548,7 +548,7 @@ class FarPlanner(Planner):
         stored = stored_keys(keys)
         digest = None if epoch is None else epoch_digest(epoch)
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
-        per_block = self._check(stored, source)
+        per_block = self._check("store", stored, source)
         return self._far_jobs.begin(
             FarRequest(
                 "store", stored, said, source, per_block, lambda: True, self._starts.refused, hint=check_hint(hint),
@@ -556,10 +556,8 @@ class FarPlanner(Planner):
             )
         )  # fmt: skip
 
-    def _check(self, keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
-        """Raise unless blocks of the engine are as many as the keys need; return how many a key needs."""
+    def _check(self, direction: Literal["load", "store"], keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
+        """Raise unless blocks of the engine can be planned for these keys; return how many a key needs."""
         group = self._connection.here(anywhere=True).group(keys.group).group
-        if blocks is not None:
-            check_engine_blocks(keys, blocks)
-            check_count(group, keys, blocks)
+        check_engine_blocks(direction, group, keys, blocks)
         return group.pages_per_block

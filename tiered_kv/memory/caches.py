@@ -24,6 +24,7 @@ from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.device import Device
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.layout import KVCaches, KVGroup, layer_tensors
+from tiered_kv.values.specs import repeats
 
 _FEW_IDS = 64
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
@@ -458,9 +459,5 @@ class PagedCaches:
         if int(page_ids.min()) < 0 or int(page_ids.max()) >= self.num_pages:
             at = int(np.argmax((page_ids < 0) | (page_ids >= self.num_pages)))
             raise ConfigurationError(f"block id {page_ids[at]} at position {at} is not in [0, {self.num_pages})")
-        ordered = np.sort(page_ids)
-        if (ordered[1:] == ordered[:-1]).any():
-            first = np.zeros(len(page_ids), dtype=bool)
-            first[np.unique(page_ids, return_index=True)[1]] = True
-            at = int(np.argmin(first))
-            raise ConfigurationError(f"block id {page_ids[at]} at position {at} is there twice")
+        if again := repeats(page_ids):
+            raise ConfigurationError(f"block id {page_ids[again[0]]} at position {again[0]} is there twice")

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +24,9 @@ from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import Tally, write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
-from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
+from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec, repeats
 
 
 class HeldLoad:
@@ -429,6 +431,27 @@ def _by_reason(faults: Sequence[TierFault]) -> tuple[TierFault, ...]:
         num_blocks = fault.num_blocks + (first.num_blocks if first else 0)
         merged[fault.tier, fault.reason] = replace(first or fault, num_blocks=num_blocks)
     return tuple(merged.values())
+
+
+def check_apart(
+    direction: Literal["load", "store"], keys: StoredKeys, blocks: GPULoadStoreSpec, per_block: int, start: int = 0
+) -> None:
+    """Raise `ConfigurationError`, naming it, if a block of the engine is there twice; the arguments are as for `bind`.
+
+    Prompts that are stored together may share blocks: of one that comes again for the same key nothing is wrong.
+    """
+    ids, first = blocks.ids, dict[int, tuple[bytes, bytes, int]]()
+    again = repeats(ids)
+    if again and direction == "store":
+        named = [(run.salt_id, digest, page) for run in keys.runs for digest in run for page in range(per_block)]
+        of = named[start * per_block : start * per_block + len(ids)]
+        again = [
+            at
+            for at, (id_, name) in enumerate(zip(ids.tolist(), of, strict=True))
+            if first.setdefault(id_, name) != name
+        ]
+    if again:
+        raise ConfigurationError(f"block id {ids[again[0]]} at position {again[0]} is there twice")
 
 
 def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:

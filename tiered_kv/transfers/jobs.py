@@ -24,7 +24,7 @@ from tiered_kv.system import system
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Mask
 from tiered_kv.transfers.handles import cancel_each
-from tiered_kv.transfers.job_state import Underway, bind
+from tiered_kv.transfers.job_state import Underway, bind, check_apart
 from tiered_kv.transfers.load_parts import bring_around_gaps
 from tiered_kv.transfers.prefetch import Brought, PrefetchHandle, bringing, start_bringing
 from tiered_kv.transfers.submissions import Polled
@@ -98,7 +98,8 @@ class Job:
             or a worker has ended, it has no moves.
 
         Raises:
-            ConfigurationError: There is no plan yet, it names the engine's blocks already, or these are none.
+            ConfigurationError: There is no plan yet, it names the engine's blocks already, or these are none, or one is
+                there twice. Of a store it may be for the same key.
             LayoutMismatchError: Ids for a part of a block, for more blocks than are held, or of another KV group.
         """
         return self._book.bind(self, blocks, start)
@@ -188,7 +189,9 @@ class JobBook(ABC):
             keys, per_block = about
             if blocks.group != keys.group:
                 raise LayoutMismatchError(f"keys of KV group {keys.group}, but block ids of {blocks.group}")
-            bound = job.decided = bind(plan, per_block, blocks, start)
+            bound = bind(plan, per_block, blocks, start)
+            check_apart(job.direction, keys, blocks, per_block, start)
+            job.decided = bound
             self._note_bound(job, start, bound.num_blocks)
         return bound
 

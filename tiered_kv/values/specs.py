@@ -28,6 +28,17 @@ def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
     return array
 
 
+def repeats(ids: NDArray[np.int64]) -> list[int]:
+    """Return at which positions, in order, an id is that was there before."""
+    ordered = np.sort(ids)
+    if (ordered[1:] != ordered[:-1]).all():
+        return []
+    is_first = np.zeros(len(ids), np.bool_)
+    is_first[np.unique(ids, return_index=True)[1]] = True
+    again: list[int] = (~is_first).nonzero()[0].tolist()
+    return again
+
+
 @dataclass(frozen=True, eq=False, init=False)
 class LoadStoreSpec:
     """Base of all specs. ``len(spec)`` counts ids; a slice is a spec of the same medium, of those blocks."""
