@@ -118,14 +118,19 @@ def test_an_adapter_whose_files_change_while_it_is_served_is_neither_stored_nor_
 
 
 def test_what_was_begun_before_the_files_changed_is_not_stored(tmp_path: Path) -> None:
-    """Nobody knows which weights have computed the rest of it."""
+    """Nobody knows which weights have computed the rest of it: it takes no room, and what was due is counted."""
     lora = train(tmp_path / "sql")
     with opened(*tiers(tmp_path / "nvme")) as engine:
         request = engine.ask("r", BLOCK_SIZE + 1, 4 * BLOCK_SIZE, lora=lora)
         engine.step(2)
+        engine.ask("due", 3 * BLOCK_SIZE + 1, 1, lora=lora)
+        engine.step()
+        engine.scheduling.counts.take()
         train(tmp_path / "sql", seed=1)
         engine.settle()
         engine.settle_loop()
+        assert engine.scheduling.kv.stats().stored == 1
+        assert engine.scheduling.counts.take().data["store_blocks_skipped"] == 3
         train(tmp_path / "sql")
         naming = VLLM.naming.RequestNaming()
         assert naming.can_name(request)

@@ -371,7 +371,7 @@ class SchedulingSide:
 
     def _gather_of(self, tracked: Tracked, num_known: int, tables: Any) -> None:
         """Have those of a request stored that are full with so many of its first tokens, by vLLM's block tables."""
-        request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
+        request, may_store = tracked.request, self._may_store(tracked)
         before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
         for group in self._configuration.groups:
             size = group.block_size
@@ -385,6 +385,10 @@ class SchedulingSide:
             if stop > first and may_store and not group.is_handed_over and self._evicting is None:
                 table = tables.get_block_ids(request.request_id)[group.table]
                 self._storing.gather(tracked, group, first, table[first:stop])
+
+    def _may_store(self, tracked: Tracked) -> bool:
+        """Say whether to store what a request has computed, and what that is can be said: see `RequestNaming`."""
+        return tracked.may_store and tracked.is_wanted is not False and self.naming.can_name(tracked.request)
 
     def _gather_used(self, scheduled: Any) -> None:
         """Do as `_gather_here` for the requests of the step whose turn has not come yet."""
@@ -403,7 +407,7 @@ class SchedulingSide:
 
     def _gather_here(self, tracked: Tracked, tables: Sequence[list[int]]) -> list[BlockKeys]:
         """Have those stored that vLLM's own cache had of a request and the tiers lack; return what they have."""
-        request, may_store = tracked.request, tracked.may_store and tracked.is_wanted is not False
+        request, may_store = tracked.request, self._may_store(tracked)
         num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
         used: list[BlockKeys] = []
         for group in self._configuration.groups:
@@ -436,7 +440,7 @@ class SchedulingSide:
         others = [group for group in self._configuration.groups if not group.is_handed_over]
         for name, states in handed_over.items():
             tracked = self._tracked.get(name)
-            if tracked is None or not tracked.may_store or tracked.is_wanted is False:
+            if tracked is None or not self._may_store(tracked):
                 continue
             ends = set()
             for table, block, at in states:

@@ -302,6 +302,9 @@ class PendingStores:
             store.num_whole = 0
 
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
+        gathered = self._known(gathered)
+        if not gathered:
+            return
         runs = [
             self._naming.keys(group, each.tracked.request, each.first, each.stop, end=each.end) for each in gathered
         ]
@@ -315,6 +318,15 @@ class PendingStores:
                 self._describe(due.tracked.request, group, keys)
             due.tracked.num_due = 0
             due.tracked.stores.add(store)
+
+    def _known(self, gathered: list[Due]) -> list[Due]:
+        """Return those of which it is still known what has computed them; let go of the others."""
+        unknown = [each for each in gathered if not self._naming.can_name(each.tracked.request)]
+        for due in unknown:
+            due.tracked.num_due = 0
+            self._counts.store(len(due.block_ids), 0)
+        self._let_go_of(unknown)
+        return [each for each in gathered if each not in unknown]
 
     def _written_first(self, scheduled: Any) -> AbstractSet[int]:
         """Return the blocks that hold something else by the time the workers hear who was preempted.
