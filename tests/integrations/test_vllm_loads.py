@@ -517,6 +517,21 @@ def test_what_is_computed_with_a_first_load_that_failed_is_not_stored(*, is_asyn
         engine.settle()  # which looks at what attention reads
 
 
+@pytest.mark.parametrize("is_planned", [False, True], ids=["due", "planned"])
+def test_what_is_not_stored_as_a_first_load_failed_is_counted(*, is_planned: bool) -> None:
+    """Of whatever request, if no worker was told of it: it may have been computed with what had not come."""
+    with stored_once(ROOMY) as engine:
+        if not is_planned:
+            engine.ask("before", BLOCK_SIZE + 1, 9)
+            engine.step()  # which plans: others are due until the eighth behind it
+            engine.scheduling.counts.take()
+        fail_first_loads(engine)
+        engine.ask("lost", 4 * BLOCK_SIZE + 1, 2)
+        engine.ask("two", LENGTH, 1, prompt="a")
+        engine.step()
+        assert engine.scheduling.counts.take().data["store_blocks_skipped"] == 4
+
+
 def test_what_was_computed_with_a_first_load_that_failed_is_not_stored_when_vllm_drops_it() -> None:
     """Its request has ended before it was computed anew."""
     with stored_once(ROOMY, store_when="evicted", has_cache=True, num_blocks=40) as engine:

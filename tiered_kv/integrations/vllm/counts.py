@@ -17,7 +17,7 @@ COUNTERS: Final = {
     "load_wait_seconds": "Time that requests waited for blocks to be in host memory",
     "loaded_tokens": "Tokens whose blocks were loaded; vLLM counts hits when they are found",
     "store_blocks": "Blocks copied out of the engine",
-    "store_blocks_skipped": "Blocks that were there already, that there was no room for, or too many at once",
+    "store_blocks_skipped": "Blocks that were there already, had no room, were too many at once, or may be wrong",
     "store_blocks_late": "Blocks that vLLM dropped before they could be copied out, where they are stored then",
     "hints": "Actions of KV hints that are acted on",
     "hints_ignored": "Actions of KV hints that are not understood, or too many",

@@ -285,15 +285,14 @@ class PendingStores:
 
         Nor would its bytes be there: vLLM forgets all before it sleeps, and its memory has nothing in it after that.
         """
-        for due in self._due:
-            due.tracked.num_due = 0
-        self._let_go_of(self._due)
+        self._leave_out(self._due)
         self._due, self._num_due = [], 0
         for number, store in list(self._stores.items()):
             if not store.is_told:
                 store.job.cancel(undelivered=True)
                 self._let_go(store)
-                del self._stores[number]
+                del self._stores[number]  # nobody hears of its end
+                self._counts.store(store.num_blocks, 0)
 
     def pass_over(self) -> None:
         """Drop what is due, and what workers are copying: it may not be what it is named by."""
@@ -320,13 +319,18 @@ class PendingStores:
             due.tracked.stores.add(store)
 
     def _known(self, gathered: list[Due]) -> list[Due]:
-        """Return those of which it is still known what has computed them; let go of the others."""
+        """Return those of which it is still known what has computed them; leave out the others."""
         unknown = [each for each in gathered if not self._naming.can_name(each.tracked.request)]
-        for due in unknown:
-            due.tracked.num_due = 0
-            self._counts.store(len(due.block_ids), 0)
-        self._let_go_of(unknown)
+        self._leave_out(unknown)
         return [each for each in gathered if each not in unknown]
+
+    def _leave_out(self, dues: list[Due]) -> None:
+        """Store nothing of what is due, and count it."""
+        for due in dues:
+            due.tracked.num_due = 0
+        self._let_go_of(dues)
+        if num_blocks := sum(len(due.block_ids) for due in dues):
+            self._counts.store(num_blocks, 0)
 
     def _written_first(self, scheduled: Any) -> AbstractSet[int]:
         """Return the blocks that hold something else by the time the workers hear who was preempted.
