@@ -452,10 +452,22 @@ async def test_plans_that_cannot_be() -> None:
         for wrong in (planner.slabs, "slabs", [planner]):
             with pytest.raises(ConfigurationError, match=r"a worker attaches what planner\.slabs\(\) returns, got"):
                 Worker(wrong, layout=SMALL, device="cpu")
+        for wrong in (None, SMALL.groups[0]):
+            with pytest.raises(ConfigurationError, match="needs the planner's layout, a KVLayout, got"):
+                Worker(planner.slabs(), layout=wrong, device="cpu")
         with Worker(planner.slabs(), layout=SMALL, device="cpu") as worker:
             for wrong in (None, planner):
                 with pytest.raises(ConfigurationError, match="a worker executes a Plan, as job"):
                     worker.execute(wrong)
+            for wrong in (None, 1, [1], ["job"]):
+                with pytest.raises(ConfigurationError, match="jobs must be those that a planner has returned, got"):
+                    planner.wait_planned(wrong, 1.0)
+            assert repr(worker) == f"Worker(rank 0 on cpu, {planner.slabs()[0].pool})"
+            with pytest.raises(
+                ConfigurationError, match=r"a worker attaches what planner\.slabs\(\) returns, got None"
+            ):
+                worker.attach(None)  # type: ignore[arg-type]  # wrong on purpose
+        assert repr(worker) == "Worker(rank 0 on cpu, nothing attached)"
         assert kv.stats()["cpu"].pending == 0
     async with open_any(engine, {"medium": "memory", "capacity": "1MiB"}) as kv:
         kv.planner().register_worker()

@@ -188,6 +188,7 @@ async def test_what_a_call_returns_says_what_it_is(cache: Cache) -> None:
             assert repr(lease) == "HostLease(num_blocks=4)"
         planner = kv.planner()
         planner.register_worker()
+        assert repr(planner) == f"{type(planner).__name__}(num_ranks=1, num_jobs=0)"
         job = planner.plan_load(keys)
         assert repr(job) == f"Job({job.number}, 'load', result={job.result})"
         job.cancel()

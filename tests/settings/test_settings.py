@@ -510,6 +510,10 @@ DIRECT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: setattr(S3Settings(url="s3://b"), "access_key_id", PASSWORD),
         "access_key_id: settings are frozen: make others",
     ),
+    "a deletion": (
+        lambda: delattr(S3Settings(url="s3://b", access_key_id=PASSWORD), "access_key_id"),
+        "access_key_id: settings are frozen: make others",
+    ),
     "an assignment to the whole": (
         lambda: setattr(TieredKVSettings(), "tiers", [f"redis://:{PASSWORD}@h"]),
         "tiers: settings are frozen: make others",

@@ -33,6 +33,9 @@ class Planner(ABC):
         """Made by a cache only."""
         self._jobs = jobs
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(num_ranks={self._jobs.num_ranks}, num_jobs={self._jobs.num_not_over})"
+
     @abstractmethod
     def slabs(self) -> tuple[SlabHandle, ...]:
         """Return what a `Worker` in another process attaches: the host memory of every KV group and rank. Picklable.

@@ -56,10 +56,13 @@ class Worker:
                 caller's, who closes it before this.
 
         Raises:
-            ConfigurationError: The planner is gone, has closed its cache, or is another user's.
+            ConfigurationError: The planner is gone, has closed its cache, or is another user's; or an argument is no
+                such thing.
             LayoutMismatchError: It has slabs of another layout.
             BackendUnavailableError: The server whose slabs they are is gone.
         """
+        if not isinstance(layout, KVLayout):
+            raise ConfigurationError(f"a worker needs the planner's layout, a KVLayout, got {type(layout).__name__}")
         self.rank = as_int("rank", rank)
         self._layout = layout
         self._caches: dict[int, PagedCaches] = {}
@@ -88,7 +91,7 @@ class Worker:
                 attached is not any more.
         """
         self._let_go()
-        if slabs:
+        if slabs or not isinstance(slabs, Sequence):
             self._slabs = self._attached(self._ours(slabs))
 
     def _ours(self, slabs: Sequence[SlabHandle]) -> list[SlabHandle]:
@@ -279,6 +282,11 @@ class Worker:
                 f"a block of KV group {handle.group} has {stored_bytes} bytes here, {handle.payload_bytes} where the "
                 "plans are made"
             )
+
+    def __repr__(self) -> str:
+        return (
+            f"Worker(rank {self.rank} on {self._device.torch_device}, {', '.join(self._slabs) or 'nothing attached'})"
+        )
 
     def __enter__(self) -> Self:
         return self

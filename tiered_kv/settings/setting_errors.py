@@ -2,7 +2,8 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self, get_args
@@ -63,13 +64,20 @@ class InWords(BaseModel):
         raise located(found)
 
     def __setattr__(self, name: str, value: object) -> None:
-        try:
-            super().__setattr__(name, value)
-        except ValidationError:
-            pass
-        else:
-            return
-        raise located([((name,), "settings are frozen: make others")])
+        _change(name, partial(super().__setattr__, name, value))
+
+    def __delattr__(self, name: str) -> None:
+        _change(name, partial(super().__delattr__, name))
+
+
+def _change(name: str, change: Callable[[], None]) -> None:
+    try:
+        change()
+    except ValidationError:
+        pass
+    else:
+        return
+    raise located([((name,), "settings are frozen: make others")])
 
 
 class Checked(InWords):

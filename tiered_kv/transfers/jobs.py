@@ -146,7 +146,7 @@ class JobBook(ABC):
 
     def __init__(self, num_ranks: int, loop_calls: LoopCalls) -> None:
         """Take jobs from now on. In the event loop's thread."""
-        self._num_ranks = num_ranks
+        self.num_ranks = num_ranks
         self._loop_calls = loop_calls
         self._loop = asyncio.get_running_loop()
         self._polled: Polled[Job, None] = Polled(loop_calls)
@@ -156,6 +156,11 @@ class JobBook(ABC):
         self._last_number = int.from_bytes(system().token_bytes(7))
         # The event loop's thread alone uses this; of who waits, whether it is for the end.
         self._waiters: dict[Job, dict[asyncio.Future[None], bool]] = {}
+
+    @property
+    def num_not_over(self) -> int:
+        """How many have not ended. Any thread may ask."""
+        return len(self._not_over)
 
     # What is asked of jobs, by any thread.
 
@@ -253,8 +258,10 @@ class JobBook(ABC):
 
         Raises:
             ClosedError: The event loop is closed.
-            ConfigurationError: This is its thread.
+            ConfigurationError: This is its thread, or they are no jobs.
         """
+        if not (isinstance(jobs, Collection) and all(isinstance(job, Job) for job in jobs)):
+            raise ConfigurationError(f"jobs must be those that a planner has returned, got {jobs!r:.80}")
 
         def are_planned() -> bool:
             return all(job.decided is not None or job.result is not None for job in jobs)
@@ -294,8 +301,8 @@ class JobBook(ABC):
 
     def _rank(self, rank: object) -> int:
         number = as_int("rank", rank)
-        if number >= self._num_ranks:
-            raise ConfigurationError(f"rank {number} of {self._num_ranks}: this cache has no such rank")
+        if number >= self.num_ranks:
+            raise ConfigurationError(f"rank {number} of {self.num_ranks}: this cache has no such rank")
         return number
 
     def _new(self, direction: Literal["load", "store"]) -> Job:
