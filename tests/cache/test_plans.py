@@ -229,7 +229,7 @@ async def test_a_plan_holds_what_it_names() -> None:
         await until_idle(kv)
 
 
-@pytest.mark.parametrize("how", ["moved", "not moved", "cancelled", "late"])
+@pytest.mark.parametrize("how", ["moved", "not moved", "evicted", "cancelled", "late"])
 async def test_what_is_left_to_another_plan_counts_as_there_once_it_is(how: str) -> None:
     """A worker that has slots for a block may fail, or hang for days: else it would be in no tier, and nobody told."""
     async with open_any(engine := AnyEngine(), cpu(32)) as kv:
@@ -243,8 +243,10 @@ async def test_what_is_left_to_another_plan_counts_as_there_once_it_is(how: str)
         else:
             assert (await first.planned()).moves[0].positions == (0, 1, 2, 3)
         assert (await second.planned()).moves[0].positions == (4, 5)
-        if how in ("moved", "not moved"):
-            planner.complete(Outcomes(first.number, 0, 4 if how == "moved" else 0))
+        if how == "evicted":
+            await kv.evict(KEYS[:4])
+        if how in ("moved", "not moved", "evicted"):
+            planner.complete(Outcomes(first.number, 0, 0 if how == "not moved" else 4))
         planner.complete(Outcomes(second.number, 0, 2))
         result, num_there = await second.ended(), 4 if how == "moved" else 0
         assert (result.num_blocks, int(result.mask.sum())) == (2, num_there + 2)
@@ -252,7 +254,8 @@ async def test_what_is_left_to_another_plan_counts_as_there_once_it_is(how: str)
             planner.complete(Outcomes(first.number, 0, 0))
         await first.ended()
         stats = kv.stats()
-        assert (stats.present, stats.dropped_because.get(Reason.NOT_MOVED, 0)) == (num_there, 2 * (4 - num_there))
+        lost = {Reason.REMOVED: 4} if how == "evicted" else {Reason.NOT_MOVED: 8} if how != "moved" else {}
+        assert (stats.present, stats.dropped_because) == (num_there, lost)
         assert stats.stored + stats.present + stats.dropped == stats.store_requested == N + 4
         await until_idle(kv)
 

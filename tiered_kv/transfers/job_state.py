@@ -151,6 +151,9 @@ class HeldStore:
         self._is_left = np.zeros_like(present)  # to another store, and not there yet
         if len(batch) and present.any():
             self._is_left = present & ~chain.host.index.ready(batch.names)
+        self._is_wanted = chain.host.left.add(
+            batch.names[self._is_left[: len(batch)]]
+        )  # what is left, by nobody evicted
         self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
         self._is_given_up = np.zeros(len(batch), np.bool_)
@@ -220,13 +223,16 @@ class HeldStore:
 
     def _count(self, moved: Mask, wanted: slice) -> None:
         del self.chain.unwritten.held[self]
-        known = self.present.copy()
+        known, removed = self.present.copy(), np.zeros_like(self.present)
+        self.chain.host.left.drop(self._is_wanted)
         if self._is_left.any():  # who was to bring it may have failed, or may hang: nobody is told that it is there
-            known[self._is_left] = self.chain.has_or_brings(self.chain.host, self._batch.names[self._is_left])
+            is_there = self.chain.has_or_brings(self.chain.host, self._batch.names[self._is_left])
+            known[self._is_left], removed[self._is_left] = is_there, ~is_there & ~self._is_wanted
         stored, present = int(np.count_nonzero(moved[self.positions])), int(np.count_nonzero(known[wanted]))
-        requested = len(moved[wanted])
-        dropped = requested - stored - present
-        reasons = {Reason.NOT_MOVED if len(self._batch) else self._why_nothing: dropped} if dropped else {}
+        requested, num_removed = len(moved[wanted]), int(np.count_nonzero(removed[wanted]))
+        why = Reason.NOT_MOVED if len(self._batch) else self._why_nothing
+        dropped = {Reason.REMOVED: num_removed, why: requested - stored - present - num_removed}
+        reasons = {reason: count for reason, count in dropped.items() if count}
         self.chain.fates.count_store(requested, stored=stored, present=present, dropped=reasons)
 
 
