@@ -1,6 +1,7 @@
 """The command line, as a shell would call it, on what real caches have stored."""
 
 import asyncio
+import errno
 import json
 import os
 import subprocess
@@ -348,6 +349,26 @@ def test_doctor_refuses_what_a_disk_tier_would(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         os.chown(kv, 12345, 12345)
         assert "belongs to user 12345" in found(kv)[0]
+
+
+@pytest.mark.parametrize(("direct", "state"), [("always", "bad"), ("auto", "slow"), ("never", "ok")])
+def test_doctor_refuses_a_disk_without_the_direct_io_that_is_wanted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str, state: str
+) -> None:
+    """A cache would not open on it; without it one is slow, unless nobody wants it."""
+    file, open_file = tmp_path / "kv.toml", os.open
+
+    def refuses(name: str, flags: int, *args: int, **kwargs: int) -> int:
+        if flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return open_file(name, flags, *args, **kwargs)
+
+    lines = 'medium = "nvme"', f'path = "{tmp_path}/kv"', 'capacity = "1MiB"', f'direct = "{direct}"'
+    file.write_text("\n".join(["[[tiers]]", *lines]))
+    monkeypatch.setattr(os, "open", refuses)
+    found = {each["what"]: each for each in answer("doctor", "--config", str(file), code=state == "bad")}
+    assert found["nvme: direct I/O"]["state"] == state
+    assert opens(file) == (state != "bad")
 
 
 def opens(file: Path) -> bool:

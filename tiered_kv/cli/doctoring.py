@@ -133,12 +133,13 @@ def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
     if not isinstance(capacity, int):
         return
     for path in paths:
-        yield from _of_directory(name if len(paths) == 1 else f"{name}: {path}", path, capacity)
+        said = name if len(paths) == 1 else f"{name}: {path}"
+        yield from _of_directory(said, path, capacity, getattr(tier, "direct", "auto"))
     if (encryption := getattr(tier, "encryption", None)) is not None:
         encryption.make_seal()
 
 
-def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
+def _of_directory(name: str, path: Path, capacity: int, direct: str) -> Iterator[Finding]:
     there = next(each for each in (path, *path.parents) if each.exists())
     if refusal := _refusal(path, there):
         yield Finding("bad", name, *refusal)
@@ -155,8 +156,12 @@ def _of_directory(name: str, path: Path, capacity: int) -> Iterator[Finding]:
     if filesystem in _IN_MEMORY:
         advice = "choose a directory on a disk, or give the memory to the cpu tier"
         yield Finding("slow", f"{name}: medium", f"{filesystem} is memory: blocks are kept there twice", advice)
-    if _has_direct_io(there):
+    if direct == "never":
+        yield Finding("ok", f"{name}: direct I/O", "not wanted: direct='never'")
+    elif _has_direct_io(there):
         yield Finding("ok", f"{name}: direct I/O", "works")
+    elif direct == "always":
+        yield Finding("bad", f"{name}: direct I/O", f"not on {filesystem}", "set direct='auto', or choose another path")
     else:
         advice = "choose ext4 or xfs on a local disk: the page cache costs memory and speed"
         yield Finding("slow", f"{name}: direct I/O", f"not on {filesystem}", advice)
