@@ -212,8 +212,8 @@ class Ledger:
     def shrink(self, num_slots: int) -> int:
         """Drop the entries of the slots from ``num_slots`` on; return how many bytes that frees."""
         num_dropped = max(0, self.num_slots - num_slots)
+        files().ftruncate(self._fd, self.num_bytes(self.num_slots - num_dropped))
         self.num_slots -= num_dropped
-        files().ftruncate(self._fd, self.num_bytes(self.num_slots))
         return self.num_bytes(num_dropped)
 
     def sync(self) -> None:

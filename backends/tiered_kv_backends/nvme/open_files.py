@@ -234,7 +234,8 @@ class OpenFiles:
                 each.ledger.grow(each.slab.shape.num_slots(num_blocks), self._directory.allocate)
             for each in self.groups:
                 num_slots = each.slab.shape.num_slots(num_blocks)
-                self._directory.give_back(each.slab.resize(num_slots) + each.ledger.shrink(num_slots))
+                self._directory.give_back(each.slab.resize(num_slots))
+                self._directory.give_back(each.ledger.shrink(num_slots))
 
     def sync(self, ledger: Ledger) -> None:
         """Return when what a ledger says survives a loss of power.

@@ -86,9 +86,9 @@ class Slab:
         """Have so many slots; those given up are in no call. Returns how many bytes that frees on the disk."""
         self.num_slots = num_slots
         num_freed = max(0, self.num_allocated - num_slots)
-        self.num_allocated -= num_freed
         if num_freed:
             files().ftruncate(self._fd, num_slots * self.shape.stride_bytes)
+        self.num_allocated -= num_freed  # what could not be cut off is there yet, and goes the next time
         return num_freed * self.shape.stride_bytes
 
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,7 @@ input()
 FORK_AND_DIE = """
 import asyncio, os, signal, sys
 from tests.support.nvme_tier import open_tier
+from itertools import count
 from pathlib import Path
 
 async def main():
@@ -498,6 +500,33 @@ async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> N
     async with open_tier(tmp_path, capacity=16 * MIB) as tier:
         assert tier.recovered(num_slots) == count_up(4) | {num_slots - 1: 7}
         assert await tier.verified(tier.recovered(num_slots)) == [Outcome.HIT] * 5
+
+
+@pytest.mark.parametrize("fails", [1, 2], ids=["slab", "ledger"])
+async def test_what_a_shrink_that_failed_left_there_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: int
+) -> None:
+    """And counts until then, once: what is written afterwards has room."""
+    async with open_tier(tmp_path, capacity=16 * MIB) as tier:
+        num_slots, cut, num_calls = tier.found.num_slots, os.ftruncate, count(1)
+
+        def fail(fd: int, length: int) -> None:
+            if next(num_calls) == fails:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            cut(fd, length)
+
+        await tier.write(count_up(num_slots))
+        used = disk_usage(tmp_path)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", fail)
+            with pytest.raises(BackendUnavailableError, match="Input/output error"):
+                await tier.backend.resize(4)
+        await tier.backend.resize(4)
+        assert disk_usage(tmp_path) < used - 8 * MIB
+        for _ in range(2):
+            await tier.backend.resize(num_slots)
+            assert set(await tier.write(count_up(num_slots))) == {Outcome.STORED}
+            await tier.backend.resize(4)
 
 
 def _names_and_slots(num_slots: int) -> tuple[Names, NDArray[np.int64]]:
