@@ -10,7 +10,6 @@ written is left out and counted.
 import asyncio
 import gzip
 import hashlib
-import json
 import os
 import threading
 import time
@@ -21,6 +20,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Final, Literal
 
+import numpy as np
+
+from tiered_kv.traces import Request
 from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.events import Emit, TraceEnded, TraceFailed
 from tiered_kv.values.keys import BlockKeys
@@ -146,7 +148,8 @@ class TraceRecorder:
                     self._num_queued -= len(keys)
                 if (ids := requests.take(call, at, keys)) is None:
                     continue
-                line = _line(max(0.0, at - self._began), ids, keys.block_size)
+                at_s, num_tokens = max(0.0, at - self._began), len(ids) * keys.block_size
+                line = Request(at_s, np.array(ids, np.int64), num_tokens).line(keys.block_size)
                 num_bytes += len(line)
                 if num_bytes > self._most_bytes:
                     return
@@ -202,17 +205,6 @@ class _Requests:
 def _cut(remembered: "OrderedDict[int, int] | OrderedDict[int, float]") -> None:
     while len(remembered) > _MOST_ASKED:
         remembered.popitem(last=False)
-
-
-def _line(at_s: float, ids: list[int], block_size: int) -> bytes:
-    line = {
-        "timestamp": round(at_s * 1e3),
-        "input_length": len(ids) * block_size,
-        "output_length": 0,
-        "hash_ids": ids,
-        "block_size": block_size,
-    }
-    return json.dumps(line).encode() + b"\n"
 
 
 @contextmanager

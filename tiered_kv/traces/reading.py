@@ -220,26 +220,10 @@ def write_trace(path: Path, trace: Trace) -> None:
     Raises:
         OSError: It cannot be written.
     """
+    lines = (each.line(trace.block_size) for each in trace.requests)
     with path.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as packed:  # equal traces, equal files
-                packed.writelines(_written(trace))
+                packed.writelines(lines)
         else:
-            raw.writelines(_written(trace))
-
-
-def _written(trace: Trace) -> Iterator[bytes]:
-    """Yield the line of each request."""
-    for each in trace.requests:
-        line: dict[str, object] = {
-            "timestamp": round(each.at_s * 1e3, 3),
-            "input_length": each.input_tokens,
-            "output_length": each.output_tokens,
-            "hash_ids": each.ids.tolist(),
-            "block_size": trace.block_size,
-        }
-        if each.session is not None:
-            line |= {"session": each.session, "turn": each.turn}
-        if each.category:
-            line["type"] = each.category
-        yield json.dumps(line).encode() + b"\n"
+            raw.writelines(lines)

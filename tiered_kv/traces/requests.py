@@ -1,5 +1,6 @@
 """What a trace is made of."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -34,6 +35,21 @@ class Request:
     session: int | None = None
     turn: int = 1
     category: str = ""
+
+    def line(self, block_size: int) -> bytes:
+        """Write it as a line of a trace in the format of Mooncake, see `read_trace`; ``block_size`` in tokens."""
+        line: dict[str, object] = {
+            "timestamp": round(self.at_s * 1e3, 3),
+            "input_length": self.input_tokens,
+            "output_length": self.output_tokens,
+            "hash_ids": self.ids.tolist(),
+            "block_size": block_size,
+        }
+        if self.session is not None:
+            line |= {"session": self.session, "turn": self.turn}
+        if self.category:
+            line["type"] = self.category
+        return json.dumps(line).encode() + b"\n"
 
 
 @dataclass(frozen=True, eq=False)
