@@ -31,6 +31,7 @@ from tiered_kv.media.backend import Backend, Block, RecordShape
 from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
+from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings, paths_of
 from tiered_kv.testing import open_backend
@@ -322,4 +323,4 @@ async def _client_alone(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
 
 
 def _speed(bytes_per_s: float) -> str:
-    return f"{ByteSize(round(bytes_per_s)).human_readable(separator=' ')}/s"
+    return f"{size_in_words(bytes_per_s)}/s"

@@ -21,6 +21,7 @@ from tiered_kv.cli.common import AsJSON, ConfigFile, one_line_errors, print_json
 from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings, paths_of
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
@@ -96,7 +97,7 @@ def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
     )
     try:
         host.check_host_memory(wanted)
-        yield Finding("ok", "host memory", f"{_size(wanted)} wanted, and available")
+        yield Finding("ok", "host memory", f"{size_in_words(wanted)} wanted, and available")
     except ConfigurationError as error:
         yield Finding("bad", "host memory", *_split(str(error)))
     if doubt := host.doubt_of_page_locking(wanted):
@@ -148,7 +149,7 @@ def _of_directory(name: str, path: Path, capacity: int, direct: str) -> Iterator
     of_ours = sum(each.stat().st_blocks * 512 for each in path.rglob("*") if each.is_file()) if path.exists() else 0
     room = os.statvfs(there)
     free = room.f_bavail * room.f_frsize + of_ours
-    space = f"{filesystem}, {_size(free)} free for {_size(capacity)}"
+    space = f"{filesystem}, {size_in_words(free)} free for {size_in_words(capacity)}"
     if free < capacity:
         yield Finding("bad", name, space, "lower capacity, or choose a larger filesystem")
         return
@@ -232,10 +233,6 @@ def _has_direct_io(folder: Path) -> bool:
         except OSError:
             return False
     return True
-
-
-def _size(num_bytes: int) -> str:
-    return ByteSize(num_bytes).human_readable(separator=" ")
 
 
 def _split(text: str) -> tuple[str, str]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import typer
-from pydantic import ByteSize
 from rich.markup import escape
 
 from tiered_kv.cli.common import ConfigFile, one_line_errors, out, print_table, settings_of
+from tiered_kv.settings.setting_errors import size_in_words
 
 
 def serve_command(config: ConfigFile = None) -> None:
@@ -65,10 +65,7 @@ def _rows_of(share: Mapping[str, Any], names: Mapping[str, int]) -> Iterator[tup
     for tier in tiers:
         counts = (tier["ready"], tier["num_slots"], tier["leased"] + tier["pending"], tier["hits"])
         name = tier["tier"]
-        sizes = (_size(share["given"][name]), _size(share["right"][name])) if name in share["given"] else ("", "")
+        is_given = name in share["given"]
+        sizes = [size_in_words(share[of][name]) if is_given else "" for of in ("given", "right")]
         yield (*about, name, *sizes, *(f"{count:,}" for count in counts))
         about = ("", "", "")
-
-
-def _size(num_bytes: int) -> str:
-    return ByteSize(num_bytes).human_readable()

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
-from pydantic import ByteSize
 from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.markup import escape
@@ -19,6 +18,7 @@ from tiered_kv.cli import hosting
 from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json
 from tiered_kv.cli.running import At, PageState, running_cache
 from tiered_kv.settings.page_address import DEFAULT
+from tiered_kv.settings.setting_errors import size_in_words
 
 _BAR: Final = 12
 _MOST_REASONS: Final = 5
@@ -179,4 +179,4 @@ def _troubled(state: PageState) -> list[str]:
 
 
 def _size(num_bytes: float) -> str:
-    return ByteSize(max(0, round(num_bytes))).human_readable(separator=" ") if num_bytes else "0"
+    return size_in_words(max(0, num_bytes)) if num_bytes else "0"

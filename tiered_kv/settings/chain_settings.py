@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, field_validator, mo
 
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.settings.registry import OWN_MEDIA, AnyBackend, medium_for_scheme, resolve, resolve_policy
-from tiered_kv.settings.setting_errors import located, problems_of
+from tiered_kv.settings.setting_errors import located, problems_of, size_in_words
 from tiered_kv.settings.tier_settings import (
     BookedTierSettings,
     OwnedTierSettings,
@@ -69,7 +69,7 @@ class CPUTier(MemoryTierSettings):
     @model_validator(mode="after")
     def _check_max_capacity(self) -> Self:
         if self.max_capacity is not None and self.max_capacity < self.capacity:
-            most, least = (each.human_readable(separator=" ") for each in (self.max_capacity, self.capacity))
+            most, least = map(size_in_words, (self.max_capacity, self.capacity))
             raise ValueError(f"max_capacity ({most}) is below capacity ({least})")
         return self
 

@@ -116,6 +116,11 @@ def check_size(given: object) -> None:
         raise ValueError(f"{given!r:.80} is no size: write bytes as an int, or e.g. '32GiB'")
 
 
+def size_in_words(num_bytes: float) -> str:
+    """Return a number of bytes as people write it: ``1.5 GiB``."""
+    return ByteSize(round(num_bytes)).human_readable(separator=" ")
+
+
 def _as_path(given: object, path: Path) -> Path:
     if given in ("", b""):
         raise ValueError("must not be empty: write '.' for the current directory")

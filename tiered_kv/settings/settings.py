@@ -37,7 +37,7 @@ from pydantic_settings import (
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.settings.chain_settings import Bytes, CPUTier, Tier, check_chain, check_policies, tier_name
 from tiered_kv.settings.page_address import checked_token, page_address
-from tiered_kv.settings.setting_errors import Checked, InWords, line, problems
+from tiered_kv.settings.setting_errors import Checked, InWords, line, problems, size_in_words
 from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
 
@@ -99,7 +99,7 @@ class CacheLimits(Checked):
     @model_validator(mode="after")
     def _check_bounce(self) -> Self:
         if self.bounce < self.window:
-            bounce, window = (each.human_readable(separator=" ") for each in (self.bounce, self.window))
+            bounce, window = map(size_in_words, (self.bounce, self.window))
             raise ValueError(f"bounce ({bounce}) must hold at least one window ({window})")
         return self
 

@@ -28,10 +28,10 @@ from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, Final, Literal
 
-from pydantic import ByteSize
 from typing_extensions import override
 
 from tiered_kv.media.backend import Block, RecordShape
+from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES, blocks_within
@@ -323,7 +323,7 @@ def _needed(num_blocks: int, groups: Iterable[RecordShape]) -> int:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{ByteSize(num_bytes).human_readable(separator=' ')} ({num_bytes} bytes)"
+    return f"{size_in_words(num_bytes)} ({num_bytes} bytes)"
 
 
 @contextlib.contextmanager

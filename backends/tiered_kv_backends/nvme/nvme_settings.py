@@ -5,6 +5,7 @@ from typing import Literal, Self
 
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
+from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.tier_settings import OwnedTierSettings, Size, SizeOrNone, default_size
 
 _MOST_DIRECTORIES = 64
@@ -46,7 +47,7 @@ class NVMeSettings(OwnedTierSettings):
     @model_validator(mode="after")
     def _check_max_capacity(self) -> Self:
         if self.max_capacity is not None and self.max_capacity < self.capacity:
-            most, least = (each.human_readable(separator=" ") for each in (self.max_capacity, self.capacity))
+            most, least = map(size_in_words, (self.max_capacity, self.capacity))
             raise ValueError(f"max_capacity ({most}) is below capacity ({least})")
         return self
 
