@@ -26,6 +26,7 @@ from tiered_kv.testing.simulation.world import World
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Naming
 from tiered_kv.transfers.handles import Revocable
+from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import epoch_digest
 
 SAMPLE = range(20)
@@ -390,6 +391,27 @@ def test_who_dies_while_it_measures_leaves_no_slow_media(world: World) -> None:
     assert not world.is_slow
     assert not world.trouble.is_settled
     assert world.disks[0].faults == DiskFaults()
+
+
+def test_who_opens_a_store_that_fails_is_told_by_what_that_raises() -> None:
+    """No event tells it besides: seed 10710226 had two such openings, by a cancellation that was the store's own."""
+    world = World(Tape(0), 1, Shape(chain=("cpu", "store")))
+    world.store.faults.error = 1.0
+    said = list[str]()
+
+    async def open_some(process: SimulatedProcess) -> None:
+        device = world.device(process)
+        for _ in range(12):
+            with pytest.raises(BackendUnavailableError) as caught:
+                await world.new_cache(process, world.shape, device, "w0").__aenter__()
+            said.append(str(caught.value))
+
+    with world.begun():
+        process = world.start_process("an engine", open_some)
+        world.turns.wait(lambda: process.has_ended, 60.0, "the engine")
+    assert not world.failures
+    assert any("CancelledError" in each for each in said)
+    assert not world.store.raised
 
 
 def test_the_model_promises_nothing_that_was_evicted_while_it_was_stored() -> None:
