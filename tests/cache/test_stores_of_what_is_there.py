@@ -56,6 +56,27 @@ async def test_a_tier_below_gets_what_it_lacks(how: str, write: str) -> None:
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize("is_use_enough", [False, True])
+async def test_a_tier_below_gets_what_the_gpu_pool_alone_has(write: str, *, is_use_enough: bool) -> None:
+    """As the CPU tier, above which nothing waits for storage, had no room for it any more: by a store, or by a use."""
+    engine, slots = Engine(), ScriptedSlotBackend(write=write, admit_after=2 if is_use_enough else 1)
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    async with open_cache(gpu, cpu, slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
+        await kv.evict(KEYS, tier="slots")
+        if is_use_enough:
+            kv.touch(KEYS)
+        else:
+            stored = await kv.store(KEYS, engine.compute(KEYS))
+            assert (await stored.settled())[-1] == TierStore("slots", deferred=3)
+        assert await kv.drain()
+        assert slots.num_records == 3
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
 async def test_a_tier_below_gets_what_it_lacks_by_a_plan_too(write: str) -> None:
     """A planned store of what is there moves nothing, and sends below what was evicted there."""
     engine, slots = Engine(), ScriptedSlotBackend(write=write)

@@ -492,8 +492,6 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
         if storage.is_written_back and (waiting := chain.waiting.get(tier)) is not None:
             waiting.add(part, slots, lease, came, prompt)
             chain.release(lease)
-        elif storage.is_written_back:
-            chain.release(lease)
         else:
             begun = chain.unwritten.begin(came)
             down = WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, begun, to=[storage])
