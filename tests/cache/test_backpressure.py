@@ -235,3 +235,38 @@ async def test_a_tier_moves_as_many_windows_at_once_as_it_says(*, is_load: bool)
         for handle in handles:
             await handle
         await until_idle(kv)
+
+
+@both_kinds
+@pytest.mark.parametrize("how", ["store", "layers", "plan", "touch"])
+async def test_whatever_brings_blocks_a_tier_has_no_more_of_them_than_it_may(kind: type[Scripted], how: str) -> None:
+    """In flight, in one call, and in the queue: forty blocks, windows of four, of which two may be written at once."""
+    engine, slow = Engine(), kind(name="slow", admit_after=2 if how == "touch" else 1)
+    keys, memory = prompt(40), CPU | {"capacity": 64 * PAYLOAD_BYTES}
+    async with open_cache(memory, slow, engine=engine, limits=_limits(store_queue=20)) as kv:
+        if how == "touch":
+            await keep(kv, engine, keys)
+        slow.on_write.hold()
+        if how == "touch":
+            kv.touch(keys)
+        elif how == "plan":
+            planner = kv.planner()
+            planner.register_worker()
+            job = planner.plan_store(keys, engine.compute(keys))
+            await job.planned()
+            job.complete(keys)
+            await job.ended()
+        else:
+            storing = kv.start_store(keys, engine.compute(keys), layerwise=how == "layers")
+            for layer in range(len(engine.caches)) if how == "layers" else ():
+                storing.store_layer(layer)
+            assert (await storing).num_stored == 40
+        await until(lambda: slow.on_write.num_held > 0)
+        assert slow.on_write.num_blocks == 4 * slow.on_write.num_held <= 8
+        assert kv.stats()["slow"].in_flight_bytes <= 2 * 4 * 2 * PAYLOAD_BYTES  # with their headers
+        assert kv.stats().store_queue_bytes == 20 * PAYLOAD_BYTES
+        assert kv.stats()["slow"].dropped_because == {"queue full": 20}
+        slow.on_write.release()
+        await kv.flush()
+        assert slow.num_records == 20
+        await until_idle(kv)

@@ -110,7 +110,7 @@ class Chain:
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
         most = transient // max(4, num_takers)
         self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
-        self._most_window = max(size, min(_LONGEST * size, most))
+        self.most_window = max(size, min(_LONGEST * size, most))
         self._least_share = size if num_takers * size <= transient else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
@@ -126,7 +126,7 @@ class Chain:
         Each window costs the loop about as much, however many blocks are in it, so a long transfer goes in larger ones:
         but for its first and its last, which nothing overlaps.
         """
-        return max(self.window_blocks, min(num_done, num_left // _LAST_WINDOWS, self._most_window))
+        return max(self.window_blocks, min(num_done, num_left // _LAST_WINDOWS, self.most_window))
 
     # Finding.
 
@@ -300,7 +300,7 @@ class Chain:
         index = self.host.index
         kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
         usable = index.transient_free.num - max(kept, self._set_aside(source))
-        if usable < min(len(batch.names), self._most_window):
+        if usable < min(len(batch.names), self.most_window):
             return None
         return self.reserve(self.host, batch, transient=True, source=source)
 

@@ -20,8 +20,9 @@ from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.tier import Batch, Mask, Prompt, prefix_of
 from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
+from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.transfer_requests import JobRequest
-from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import StoredKeys

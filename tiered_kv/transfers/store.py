@@ -25,8 +25,9 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, until_done
+from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
-from tiered_kv.transfers.writedown import Tally, write_down
+from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.events import BlocksSettled, BlocksStored
 from tiered_kv.values.results import StoreResult, TierStore

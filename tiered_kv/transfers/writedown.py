@@ -1,8 +1,7 @@
 """Writing down: the second half of a store. Blocks go from the tier that has them to every tier below it.
 
 Tiers with ``write="through"`` get them now (`write_down`). Blocks stay leased until the last tier has let go of their
-memory; a tier that is late is counted as failed and not waited for, but keeps what it was lent. A `Tally` says what
-became of the blocks of one store, in each tier.
+memory; a tier that is late is counted as failed and not waited for, but keeps what it was lent.
 
 For tiers with ``write="back"`` they wait where they are, and the chain's `Cleaner` writes them, the oldest first. It
 begins when too little of a memory tier could be given to new blocks, or when a block has waited for long enough, and
@@ -28,67 +27,11 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt, Tier, WriteReport
+from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
 from tiered_kv.transfers.handles import until_done
+from tiered_kv.transfers.tally import Tally
 from tiered_kv.values.errors import Reason
-from tiered_kv.values.results import TierStore
-
-_NONE: Final[Mapping[Reason, int]] = {}
-
-
-class Tally:
-    """What became of a store's blocks, tier by tier, counted for the store and for the tier at once.
-
-    Covers the tiers that can keep blocks: a host tier with bounce slots only is passed over.
-    """
-
-    def __init__(self, tiers: Sequence[Tier]) -> None:
-        """Count nothing yet in ``tiers``, fastest first."""
-        self._tiers = tiers
-        self._counts = {tier.name: [0] * 5 for tier in tiers if tier.can_keep}
-
-    def add(
-        self,
-        tier: Tier,
-        *,
-        written: int = 0,
-        present: int = 0,
-        deferred: int = 0,
-        dropped: Mapping[Reason, int] = _NONE,
-        failed: int = 0,
-    ) -> None:
-        """Count blocks in one tier; the dropped ones by reason."""
-        if tier.name not in self._counts:
-            return
-        counts, num_dropped = self._counts[tier.name], sum(dropped.values())
-        for place, count in enumerate((written, present, deferred, num_dropped, failed)):
-            counts[place] += count
-        tier.counters.written += written
-        if num_dropped:
-            tier.counters.dropped += num_dropped
-            tier.counters.dropped_because += Counter(dropped)
-        tier.counters.failed += failed
-
-    def add_all(self, *, present: int = 0, dropped: Mapping[Reason, int] = _NONE) -> None:
-        """Count blocks in every tier."""
-        for tier in self._tiers:
-            self.add(tier, present=present, dropped=dropped)
-
-    def add_above(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
-        """Count blocks in every tier above one."""
-        for each in self._tiers[: self._tiers.index(tier)]:
-            self.add(each, dropped=dropped)
-
-    def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int] = _NONE, failed: int = 0) -> None:
-        """Count blocks in every tier below one."""
-        for each in self._tiers[self._tiers.index(tier) + 1 :]:
-            self.add(each, dropped=dropped, failed=failed)
-
-    def results(self) -> tuple[TierStore, ...]:
-        """What became of the blocks, fastest tier first."""
-        return tuple([TierStore(tier, *counts) for tier, counts in self._counts.items()])
-
 
 _MOST_TRIES: Final = 3
 """How often the cleaner tries to write a block before it counts as failed."""
@@ -452,8 +395,12 @@ def write_down(
     ended: Callable[[], None],
     prompt: Prompt,
     head: Head | None = None,
+    *,
+    to: Sequence[StorageTier] | None = None,
 ) -> None:
-    """Send new blocks of a tier on to those below: now, later, or not at all if the store queue is full.
+    """Send blocks of a tier on to those below: now, later, or not at all where the store queue is full.
+
+    They go in windows, however many there are: a tier has no more in flight than it may, nor the queue.
 
     Args:
         chain: The tiers.
@@ -466,10 +413,37 @@ def write_down(
         ended: Called once nothing of this is under way any more.
         prompt: Of which they are.
         head: Of the prompt, see `WriteDown`.
+        to: The only storage tiers to write to, at once; those whose turn it is by their policies if left out.
     """
-    down = WriteDown(chain, tally, tier, batch, slots, lease, came, prompt=prompt, head=head)
-    down.let_wait()
-    _start(chain, down, len(batch.names), ended)
+    windows = _windows(chain, tier, batch, slots, lease)
+    num_left = len(windows)
+
+    def one_ended() -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            if len(windows) > 1:
+                asyncio.get_running_loop().call_soon(prompt.line_up)  # once the last of them is let go of
+            ended()
+
+    for part, where, held in windows:
+        down = WriteDown(chain, tally, tier, part, where, held, came, to=to, prompt=prompt, head=head)
+        if to is None:
+            down.let_wait()
+        _start(chain, down, len(part.names), one_ended)
+
+
+def _windows(
+    chain: Chain, tier: MemoryTier, batch: Batch, slots: NDArray[np.int64], lease: Lease
+) -> list[tuple[Batch, NDArray[np.int64], Lease]]:
+    """Part leased blocks of a tier into windows, each with its slots and a lease of its own."""
+    n, most = len(batch.names), chain.most_window
+    if n <= most:
+        return [(batch, slots, lease)]
+    parts = [slice(start, start + most) for start in range(0, n, most)]
+    windows = [(batch[part], slots[part], tier.index.lease(batch.names[part])) for part in parts]
+    lease.release()
+    return windows
 
 
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
@@ -494,8 +468,8 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
             chain.release(lease)
         else:
             begun = chain.unwritten.begin(came)
-            down = WriteDown(chain, Tally(chain.tiers), tier, part, slots, lease, begun, to=[storage])
-            _start(chain, down, len(part), partial(chain.unwritten.end, begun))
+            ended = partial(chain.unwritten.end, begun)
+            write_down(chain, Tally(chain.tiers), tier, part, slots, lease, begun, ended, prompt, to=[storage])
         batch = batch[~there]
 
 
