@@ -342,8 +342,8 @@ async def test_a_store_takes_the_slots_there_are() -> None:
 
 
 async def test_layers_that_cannot_be_are_refused() -> None:
-    """One there is not, one that was given, one of a store that is not layer-wise, an event that is none."""
-    engine = Engine()
+    """One there is not, one that was given, one of a store that is not layer-wise, an event that is none, no number."""
+    engine, wrong = Engine(), (1.0, "1", None, True)
     async with open_cache(CPU, engine=engine) as kv:
         handle = kv.start_store(KEYS, SOURCE, layerwise=True)
         handle.store_layer(0)
@@ -352,8 +352,20 @@ async def test_layers_that_cannot_be_are_refused() -> None:
                 handle.store_layer(layer)
         with pytest.raises(ConfigurationError, match="after must"):
             handle.store_layer(1, after=object())
+        for number in wrong:
+            with pytest.raises(ConfigurationError, match="layer must be an int, got"):
+                handle.store_layer(number)  # type: ignore[arg-type]  # wrong on purpose
         handle.store_layer(1)
-        await handle
+        assert (await handle).num_stored == len(KEYS)
+        load = kv.start_load(KEYS, SOURCE, layerwise=True)
+        back = kv.start_load(KEYS, SOURCE, order="back")
+        for number in wrong:
+            with pytest.raises(ConfigurationError, match="layer must be an int, got"):
+                await load.layer(number)  # type: ignore[arg-type]  # likewise
+            with pytest.raises(ConfigurationError, match="block must be an int, got"):
+                back.stop_before(number)  # type: ignore[arg-type]  # likewise
+        await load
+        await back
         plain = kv.start_store(KEYS, SOURCE)
         with pytest.raises(ConfigurationError, match="layerwise=True"):
             plain.store_layer(0)

@@ -127,6 +127,7 @@ def test_tensors_made_for_inference_can_be_written() -> None:
         (lambda: tensors(2, 2, 16, 2, 8), None, "pass axes="),
         (lambda: tensors(2, B, 16, 2, 8), "PBNH", "must name each of BNHD once"),
         (lambda: tensors(2, B, 16, 2, 8), "LBNHD", "must name each of BNHD once"),
+        (lambda: tensors(2, B, 16, 2, 8), 5, "axes are letters, such as 'PBNHD', got 5"),
         (lambda: tensors(2, B, 2, 16, 8), "PBHND", "another order than the KV group's NHD"),
         (
             lambda: [*tensors(2, B, 16, 2, 8)[:2], *tensors(2, B + 1, 16, 2, 8, layers=1)],

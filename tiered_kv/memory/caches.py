@@ -75,6 +75,8 @@ def find_fragments(
     Raises:
         LayoutMismatchError: See `PagedCaches.bind`.
     """
+    if not (axes is None or isinstance(axes, str)):
+        raise LayoutMismatchError(f"axes are letters, such as 'PBNHD', got {axes!r:.80}")
     layers, packed = layer_tensors(kv_caches)
     if not packed and len(layers) != group.num_layers:
         raise LayoutMismatchError(f"the KV group has {group.num_layers} layers, got the tensors of {len(layers)}")

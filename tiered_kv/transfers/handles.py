@@ -15,6 +15,7 @@ from anyio import CancelScope
 from tiered_kv.memory.lanes import Lane, LaneCopy, wait_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.integers import as_int
 from tiered_kv.values.results import LoadResult
 
 T = TypeVar("T")
@@ -184,7 +185,7 @@ class LoadHandle(Handle[LoadResult]):
         Raises:
             ConfigurationError: The load is of another order, or there is no such block.
         """
-        return self._load.stop_before(block)
+        return self._load.stop_before(as_int("block", block, least=None))
 
     async def layer(self, layer: int) -> None:
         """Wait until a layer of all admitted blocks has been copied. Cancellation ends the wait only."""
@@ -219,9 +220,14 @@ class LoadHandle(Handle[LoadResult]):
         asyncio.run_coroutine_threadsafe(self.layer(layer), self._loop).result()
 
     def _copy_of(self, layer: int) -> LaneCopy | None:
-        if not 0 <= layer < self._load.num_layers:
-            raise ConfigurationError(f"layer {layer} is not one of the KV group's {self._load.num_layers}")
-        return self._load.copy_of(layer)
+        return self._load.copy_of(check_layer(layer, self._load.num_layers))
+
+
+def check_layer(layer: int, num_layers: int) -> int:
+    """Return a layer's position in its KV group; raise `ConfigurationError` unless there is such a one."""
+    if not 0 <= (layer := as_int("layer", layer, least=None)) < num_layers:
+        raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")
+    return layer
 
 
 async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:

@@ -18,6 +18,7 @@ from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.transfers.handles import check_layer
 from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
@@ -166,9 +167,7 @@ class LayerStore(Store):
 
     @override
     def store_layer(self, layer: int, after: object) -> None:
-        num_layers = self._chain.group.num_layers
-        if not 0 <= layer < num_layers:
-            raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")
+        layer = check_layer(layer, self._chain.group.num_layers)
         if layer not in self._missing:
             raise ConfigurationError(f"layer {layer} was stored already")
         after = self._request.binding.to_wait_for(after)
