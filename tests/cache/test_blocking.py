@@ -2,11 +2,14 @@
 
 import gc
 import inspect
+import os
 import signal
 import sys
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import assert_type
 
@@ -207,6 +210,27 @@ def test_a_program_that_ends_with_it_open_loses_nothing(tmp_path: Path, end: str
     assert (done.returncode, done.stdout, done.stderr) == (0, "9\n", "")
     with open_blocking(cache_of(CPU, {"medium": "nvme", "path": str(tmp_path), "capacity": "64MiB"})) as kv:
         assert kv.lookup(KEYS).by_tier == {"nvme": 9}
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_was_forked_is_refused() -> None:
+    """There no event loop runs that could answer: calls that any thread may make are refused, too."""
+    engine = Engine()
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        calls = (kv.stats, partial(kv.lookup, KEYS), partial(kv.load, KEYS, INTO), partial(kv.lookup_nowait, KEYS))
+        if not (child := os.fork()):
+            signal.alarm(30)
+            num_refused = 0
+            for call in calls:
+                with suppress(ConfigurationError):
+                    call()
+                    continue
+                num_refused += 1
+            os._exit(num_refused)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+        assert kv.load(KEYS, INTO).num_blocks == 9
 
 
 def test_a_deadline_holds() -> None:

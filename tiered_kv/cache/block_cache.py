@@ -59,9 +59,9 @@ class TransferCalls(ABC):
 
     Raises:
         ClosedError: By every call but `poll` and `aclose`, of a cache that is not open.
-        ConfigurationError: By every call with an argument that cannot be right, and in another thread or on another
-            event loop unless it says that any thread may call. By loads, stores and swaps of a cache that stands for
-            several ranks: only each rank's own moves its bytes.
+        ConfigurationError: By every call with an argument that cannot be right, in a process that was forked since, and
+            in another thread or on another event loop unless it says that any thread may call. By loads, stores and
+            swaps of a cache that stands for several ranks: only each rank's own moves its bytes.
         LayoutMismatchError: By every call with keys, if these name blocks of another size.
     """
 

@@ -19,6 +19,8 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.cache.seat import check_process
+from tiered_kv.system import system
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 
@@ -124,6 +126,7 @@ class BlockingTieredKV:
         self.namespace = cache.namespace
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
+        self._pid = system().getpid()
 
     def __repr__(self) -> str:
         return f"BlockingTieredKV({self.cache!r})"
@@ -176,6 +179,7 @@ class BlockingTieredKV:
     def _open_portal(self) -> BlockingPortal:
         if self._portal is None:
             raise ClosedError("this TieredKV is closed")
+        check_process(self._pid)
         return self._portal
 
 

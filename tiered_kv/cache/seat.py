@@ -39,6 +39,12 @@ PAST_EPOCHS: Final = 8
 """Digests of weights that are remembered once others are served."""
 
 
+def check_process(pid: int) -> None:
+    """Raise `ConfigurationError` in a process that was forked from the one with ``pid``: no event loop runs there."""
+    if (here := system().getpid()) != pid:
+        raise ConfigurationError(f"this TieredKV was opened in process {pid}, and this is {here}: each opens its own")
+
+
 class EngineSide(ABC):
     """What a cache has in the engine's own process while it is open, wherever its tiers are; for the loop's thread.
 
@@ -64,6 +70,7 @@ class EngineSide(ABC):
         self._loop_calls = loop_calls
         self.loop = asyncio.get_running_loop()
         self._thread = system().get_ident()
+        self._pid = system().getpid()
 
     @abstractmethod
     def of_rank(self, group: int) -> Reach:
@@ -90,8 +97,9 @@ class EngineSide(ABC):
 
         Raises:
             ClosedError: That event loop is closed: nothing can move or end any more.
-            ConfigurationError: This is another thread, or another event loop is running.
+            ConfigurationError: This is another thread or process, or another event loop is running.
         """
+        check_process(self._pid)
         if anywhere and not self.loop.is_closed():
             return  # as all of an engine's other threads ask, in each of its steps
         try:
