@@ -212,6 +212,15 @@ def test_a_program_that_ends_with_it_open_loses_nothing(tmp_path: Path, end: str
         assert kv.lookup(KEYS).by_tier == {"nvme": 9}
 
 
+def test_the_loop_of_the_cache_is_not_blocked() -> None:
+    """It would wait for itself: each call says so, and what any thread may call goes on."""
+    with open_blocking(cache_of(CPU)) as kv:
+        for call in (partial(kv.lookup, KEYS), kv.stats, partial(kv.call, kv.cache.stats)):
+            with pytest.raises(ConfigurationError, match="the event loop's thread must not block"):
+                kv.call(call)
+        assert kv.call(kv.lookup_nowait, KEYS).num_blocks == kv.lookup(KEYS).num_blocks == 0
+
+
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_that_was_forked_is_refused() -> None:
     """There no event loop runs that could answer: calls that any thread may make are refused, too."""

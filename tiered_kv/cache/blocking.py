@@ -126,7 +126,7 @@ class BlockingTieredKV:
         self.namespace = cache.namespace
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
-        self._pid = system().getpid()
+        self._pid, self._loop_thread = system().getpid(), portal.call(system().get_ident)
 
     def __repr__(self) -> str:
         return f"BlockingTieredKV({self.cache!r})"
@@ -180,6 +180,8 @@ class BlockingTieredKV:
         if self._portal is None:
             raise ClosedError("this TieredKV is closed")
         check_process(self._pid)
+        if system().get_ident() == self._loop_thread:
+            raise ConfigurationError("the event loop's thread must not block: there, await the calls of kv.cache")
         return self._portal
 
 
