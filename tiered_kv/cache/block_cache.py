@@ -683,12 +683,12 @@ class BlockCache(TransferCalls):
 
         Returns:
             Whether, in time, every block stored since the cache was opened was written in each tier that wants it, and
-            owned tiers had noted what they hold. False if blocks wait for a tier that does not take them now:
-            drain again to try again. False also, from then on, if a tier below was to get a block and did not, because
-            that was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it
-            waited in memory that was given up. What was evicted by name, cleared or expired before is not missed, nor
-            what a tier has evicted since it was written there. False also while a medium has what was evicted, as it
-            failed to remove it, or may have it: another start could serve that.
+            owned tiers had noted what they hold. False if blocks wait for a tier that does not take them now: drain
+            again to try again. False also, from then on, if a tier below was to get a block and did not, because that
+            was dropped or failed on its way (``settled()`` of its store and `stats` count it), or was lost as it waited
+            in memory that was given up, or with a directory that has failed since. What was evicted by name, cleared or
+            expired before is not missed, nor what a tier has evicted since it was written there. False also while a
+            medium has what was evicted, as it failed to remove it, or may have it: another start could serve that.
         """
 
     @abstractmethod

@@ -75,7 +75,8 @@ async def _write_all(cache: OpenCache) -> bool:
     except ClosedError:
         return False
     is_noted = await upkeep.checkpoint(cache.chains, sync=True) and await upkeep.pay(cache.chains)
-    return is_noted and not any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
+    is_short = any(chain.unwritten.num_blocks or chain.unwritten.has_lost for chain in cache.chains)
+    return is_noted and not is_short and not any(tier.has_lost for chain in cache.chains for tier in chain.owned)
 
 
 @contextmanager

@@ -45,7 +45,11 @@ from tiered_kv.values.specs import LoadStoreSpec
 
 
 class OwnedTier(StorageTier, BookedTier):
-    """A `SlotBackend` and the index of its slots."""
+    """A `SlotBackend` and the index of its slots.
+
+    Attributes:
+        has_lost: Whether a part of the medium has failed with blocks that were written since it was opened.
+    """
 
     is_shared = False
 
@@ -59,6 +63,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
+        self.has_lost = False
+        self._is_fresh = np.zeros(index.max_slots, np.bool_)  # what was written to a slot since the opening
         self._paying: asyncio.Task[bool] | None = None
         self.index.on_left = self._left
         if self.health.is_open:  # else `opened` comes first
@@ -85,6 +91,7 @@ class OwnedTier(StorageTier, BookedTier):
             index.remove(names)
         index.on_change, index.on_left = self.index.on_change, self._left
         self.index = self.books = index
+        self._is_fresh = np.zeros(index.max_slots, np.bool_)
         self._missing = None
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:
@@ -252,6 +259,7 @@ class OwnedTier(StorageTier, BookedTier):
         is_fresh = reservation.slots >= 0
         ok = np.zeros(len(is_fresh), np.bool_)
         ok[is_fresh] = stored
+        self._is_fresh[writing.slots[stored]] = True
         doomed = stored & (reservation.keep(ok)[is_fresh] < 0)
         writing.report.num_removed = len(doomed.nonzero()[0])
         doomed |= ~stored & ~refused  # there may be anything
@@ -409,6 +417,8 @@ class OwnedTier(StorageTier, BookedTier):
         if missing is self._missing:
             return
         self._missing = missing
+        if missing is not None:
+            self.has_lost |= bool((missing.slots & self._is_fresh)[self.index.names_in_order()[1]].any())
         num_lost = self.index.withhold(None if missing is None else missing.slots)
         self.counters.failed += num_lost
         if missing is not None:
@@ -436,6 +446,7 @@ class OwnedTier(StorageTier, BookedTier):
         Never raises for it.
         """
         is_noted = await self._journal.checkpoint(self._remembered, self.index.statistics().ready, sync=sync)
+        self._see_missing()  # what has failed by that call is no more remembered
         return is_noted and self._has_paid
 
     def _remembered(self) -> tuple[Names, Slots]:

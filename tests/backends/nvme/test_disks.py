@@ -519,6 +519,24 @@ async def test_a_cache_goes_on_with_the_disks_that_work(paths: list[Path]) -> No
         assert loaded.num_blocks == engine.count_right(second, range(N)) == N
 
 
+@pytest.mark.parametrize("is_new", [True, False])
+async def test_a_drain_says_that_a_disk_has_failed_with_what_was_stored(paths: list[Path], *, is_new: bool) -> None:
+    """However long ago it was written there. What the disk had at the opening is a loss, and no store's."""
+    engine, keys = AnyEngine(), prompt(N)
+    settings = {**nvme(paths[0]), "path": paths[:2]}
+    async with contextlib.AsyncExitStack() as opened_caches:
+        kv = await opened_caches.enter_async_context(open_any(engine, settings))
+        await kv.store(keys, engine.fill(keys, range(N)))
+        assert await kv.flush(sync=True)
+        if not is_new:
+            await opened_caches.aclose()
+            kv = await opened_caches.enter_async_context(open_any(engine, settings))
+        break_disk(paths[1])
+        assert not await kv.drain()  # which finds out
+        assert kv.stats()["nvme"].ready == N // 2
+        assert await kv.drain() is not is_new
+
+
 async def test_a_tenant_is_deleted_from_all_or_it_is_said(paths: list[Path]) -> None:
     """One that is away would bring the tenant's blocks back: the others are done, and it is named."""
     engine = AnyEngine()
