@@ -88,7 +88,7 @@ class Slab:
         num_freed = max(0, self.num_allocated - num_slots)
         if num_freed:
             files().ftruncate(self._fd, num_slots * self.shape.stride_bytes)
-        self.num_allocated -= num_freed  # what could not be cut off is there yet, and goes the next time
+            self.num_allocated = num_slots  # not before: what could not be cut off has to be erased, or cut off later
         return num_freed * self.shape.stride_bytes
 
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:

@@ -30,7 +30,7 @@ from tests.support.nvme_tier import (
 from tiered_kv.media.backend import Block, Outcome, RecordShape
 from tiered_kv.media.record import encode
 from tiered_kv.testing import SlotBackendTests, block_names, make_block, open_backend, open_context
-from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -156,6 +156,32 @@ async def test_a_smaller_capacity_keeps_what_fits(tmp_path: Path) -> None:
         blocks = tier.recovered(num_slots)
         assert blocks
         assert set(await tier.verified(blocks)) == {Outcome.HIT}
+
+
+@pytest.mark.parametrize("later", ["cut off", "erased"])
+async def test_what_could_not_be_cut_off_is_so_later_or_erased(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: str
+) -> None:
+    """A disk fails as the tier is made smaller: a start with the former capacity finds none of what had to go."""
+
+    def fail(fd: int, length: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with open_tier(tmp_path) as tier:
+        num_slots = tier.found.num_slots
+        await tier.write(count_up(num_slots))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "ftruncate", fail)
+            with pytest.raises(BackendUnavailableError, match="resize"):
+                await tier.backend.resize(num_slots // 2)
+        if later == "cut off":
+            await tier.backend.resize(num_slots // 2)
+        else:
+            kept = count_up(num_slots // 2)
+            await tier.backend.checkpoint(0, block_names(list(map(key_of, kept))), slots_of(kept))
+            ledger_of(tmp_path).unlink()  # so that the headers say what is there
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(num_slots) == count_up(num_slots // 2)
 
 
 async def test_the_limit_holds_whatever_is_done(tmp_path: Path) -> None:
