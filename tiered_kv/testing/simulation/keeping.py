@@ -19,7 +19,7 @@ class Keeping(Requester):
         self.num_removals += 1
         keys, known = span(numbers), self.world.known
         names, since = names_of(keys, self.weights), known.moment()
-        tier = self.shape.chain[numbers[3] % len(self.shape.chain)] if numbers[3] % 4 == 0 else None
+        tier = self.shape.chain[numbers[3] // 4 % len(self.shape.chain)] if numbers[3] % 4 == 0 else None
         is_from_memory = tier in {"gpu", "cpu"}
         if is_from_memory:
             known.taken_from_memory(names)

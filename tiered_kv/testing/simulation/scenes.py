@@ -221,7 +221,7 @@ async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
     await requests.do("store", (numbers[0], 2, 30, 2))
     await requests.do("flush", (0, 0, 0, 1))
     for i in range(len(chain) - 1):
-        await requests.do("evict", (numbers[0], 2, 30, of_tier(requests, i)))
+        await requests.do("evict", (numbers[0], 2, 30, of_tier(i)))
     with world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
         await requests.do("plan" if numbers[1] % 2 else "load", (numbers[0], 2, 30, 0))
 
@@ -231,7 +231,7 @@ async def overtake(requests: "Requests", numbers: "Numbers") -> None:
     await store(requests, numbers)
     chain = requests.shape.chain
     if len(chain) > 1:
-        await requests.do("evict", (numbers[0], 2, 30, of_tier(requests, 0)))
+        await requests.do("evict", (numbers[0], 2, 30, of_tier(0)))
     number = WEIGHTS.index(requests.weights)
     loading = asyncio.ensure_future(requests.do("load", (numbers[0], 2, 30, 2)))
     await asyncio.sleep((0.0, 0.0002, 0.001, 0.003)[numbers[1] % 4])
@@ -250,7 +250,7 @@ async def store_for_two(requests: "Requests", numbers: "Numbers") -> None:
     await requests.do("flush", (0, 0, 0, 1))
     for i in range(len(requests.shape.chain) - 1):
         for prompt in whose:
-            await requests.do("evict", (prompt, 2, 30, of_tier(requests, i)))
+            await requests.do("evict", (prompt, 2, 30, of_tier(i)))
     for prompt in whose:
         await requests.do("load", (prompt, 2, 30, 2))
 
