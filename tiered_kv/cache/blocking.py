@@ -19,7 +19,7 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.cache.seat import check_process
+from tiered_kv.cache.seat import check_process, parents
 from tiered_kv.system import system
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
@@ -126,7 +126,7 @@ class BlockingTieredKV:
         self.namespace = cache.namespace
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
-        self._pid, self._loop_thread = system().getpid(), portal.call(system().get_ident)
+        self._num_parents, self._loop_thread = len(parents), portal.call(system().get_ident)
 
     def __repr__(self) -> str:
         return f"BlockingTieredKV({self.cache!r})"
@@ -179,7 +179,7 @@ class BlockingTieredKV:
     def _open_portal(self) -> BlockingPortal:
         if self._portal is None:
             raise ClosedError("this TieredKV is closed")
-        check_process(self._pid)
+        check_process(self._num_parents)
         if system().get_ident() == self._loop_thread:
             raise ConfigurationError("the event loop's thread must not block: there, await the calls of kv.cache")
         return self._portal

@@ -9,6 +9,7 @@ A snapshot of a cache in numbers, added up over its KV groups and ranks.
 """
 
 import asyncio
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -39,10 +40,17 @@ PAST_EPOCHS: Final = 8
 """Digests of weights that are remembered once others are served."""
 
 
-def check_process(pid: int) -> None:
-    """Raise `ConfigurationError` in a process that was forked from the one with ``pid``: no event loop runs there."""
-    if (here := system().getpid()) != pid:
-        raise ConfigurationError(f"this TieredKV was opened in process {pid}, and this is {here}: each opens its own")
+parents: Final[list[int]] = []
+"""Processes that this one was forked from since: looked at by each call, where the kernel is not asked for a number."""
+os.register_at_fork(after_in_child=lambda: parents.append(os.getppid()))
+
+
+def check_process(num_parents: int) -> None:
+    """Raise `ConfigurationError` if this process was forked since it had so many `parents`: no event loop runs here."""
+    if len(parents) != num_parents:
+        raise ConfigurationError(
+            f"this TieredKV was opened in process {parents[num_parents]}, and this is {os.getpid()}: each opens its own"
+        )
 
 
 class EngineSide(ABC):
@@ -70,7 +78,7 @@ class EngineSide(ABC):
         self._loop_calls = loop_calls
         self.loop = asyncio.get_running_loop()
         self._thread = system().get_ident()
-        self._pid = system().getpid()
+        self._num_parents = len(parents)
 
     @abstractmethod
     def of_rank(self, group: int) -> Reach:
@@ -99,7 +107,8 @@ class EngineSide(ABC):
             ClosedError: That event loop is closed: nothing can move or end any more.
             ConfigurationError: This is another thread or process, or another event loop is running.
         """
-        check_process(self._pid)
+        if len(parents) != self._num_parents:
+            check_process(self._num_parents)
         if anywhere and not self.loop.is_closed():
             return  # as all of an engine's other threads ask, in each of its steps
         try:
