@@ -1,10 +1,13 @@
 """A store of blocks that are there already copies nothing, and is a use of them like any other."""
 
+import asyncio
+
 import pytest
+from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import Outcomes, Reason, TierStore
 from tiered_kv.testing import ScriptedDevice
 
@@ -73,6 +76,48 @@ async def test_a_tier_below_gets_what_the_gpu_pool_alone_has(write: str, *, is_u
             assert (await stored.settled())[-1] == TierStore("slots", deferred=3)
         assert await kv.drain()
         assert slots.num_records == 3
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("has_pool", [False, True])
+async def test_what_is_on_its_way_to_a_tier_is_not_sent_there_again(*, has_pool: bool) -> None:
+    """However often it is stored meanwhile: else the queue of stores is full of it, and others are dropped."""
+    engine, slots, others = Engine(), ScriptedSlotBackend(), prompt(3, seed=1)
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    limits = SMALL_LIMITS.model_copy(update={"store_queue": 6 * PAYLOAD_BYTES})
+    async with open_cache(*[gpu][: int(has_pool)], cpu, slots, engine=engine, limits=limits) as kv:
+        slots.on_write.hold()
+        for _ in range(4):
+            assert (await kv.store(KEYS, engine.compute(KEYS))).num_dropped == 0
+            assert kv.stats().store_queue_bytes == 3 * PAYLOAD_BYTES
+        await until(lambda: slots.on_write.num_held == 1)
+        await kv.store(KEYS, engine.compute(KEYS))
+        await kv.store(others, engine.compute(others))
+        slots.on_write.release()
+        assert await kv.drain()
+        assert (slots.num_records, slots.on_write.num_blocks, kv.stats()["slots"].dropped) == (6, 6, 0)
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("tier", ["slots", "cpu", None])
+@pytest.mark.parametrize("is_begun", [False, True])
+async def test_what_was_evicted_on_its_way_is_sent_again(tier: str | None, *, is_begun: bool) -> None:
+    """What is on its way then comes to nothing, or is wanted after all."""
+    engine, slots, others = Engine(), ScriptedSlotBackend(), prompt(8, seed=1)
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    async with open_cache(gpu, cpu, slots, engine=engine) as kv:
+        slots.on_write.hold()
+        await kv.store(others, engine.compute(others))
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: kv.stats()["slots"].num_waiting == 2)  # a window of the first, and the second
+        keys = others if is_begun else KEYS
+        evicting = asyncio.create_task(kv.evict(keys, tier=tier))
+        await checkpoint()
+        await kv.store(keys, engine.compute(keys))
+        slots.on_write.release()
+        await evicting
+        assert await kv.drain()
+        assert slots.num_records == 11
         await until_idle(kv)
 
 

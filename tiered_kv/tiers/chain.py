@@ -248,7 +248,8 @@ class Chain:
         """
         lacking = batch[tier.lacks(batch)]
         if len(lacking) and tier.can_keep and not tier.health.is_shedding:
-            self.on_admitted(self, tier, lacking[self.admitted([tier], lacking)], came)
+            is_sent = self.admitted([tier], lacking) & ~tier.is_coming(lacking)  # what is on its way is not sent twice
+            self.on_admitted(self, tier, lacking[is_sent], came)
         return len(lacking)
 
     def later(self, tier: MemoryTier) -> list[Tier]:

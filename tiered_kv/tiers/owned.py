@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.catalog.books import Change
+from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
@@ -320,6 +320,11 @@ class OwnedTier(StorageTier, BookedTier):
     @override
     def lacks(self, batch: Batch) -> Mask:
         return ~self.index.ready(batch.names)
+
+    def is_coming(self, batch: Batch) -> Mask:
+        """Say which blocks are being written here, or are to be once their turn comes."""
+        _, states = self.index.find(batch.names)
+        return np.equal(states, SlotState.PENDING) | self.is_announced(batch.names)
 
     @override
     def hint(self, batch: Batch, hint: ReuseHint) -> None:

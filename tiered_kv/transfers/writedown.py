@@ -131,12 +131,34 @@ class WriteDown:
         if gpu is None or self._tier is not gpu:
             self._write(ended)
         else:
-            self._chain.tasks.spawn(self._write_by_host(gpu, ended), f"write down {len(self._batch)} blocks")
+            writing = self._write_by_host(gpu, self._announce(gpu), ended)
+            self._chain.tasks.spawn(writing, f"write down {len(self._batch)} blocks")
 
-    async def _write_by_host(self, gpu: MemoryTier, ended: Callable[[], None]) -> None:
+    def _announce(self, gpu: MemoryTier) -> Callable[[], None]:
+        """Tell the tiers below what comes there by the host from the GPU pool, until what this returns is called."""
+        unwritten, batch, slots, came = self._chain.unwritten, self._batch, self._slots, self._came
+
+        def is_wanted(storage: StorageTier) -> Mask:
+            found, _ = gpu.index.find(batch.names)
+            there = np.equal(found, slots) & unwritten.is_wanted(self._chain.host.name, batch.names, came)
+            return there & unwritten.is_wanted(storage.name, batch.names, came)
+
+        to = self._chain.written if self._to is None else self._to
+        announced = [each.announce(batch.names, partial(is_wanted, each)) for each in to]
+
+        def over() -> None:
+            for each in announced:
+                each()
+
+        return over
+
+    async def _write_by_host(self, gpu: MemoryTier, copied: Callable[[], None], ended: Callable[[], None]) -> None:
         """Copy blocks of the GPU pool to the host, and write them from there."""
         try:
-            await self._copy_to_host(gpu)
+            try:
+                await self._copy_to_host(gpu)
+            finally:
+                copied()
             if self._to is None:
                 self.let_wait()
         except BaseException:
