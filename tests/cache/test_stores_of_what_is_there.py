@@ -122,16 +122,17 @@ async def test_what_was_evicted_on_its_way_is_sent_again(tier: str | None, *, is
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
-async def test_a_tier_below_gets_what_it_lacks_by_a_plan_too(write: str) -> None:
+@pytest.mark.parametrize("num_planned", [3, 17], ids=["all there", "no room for the rest"])
+async def test_a_tier_below_gets_what_it_lacks_by_a_plan_too(write: str, num_planned: int) -> None:
     """A planned store of what is there moves nothing, and sends below what was evicted there."""
-    engine, slots = Engine(), ScriptedSlotBackend(write=write)
+    engine, slots, keys = Engine(), ScriptedSlotBackend(write=write), prompt(num_planned)
     async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
         await keep(kv, engine, KEYS)
         await kv.flush()
         await kv.evict(KEYS, tier="slots")
         planner = kv.planner()
         planner.register_worker()
-        assert (await planner.plan_store(KEYS, engine.compute(KEYS)).ended()).num_blocks == slots.num_records == 0
+        assert (await planner.plan_store(keys, engine.compute(keys)).ended()).num_blocks == slots.num_records == 0
         assert await kv.drain()
         assert slots.num_records == 3
         await until_idle(kv)

@@ -152,9 +152,8 @@ class HeldStore:
         self._is_left = np.zeros_like(present)  # to another store, and not there yet
         if len(batch) and present.any():
             self._is_left = present & ~chain.host.index.ready(batch.names)
-        self._is_wanted = chain.host.left.add(
-            batch.names[self._is_left[: len(batch)]]
-        )  # what is left, by nobody evicted
+        left = self._is_left[: len(batch)]
+        self._is_wanted = chain.host.left.add(batch.names[left])  # of what is left, what nobody has evicted
         self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
         self._is_given_up = np.zeros(len(batch), np.bool_)
@@ -184,12 +183,7 @@ class HeldStore:
             removed = moved[: len(live)] & ~live & ~present
             chain.fates.note(self._batch.names[removed], Fate.REMOVED, chain.host.name)
         came = chain.unwritten.begin(self._came)  # from here on a flush waits for it as for any store
-        known = self._batch[~live & present]
-        chain.touch_there(known)
-        for tier in chain.tiers:
-            chain.unwritten.want(tier.name, known.names, came)  # what waits since before it was evicted
-        for owned in chain.owned:
-            chain.send_lacking(owned, known, came)
+        _send_on(chain, self._batch[~live & present], came)
         chain.count_use(self._batch[live | present], came)
         ended = partial(chain.unwritten.end, came)
         prompt = Prompt(chain.booked, self._batch.names)
@@ -249,10 +243,24 @@ def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) 
         reservation = chain.reserve(chain.host, batch if fits else batch[:0])
         assert reservation is not None  # noqa: S101 - it fits, as was said
         present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)
-        if not fits:
+        if not fits and chain.limits.takes_stores:  # what is there is stored again all the same
+            there, came = batch[present], chain.unwritten.begin()
+            _send_on(chain, there, came)
+            chain.count_use(there, came)
+            chain.unwritten.end(came)
+        elif not fits:
             chain.touch_there(batch[present])
         held.append(HeldStore(chain, batch if fits else batch[:0], reservation, present, hint))
     return held
+
+
+def _send_on(chain: Chain, there: Batch, came: int) -> None:
+    """Have tiers get what they lack of blocks that the host has, or is to get, and that are stored again."""
+    chain.touch_there(there)
+    for tier in chain.tiers:
+        chain.unwritten.want(tier.name, there.names, came)  # what waits since before it was evicted
+    for owned in chain.owned:
+        chain.send_lacking(owned, there, came)
 
 
 class Underway:
