@@ -241,7 +241,7 @@ def test_a_quota_that_a_medium_cannot_keep_is_refused() -> None:
 
 async def test_a_sweep_by_command_needs_no_cache(tmp_path: Path) -> None:
     """It does what a process of the caches would do, and not while one of them does it; nor where none has been."""
-    settings = {"path": tmp_path / "kv", "capacity": 40 * RECORD}
+    settings = {"path": tmp_path / "kv", "capacity": 40 * RECORD, "min_free_fraction": 0}
     with pytest.raises(BackendUnavailableError, match="No such file"):
         await sweep(settings)
     async with opened(tmp_path / "kv", capacity=40 * RECORD) as backend:

@@ -6,7 +6,7 @@ bytes are; of storage, where the *records* are that hold them: `tiered_kv.parse_
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Final, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +28,16 @@ def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
     return array
 
 
+_MANY_IDS: Final = 4096
+
+
 def repeats(ids: NDArray[np.int64]) -> list[int]:
     """Return at which positions, in order, an id is that was there before."""
+    if len(ids) > _MANY_IDS and int(ids.max()) < 2 * len(ids):  # a byte each, where to sort takes eight, and a while
+        is_there = np.zeros(2 * len(ids), np.bool_)
+        is_there[ids] = True
+        if np.count_nonzero(is_there) == len(ids):
+            return []
     ordered = np.sort(ids)
     if (ordered[1:] != ordered[:-1]).all():
         return []
