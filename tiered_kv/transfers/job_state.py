@@ -455,16 +455,15 @@ def check_apart(
 
     Prompts that are stored together may share blocks: of one that comes again for the same key nothing is wrong.
     """
-    ids, first = blocks.ids, dict[int, tuple[bytes, bytes, int]]()
+    ids = blocks.ids
     again = repeats(ids)
     if again and direction == "store":
-        named = [(run.salt_id, digest, page) for run in keys.runs for digest in run for page in range(per_block)]
-        of = named[start * per_block : start * per_block + len(ids)]
-        again = [
-            at
-            for at, (id_, name) in enumerate(zip(ids.tolist(), of, strict=True))
-            if first.setdefault(id_, name) != name
-        ]
+        named = dict[tuple[bytes, bytes], int]()
+        numbers = [named.setdefault((run.salt_id, digest), len(named)) for run in keys.runs for digest in run]
+        at = np.arange(start * per_block, start * per_block + len(ids))
+        pages = np.array(numbers)[at // per_block] * per_block + at % per_block
+        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+        again = (pages != pages[first][which]).nonzero()[0].tolist()
     if again:
         raise ConfigurationError(f"block id {ids[again[0]]} at position {again[0]} is there twice")
 

@@ -68,6 +68,8 @@ class TieredModel:
     def past(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> TieredCache:
         """Return a cache that begins with what the tiers have of these prompts, for one ``model.generate``.
 
+        It takes what steps of this model compute, as a whole, until the block of `open_tiered` ends; nothing else.
+
         Args:
             input_ids: ``(batch, width)``, what ``generate`` is going to get. Prompts that are shorter are padded on the
                 left, as ``generate`` wants them.
