@@ -39,6 +39,9 @@ try:
 except ModuleNotFoundError as error:
     why = f"{__name__} needs mooncake: pip install 'tiered-kv[mooncake]'"
     raise ModuleNotFoundError(why, name=error.name) from error
+except ImportError as error:  # it is there, and what it links is not
+    why = f"what 'tiered-kv[mooncake]' installs needs libibverbs (apt-get install libibverbs1): {error}"
+    raise ImportError(why, name=error.name, path=error.path) from error
 
 T = TypeVar("T")
 _Move = Callable[[list[str], list[list[int]], list[list[int]]], list[int]]

@@ -1,37 +1,39 @@
 """What a backend's settings may be: its model, a dict of fields, or a URL."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.settings.chain_settings import tier_from
+from tiered_kv.settings.registry import resolve
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv_backends.memory import MemoryBackend
-from tiered_kv_backends.mooncake import MooncakeBackend
-from tiered_kv_backends.nvme import NVMeBackend
-from tiered_kv_backends.redis.redis_backend import RedisBackend
 from tiered_kv_backends.s3 import S3Backend
-from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
-URLS: dict[Callable[[Any], Backend | SlotBackend], str] = {
-    MemoryBackend: "memory://?capacity=1GiB",
-    NVMeBackend: "nvme:///mnt/kv?capacity=1GiB",
-    SharedFSBackend: "shared-fs:///mnt/kv?capacity=1GiB",
-    S3Backend: "s3://bucket/prefix?connections=3",
-    RedisBackend: "redis://host:6379/1",
-    MooncakeBackend: "mooncake://10.0.0.1:50051",
+URLS = {
+    "memory": "memory://?capacity=1GiB",
+    "nvme": "nvme:///mnt/kv?capacity=1GiB",
+    "shared_fs": "shared-fs:///mnt/kv?capacity=1GiB",
+    "s3": "s3://bucket/prefix?connections=3",
+    "redis": "redis://host:6379/1",
+    "mooncake": "mooncake://10.0.0.1:50051",
 }
 
 
-@pytest.mark.parametrize("make", URLS)
-def test_a_backend_takes_what_a_tier_may_be(make: Callable[[Any], Any], tmp_path: Path) -> None:
+def backend_of(medium: str) -> Any:  # noqa: ANN401 - called with what no type allows
+    """Return the class; skips where Mooncake's client cannot be loaded, as without libibverbs."""
+    if medium == "mooncake":
+        pytest.importorskip("mooncake.store", exc_type=ImportError)
+    return resolve(medium)
+
+
+@pytest.mark.parametrize("medium", URLS)
+def test_a_backend_takes_what_a_tier_may_be(medium: str, tmp_path: Path) -> None:
     """Whoever makes a backend, or deletes a tenant, writes settings as in a list of tiers."""
-    settings = tier_from(URLS[make])
+    make, url = backend_of(medium), URLS[medium]
+    settings = tier_from(url)
     given = {name: getattr(settings, name) for name in settings.model_fields_set}
-    for each in (settings, URLS[make], given, {**given, "medium": settings.medium}):
+    for each in (settings, url, given, {**given, "medium": settings.medium}):
         assert make(each).settings == settings
     with pytest.raises(ConfigurationError, match="a dict of its fields or a URL, not a PosixPath"):
         make(tmp_path)
@@ -50,5 +52,5 @@ def test_a_url_is_taken_as_it_is(url: str) -> None:
 def test_a_secret_has_no_place_in_a_url_that_is_shown(url: str) -> None:
     """Mooncake's master knows no passwords: an address with one is refused, and not repeated."""
     with pytest.raises(ConfigurationError, match="write mooncake://host:port of the master") as caught:
-        MooncakeBackend({"url": url})
+        backend_of("mooncake")({"url": url})
     assert "geheim" not in str(caught.value)

@@ -156,6 +156,23 @@ def test_an_import_without_its_driver_names_the_extra_once(medium: str, driver: 
     assert [line.count(f"pip install 'tiered-kv[{medium}]'") for line in said.splitlines()] == [1, 1]
 
 
+def test_a_client_that_cannot_be_loaded_is_not_to_be_installed_again(tmp_path: Path) -> None:
+    """Mooncake's is there, and links a library of the system that is not."""
+    (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake/__init__.py").touch()
+    (tmp_path / "mooncake/store.py").write_text("raise ImportError('libibverbs.so.1: cannot open shared object file')")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n"
+        "from tiered_kv.settings.registry import resolve\n"
+        "try: resolve('mooncake')\n"
+        "except ValueError as error: print(error)"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "apt-get install libibverbs1" in said
+    assert "libibverbs.so.1: cannot open" in said
+    assert "pip install" not in said
+
+
 def test_a_backend_is_made_from_its_settings() -> None:
     """It has them, and is not open."""
     settings = MemoryBackend.Settings(capacity="1MiB")
