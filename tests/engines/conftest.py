@@ -8,8 +8,9 @@ from environments import RECIPES, Environment, sources_of
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add ``--engines``: build what is missing, and run."""
+    """Add ``--engines``: build what is missing, and run; and ``--newer``."""
     parser.addoption("--engines", action="store_true", help="build the engines' environments and run their tests")
+    parser.addoption("--newer", action="store_true", help="vLLM 0.33's Python on what 0.32 has compiled")
 
 
 def environment_of(name: str, config: pytest.Config) -> Environment:
@@ -30,7 +31,8 @@ def sglang(pytestconfig: pytest.Config) -> Environment:
 @pytest.fixture(scope="session")
 def vllm(pytestconfig: pytest.Config) -> Environment:
     """Return vLLM's environment."""
-    return environment_of("vllm", pytestconfig)
+    is_newer = pytestconfig.getoption("--newer", default=False)
+    return environment_of("vllm_newer" if is_newer else "vllm", pytestconfig)
 
 
 @pytest.fixture(scope="session", params=["0.32.0", "0.33.0"])

@@ -31,12 +31,15 @@ class Recipe:
         version: Of the engine: part of the folder's name.
         without: Packages that its requirements bring along and that break it where they are of no use.
         bare: Requirements that are installed without what they ask for.
+        python_of: A package of which this version has no build for CPUs: its Python files are laid over those of the
+            one that is installed. What is compiled stays.
     """
 
     name: str
     version: str
     without: tuple[str, ...] = ()
     bare: tuple[str, ...] = ()
+    python_of: str = ""
 
     @property
     def requirements(self) -> pathlib.Path:
@@ -48,7 +51,7 @@ class Recipe:
         """Changes with anything that the environment is made from."""
         project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
         ours = project["dependencies"], project["entry-points"]
-        facts = (self.requirements.read_text(), self.without, self.bare, ours)
+        facts = (self.requirements.read_text(), self.without, self.bare, self.python_of, ours)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
@@ -61,6 +64,7 @@ RECIPES: Final = {
         Recipe("sglang", "0.5.23", bare=("sglang==0.5.23",)),
         # Its torch comes without the three of its family that its requirements name: their import fails.
         Recipe("vllm", "0.32.0", without=("torchvision", "torchaudio", "torchcodec")),
+        Recipe("vllm_newer", "0.33.0", without=("torchvision", "torchaudio", "torchcodec"), python_of="vllm"),
     )
 }
 
@@ -138,8 +142,19 @@ class Environment:
             _checked([*pip, "install", "--no-deps", *self.recipe.bare])
         if self.recipe.without:
             _checked([*pip, "uninstall", "--yes", *self.recipe.without])
+        if self.recipe.python_of:
+            self._lay_over(self.recipe.python_of, self.recipe.version)
         _checked([*pip, "install", "-e", ROOT])  # backends are found by entry points: a path alone would not do
         (self.folder / "built").write_text(self.recipe.digest)
+
+    def _lay_over(self, package: str, version: str) -> None:
+        (packages,) = self.folder.glob("lib/python*/site-packages")
+        for path in (packages / package).rglob("*.py"):
+            path.unlink()
+        shutil.copytree(sources_of(package, version) / package, packages / package, dirs_exist_ok=True)
+        metadata = packages / f"{package}-{version}+cpu.dist-info"  # vLLM asks its version for the platform
+        metadata.mkdir(exist_ok=True)
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}+cpu\n")
 
     def start(
         self, script: str, *arguments: object, variables: Mapping[str, str] | None = None
