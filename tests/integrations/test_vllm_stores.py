@@ -972,6 +972,24 @@ def test_a_block_is_named_by_where_a_prefix_ends_in_it() -> None:
     assert naming.keys(of, request, 1, 2, end=ends[0])[0] == names[0]
 
 
+def test_a_block_is_stored_by_all_its_names() -> None:
+    """Prompts end inside of it, one goes on, and by the next job it is full: no worker copies it twice at once."""
+    with opened(ROOMY, groups=(group(0, size=4 * BLOCK_SIZE), group(1, size=4 * BLOCK_SIZE, is_state=True))) as engine:
+        engine.ask("one", 8 * BLOCK_SIZE, 4, prompt="a")
+        one, attention, scheduling = engine.waiting[0], engine.groups[0], engine.scheduling
+        engine.step(2)
+        tracked, storing = scheduling._tracked["one"], scheduling._storing  # noqa: SLF001 - as vLLM hands over states
+        block = one.tables[0][1]
+        for end in (5, 6):
+            storing.gather(tracked, attention, 1, [block], end=end * BLOCK_SIZE)
+        storing.gather(tracked, attention, 1, [block])
+        storing.plan()
+        free_at_last(engine)
+        names = [scheduling.naming.keys(attention, one, 1, 2, end=end * BLOCK_SIZE) for end in (5, 6, 8)]
+        assert [scheduling.kv.lookup(each).num_blocks for each in names] == [1, 1, 1]
+        assert storing.num_held == 0
+
+
 @pytest.mark.parametrize(
     ("groups", "num_tokens"),
     [

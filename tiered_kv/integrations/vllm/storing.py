@@ -187,17 +187,7 @@ class PendingStores:
         due, self._due, self._num_due = self._due, [], 0
         self._num_steps, self._is_urgent = 0, False
         for group in self._configuration.groups:
-            together: list[Due] = []
-            num_blocks = 0
-            for each in due:
-                if each.group is not group:
-                    continue
-                if together and num_blocks + len(each.block_ids) > 2 * MOST_DUE:
-                    self._begin(group, together)
-                    together, num_blocks = [], 0
-                together.append(each)
-                num_blocks += len(each.block_ids)
-            if together:
+            for together in _jobs([each for each in due if each.group is group]):
                 self._begin(group, together)
 
     def deliver(self, step: Step, scheduled: Any) -> None:
@@ -421,3 +411,23 @@ class PendingStores:
 def _num_first(block_ids: list[int], written: AbstractSet[int]) -> int:
     """Count the first blocks that nobody has written to."""
     return next((at for at, block in enumerate(block_ids) if block in written), len(block_ids))
+
+
+def _jobs(dues: list[Due]) -> Iterator[list[Due]]:
+    """Share out what is due of one group, in its order; what does not fit, or would be there by two names, begins anew.
+
+    A block of which a prefix ends inside may be full by now: it is stored for both.
+    """
+    together: list[Due] = []
+    num_blocks, named = 0, dict[int, tuple[int, int | None]]()
+    for due in dues:
+        names = {block: (at, due.end) for at, block in enumerate(due.block_ids, start=due.first)}
+        is_full = num_blocks + len(names) > 2 * MOST_DUE
+        if together and (is_full or any(named.get(block, name) != name for block, name in names.items())):
+            yield together
+            together, num_blocks, named = [], 0, {}
+        together.append(due)
+        num_blocks += len(names)
+        named |= names
+    if together:
+        yield together
