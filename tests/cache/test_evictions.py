@@ -356,6 +356,41 @@ async def test_evicted_while_it_waits_for_room_on_the_host() -> None:
         assert (await kv.load(keys, INTO)).num_blocks == 0
 
 
+@pytest.mark.parametrize("medium", [ScriptedBackend, ScriptedSlotBackend])
+async def test_a_store_counts_on_no_read_of_what_was_evicted_before_that_had_slots(
+    medium: type[ScriptedBackend | ScriptedSlotBackend],
+) -> None:
+    """A load that waits for slots knows of a tier that had the blocks: what is stored since has to be copied."""
+    engine, storage = Engine(), medium()
+    async with open_cache(CPU, storage, engine=engine, limits=SMALL_LIMITS) as kv:
+        chain = inside(kv).chains[0]
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS, tier="cpu")
+        num_own, num_transient = chain.host.index.num_slots, chain.host.index.num_transient
+        _, others = inside(kv).batch(prompt(num_own + num_transient, seed=2))
+        held = [
+            chain.reserve(chain.host, others[:num_own]),
+            chain.reserve(chain.host, others[num_own:], transient=True),
+        ]
+        budget = chain.storage[0].calls.budget
+        give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))
+        load = kv.start_load(KEYS, INTO)
+        await until(lambda: chain.room.num_waiting > 0)
+        await kv.evict(KEYS)
+        for each in held:
+            assert each is not None
+            each.close()
+        chain.room.changed()
+        await until(lambda: load.done or budget.room.num_waiting > 0)
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        give_back()
+        await load
+        await stored.settled()
+        assert stored.num_dropped == 0
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+        await until_idle(kv)
+
+
 @pytest.mark.parametrize("how", ["evict", "clear"])
 async def test_evicted_before_a_store_has_any_slots(how: str) -> None:
     """It waits for slots that others have: what was to go when it had begun does not come once it gets them."""

@@ -136,6 +136,8 @@ def assert_nothing_left(kv: TieredKV) -> None:
         assert not tier.num_slots or tier.free + tier.ready + tier.withheld == tier.num_slots, tier
     for chain in inside(kv).chains:  # no statistics count these: they are 0 or there is a leak
         assert not len(chain.fills)
+        assert not len(chain.expected)
+        assert not len(chain.sought)
         assert not chain.unwritten.num_under_way
         assert chain.room.num_waiting == 0
         assert chain.limits.prefetches.in_flight == 0

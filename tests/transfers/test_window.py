@@ -43,6 +43,7 @@ async def test_what_is_read_is_never_longer_than_a_window() -> None:
         assert len(window.batch) == chain.window_blocks == 4
         assert not window.is_last
         bringer.abandon(window)
+        bringer.close()
         await until_idle(kv)
 
 
@@ -139,6 +140,8 @@ async def test_who_waits_for_slots_holds_none() -> None:
         last.abandon(window)
         for each in others_have:
             chain.release(*each.leases)
+        for bringer in (first, second, last):
+            bringer.close()
         await until_idle(kv)
 
 

@@ -67,6 +67,7 @@ class Chain:
         unwritten: What the tiers below do not have yet.
         waiting: The blocks of it that wait, by the memory tier in which they do.
         expected: What stores that wait for their turn have not placed in any tier yet.
+        sought: What loads may read from storage, as they were told that it is there.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
             them, and when that use came, see `Unwritten`.
         fates: Of the whole cache.
@@ -92,6 +93,7 @@ class Chain:
     def __post_init__(self) -> None:
         self.room = Room()
         self.expected = Expected()
+        self.sought = Expected()
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.booked: list[BookedTier] = [*self.memory, *self.owned]

@@ -245,7 +245,7 @@ def prefix_of(mask: Mask) -> int:
 
 
 class Expected:
-    """Blocks that are to be stored once their turn comes, or by others, and which of them are wanted still.
+    """Blocks that are to come once their turn does, or by others, and which of them have not been evicted since.
 
     What is evicted by name, or cleared, before it has a place in any books must not come after that; who waits for
     what others bring is to know why it has not come.
@@ -253,6 +253,10 @@ class Expected:
 
     def __init__(self) -> None:
         self._batches: dict[int, tuple[NDArray[np.uint64], Mask]] = {}
+
+    def __len__(self) -> int:
+        """Count the calls of `add` whose blocks are expected yet."""
+        return len(self._batches)
 
     def add(self, names: Names) -> Mask:
         """Return which of some blocks are wanted, from now on until `drop`."""

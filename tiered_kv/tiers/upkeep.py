@@ -203,6 +203,8 @@ def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine
         memory.index.remove(batch.names)
         memory.left.forget(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
+    if storage:
+        chain.sought.forget(batch.names)
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
     return found, _kept_by(removals)
@@ -226,6 +228,7 @@ async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
     num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
     for chain in chains:
         chain.expected.clear()
+        chain.sought.clear()
         for memory in chain.memory:
             memory.index.clear()
             memory.left.clear()

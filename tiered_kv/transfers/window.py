@@ -58,7 +58,8 @@ def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[n
 class Presence:
     """What the shared tiers have said of the blocks of one transfer. Owned ones are looked at each time, for little.
 
-    An answer may be seconds old when its blocks are read: a read decides.
+    An answer may be seconds old when its blocks are read: a read decides. But what was evicted since is asked for anew:
+    a store that comes then would count on its read.
 
     Attributes:
         silent: What kept tiers from answering: they may have what was found nowhere.
@@ -71,6 +72,7 @@ class Presence:
         self._above = [tier for tier in chain.booked if tier is not chain.gpu or tier is gpu]
         self._known = {tier: known.copy() for tier, known in (said or {}).items()}
         self._away = set[StorageTier]()  # passed over when blocks were looked for last
+        self._stands: Mask | None = None  # what was said of them: not of what was evicted since
         self.silent: list[TierFault] = []
 
     async def sources(self, at: NDArray[np.int64], are_holes: Callable[[NDArray[np.int64]], Mask]) -> NDArray[np.int8]:
@@ -82,6 +84,7 @@ class Presence:
                 their way already.
         """
         while True:
+            self._doubt_evicted()
             numbers = await self._sources(at)
             nowhere = at[numbers < 0]
             holes = nowhere[are_holes(nowhere)] if len(nowhere) else nowhere
@@ -93,6 +96,23 @@ class Presence:
                 return numbers
             for known in unsaid:
                 known[known == _BEYOND] = _UNASKED
+
+    def stands(self, at: NDArray[np.int64]) -> Mask:
+        """Say of which blocks what `sources` has said is true yet, as they were not evicted meanwhile."""
+        return np.ones(len(at), np.bool_) if self._stands is None else self._stands[at]
+
+    def close(self) -> None:
+        """Ask no more."""
+        if self._stands is not None:
+            self._chain.sought.drop(self._stands)
+
+    def _doubt_evicted(self) -> None:
+        if self._stands is None:
+            self._stands = self._chain.sought.add(self._batch.names)
+        elif not self._stands.all():
+            for known in self._known.values():
+                known[~self._stands] = _UNASKED
+            self._stands[:] = True
 
     async def _sources(self, at: NDArray[np.int64]) -> NDArray[np.int8]:
         numbers = np.full(len(at), -1, np.int8)
@@ -304,13 +324,17 @@ class Bringer:
         """Tell the tier that the last block comes from how much more it will be asked for: all behind, presumably."""
         tier = self.chain.storage[number - len(self.chain.memory)]
         if self._read_from is not tier:
-            self.close()
+            self._plan_no_more()
             self._read_from = tier
         left = 0 if window.is_last else len(self._batch) - window.start - len(window.batch)
         tier.speed.plan(self, left * tier.shape.stride_bytes)
 
     def close(self) -> None:
         """Begin no more windows."""
+        self._plan_no_more()
+        self.presence.close()
+
+    def _plan_no_more(self) -> None:
         if self._read_from is not None:
             self._read_from.speed.plan(self, 0)
 
@@ -336,7 +360,10 @@ class Bringer:
             window.source[(window.gpu < 0)] = -1
             window.host[:] = -1
             reservation = await chain.reserve_host(batch, waiter, keep=keep, source=source)
-        fresh = reservation.slots >= 0
+        is_taken = reservation.slots >= 0
+        fresh = is_taken & self.presence.stands(window.start + at)
+        if len(gone := (is_taken & ~fresh).nonzero()[0]):
+            chain.host.index.remove(names_at(batch.names, gone))  # nobody is to count on their coming
         if not fresh.any():
             reservation.close()
             return True
