@@ -127,6 +127,8 @@ class Tiering:
         """Forget what vLLM's CPU tier has, as a restart does."""
         self.settle()
         self.manager.reset_cache()
+        if hasattr(self.manager, "on_reset_flushed"):  # since 0.33 nothing comes up before workers have heard of it
+            self.manager.on_reset_flushed()
 
     def call(self, call: Any, *arguments: Any) -> Any:
         """Make a call of the manager on the scheduler's time."""
