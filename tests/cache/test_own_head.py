@@ -1,8 +1,9 @@
 """A prefix on its way to memory loses neither its head to its tail nor what memory has of its tail to its head.
 
-Whatever the tier's policy would have go first.
+Nor, once it has begun, either of them to what others bring there. Whatever the tier's policy would have go first.
 """
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -10,10 +11,10 @@ from typing import Any
 import pytest
 from typing_extensions import override
 
-from tests.support.any_layout import AnyEngine, cpu, gpu, open_any, prompt
+from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, open_any, prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
-from tiered_kv import GPULoadStoreSpec, TieredKV
+from tiered_kv import BackendError, BlockKeys, GPULoadStoreSpec, Planner, Shard, TieredKV
 from tiered_kv.catalog.policies import LRUPolicy
 from tiered_kv.catalog.table import Slots
 
@@ -222,6 +223,67 @@ async def test_a_lease_has_the_tail_that_memory_alone_has() -> None:
     """Likewise, for who reads in place."""
     async with tail_in("cpu") as kv, kv.lease(KEYS) as held:
         assert held.num_blocks == 20
+
+
+@pytest.mark.parametrize("how", ["load", "layerwise", "plan", "lease"])
+async def test_what_memory_had_as_it_began_stays_for_it(how: str) -> None:
+    """While it waits for what a tier below says of its head: what others bring to memory has others make room."""
+    async with full() as (kv, below):
+        assert (await kv.prefetch(KEYS[16:])).num_blocks == 4
+        await kv.evict(KEYS[16:], tier="keyed")
+        below.on_lookup.hold()
+        brought = asyncio.ensure_future(_num_brought(kv, how))
+        await until(lambda: below.on_lookup.num_held > 0)
+        assert (await kv.store(prompt(4, salt="more"), GPULoadStoreSpec(range(40, 44)))).num_stored == 4
+        below.on_lookup.release()
+        assert await brought == 20
+
+
+async def test_what_one_rank_has_stays_while_another_reads() -> None:
+    """For a plan of all ranks: what others bring there meanwhile has others make room."""
+    engine, below = AnyEngine(), ScriptedBackend()
+    async with open_any(engine, cpu(12, 2 * STRIDE) | NEWEST_FIRST, below, shard=Shard.every(2)) as kv:
+        planner = kv.planner()
+        for rank in range(2):
+            planner.register_worker(rank=rank)
+        for keys in (KEYS[:6], OTHERS[:6]):
+            await _store(planner, keys)
+            await kv.flush()
+        await kv.evict(KEYS, tier="cpu")
+        below.on_read.fail_next(BackendError("of one rank"))
+        assert (await kv.prefetch(KEYS[:6])).num_moved == 6
+        below.on_read.hold()
+        job = planner.plan_load(KEYS[:6])
+        await until(lambda: below.on_read.num_held > 0)
+        await _store(planner, prompt(4, salt="more"))
+        below.on_read.release()
+        assert (await job.planned()).num_blocks == 6
+        job.cancel()
+        await job.ended()
+        await until_idle(kv)
+
+
+async def _store(planner: Planner, keys: BlockKeys) -> None:
+    job = planner.plan_store(keys)
+    await job.planned()
+    for rank in range(2):
+        job.complete(keys, rank=rank)
+    assert (await job.ended()).num_blocks == len(keys)
+
+
+async def _num_brought(kv: TieredKV, how: str) -> int:
+    if how == "lease":
+        async with kv.lease(KEYS) as held:
+            return held.num_blocks
+    if how != "plan":
+        return (await kv.start_load(KEYS, GPULoadStoreSpec(range(20)), layerwise=how == "layerwise")).num_blocks
+    planner = kv.planner()
+    planner.register_worker()
+    job = planner.plan_load(KEYS)
+    num_blocks = (await job.planned()).num_blocks
+    job.cancel()
+    await job.ended()
+    return num_blocks
 
 
 async def test_what_makes_room_after_a_prefetch_is_the_tail_first() -> None:

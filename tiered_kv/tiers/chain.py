@@ -343,7 +343,7 @@ class Head:
     """What a transfer has of its blocks in memory, held as long as more is to come there.
 
     Else a policy may have them make room for that: a prefix on its way would lose its head to its own tail, or a tail
-    that was there to its own head.
+    that was there to its own head, or either to what others bring there meanwhile.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -358,7 +358,7 @@ class Head:
             self._leases.append(_lease_own(tier, names))
 
     def hold_rest(self, tier: MemoryTier, names: Names) -> None:
-        """Do so, once for each tier, with all that is still wanted, before the first of it comes there.
+        """Do so, once for each tier, with all that is still wanted, as it begins or before the first of it comes there.
 
         Only as far as the tier has room for all of it: what is behind that makes room, as its head is of more use.
         """

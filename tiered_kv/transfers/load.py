@@ -104,10 +104,15 @@ class Load(InTask):
         self._head = Head(chain)
         promote = chain.limits.promote
         self._bringer = Bringer(
-            chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said,
-            head=self._head,
-        )  # fmt: skip
+            chain, batch, Kind.LOAD, priority=request.priority, keep=promote, gpu=self._gpu, said=request.said
+        )
         self._may_promote = self._gpu.index.room_for(batch.names) if self._gpu and promote else 0
+        self._head.hold_rest(chain.host, batch.names)
+
+    @override
+    def _is_over(self) -> None:
+        self._head.let_go()  # of one that never ran
+        super()._is_over()
 
     @override
     def copy_of(self, layer: int) -> LaneCopy | None:

@@ -93,7 +93,7 @@ class Prefetch(Revocable):
         self._deadline = deadline
         kind = Kind.PREFETCH if deadline is None else Kind.LOAD
         self.brought = Brought(chain, len(batch))
-        self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said, head=self.brought)
+        self._bringer = Bringer(chain, batch, kind, keep=True, may_pass=False, gpu=gpu, said=said)
         self._room = target.index.room_for(batch.names)
         self._num_moved = 0
 
@@ -132,6 +132,7 @@ class Prefetch(Revocable):
             if self._deadline is None:
                 quota = chain.limits.prefetches
                 stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
+            self.brought.hold_rest(chain.host, self._batch.names[start:])
             async with asyncio.timeout_at(self._deadline):
                 window = await self._bringer.begin(start, part, may_wait=False)
             if window is None:
@@ -224,14 +225,16 @@ def start_bringing(
     handles: list[PrefetchHandle] = []
     brought = []
     for (chain, batch), known in zip(parts, said or [None] * len(parts), strict=True):
-        ready = chain.host.index.ready(batch.names)
-        if ready.all():
+        if chain.host.index.ready(batch.names).all():
             brought.append(Brought(chain, len(batch)))
             brought[-1].source[:] = len(chain.memory) - 1
         else:
             prefetch = Prefetch(chain, batch, chain.host, known, deadline)
             brought.append(prefetch.brought)
             handles.append(prefetch.start(chain.tasks.spawn(prefetch.run(), f"bring {len(batch)} blocks")))
+    if handles:
+        for each, (chain, batch) in zip(brought, parts, strict=True):
+            each.hold_rest(chain.host, batch.names)
     return brought, handles
 
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import names_at
-from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
+from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
@@ -233,7 +233,6 @@ class Bringer:
         may_pass: bool = True,
         gpu: MemoryTier | None = None,
         said: Said | None = None,
-        head: Head | None = None,
     ) -> None:
         """Args say where blocks end up.
 
@@ -246,7 +245,6 @@ class Bringer:
             may_pass: Whether blocks that are to stay, and find no room, may pass through.
             gpu: The GPU pool, if a block that is there need not be on the host.
             said: What shared tiers have been asked just before.
-            head: Holds what memory has of the transfer's blocks while others come there. Who gives it lets it go.
         """
         self.chain = chain
         self._batch = batch
@@ -258,7 +256,6 @@ class Bringer:
         self.presence = Presence(chain, batch, said, gpu)
         self._may_pass = may_pass
         self._gpu = gpu
-        self._head = head
         self._read_from: StorageTier | None = None
 
     async def begin(self, start: int, batch: Batch, *, may_wait: bool) -> Window | None:
@@ -343,8 +340,6 @@ class Bringer:
         keep = self.may_keep >= len(at)
         if not keep:
             self.may_keep = 0  # what stays is the head, without gaps
-        elif self._head is not None:
-            self._head.hold_rest(chain.host, self._batch.names[window.start :])
         waiter, source = Waiter(self._kind, self._priority), int(numbers.max())
         reservation = None
         if not chain.room.is_wanted((source, FROM_ENGINE)):
