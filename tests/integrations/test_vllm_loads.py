@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
-from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, opened, serve, step_settled
+from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, found, opened, serve, step_settled
 from tests.support.caches import inside
 from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
@@ -530,6 +530,45 @@ def test_what_is_not_stored_as_a_first_load_failed_is_counted(*, is_planned: boo
         engine.ask("two", LENGTH, 1, prompt="a")
         engine.step()
         assert engine.scheduling.counts.take().data["store_blocks_skipped"] == 4
+
+
+@pytest.mark.parametrize("num_steps", range(4))
+@pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])
+def test_what_goes_on_is_stored_though_a_first_load_failed(*, is_async: bool, num_steps: int) -> None:
+    """All of it, whether it was due, planned or being copied then; and what was computed anew."""
+    with stored_once(ROOMY, is_async=is_async) as engine:
+        requests = [engine.ask("before", 4 * BLOCK_SIZE + 1, 40)]
+        engine.step(num_steps)
+        calm = fail_first_loads(engine)
+        requests.append(engine.ask("two", LENGTH, 40, prompt="a"))
+        engine.step(2)
+        calm()
+        engine.settle()
+        engine.settle_copies()
+        engine.settle_loop()
+        assert engine.scheduling.counts.take().data["errors"] == 1
+        for request in requests:
+            assert found(engine, request) == (request.num_tokens - 1) // BLOCK_SIZE
+
+
+def test_what_goes_on_is_stored_when_vllm_drops_it_though_a_first_load_failed() -> None:
+    """What it had computed before, too."""
+    with stored_once(ROOMY, store_when="evicted", has_cache=True, num_blocks=40) as engine:
+        for prompt in "bcde":
+            serve(engine, prompt, 16)
+        before = engine.ask("before", 4 * BLOCK_SIZE + 1, 8)
+        engine.step()
+        calm = fail_first_loads(engine)
+        engine.ask("two", LENGTH, 1, prompt="a")
+        engine.step()
+        assert engine.scheduling.counts.take().data["errors"] == 1
+        calm()
+        while engine.running or engine.waiting:
+            step_settled(engine, 1)
+            engine.settle_copies()  # none is late, however slow the machine
+        for prompt in "fghi":
+            serve(engine, prompt, 16)
+        assert found(engine, before) == (before.num_tokens - 1) // BLOCK_SIZE
 
 
 def test_what_was_computed_with_a_first_load_that_failed_is_not_stored_when_vllm_drops_it() -> None:

@@ -311,6 +311,8 @@ class SchedulingSide:
         self._used.clear()
         if self._evicting is not None:
             self._evicting.forget()
+            for tracked in self._tracked.values():
+                tracked.num_noted = 0  # what its next step leaves it with is right
 
     def close(self) -> None:
         """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""

@@ -285,7 +285,13 @@ class PendingStores:
                 self._counts.store(store.num_blocks, 0)
 
     def pass_over(self) -> None:
-        """Drop what is due, and what workers are copying: it may not be what it is named by."""
+        """Drop what is due, and what workers are copying: it may not be what it is named by.
+
+        What a request has of it after its next step is; so that is due again then.
+        """
+        held = [due for store in self._stores.values() for due in store.dues if store in due.tracked.stores]
+        for due in (*self._due, *held):
+            due.tracked.num_stored = min(due.tracked.num_stored, due.first * due.group.block_size)
         self.forget()
         for store in self._stores.values():
             store.num_whole = 0
