@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import assert_type
@@ -239,6 +239,26 @@ def test_a_process_that_was_forked_is_refused() -> None:
                 num_refused += 1
             os._exit(num_refused)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == len(calls)
+        assert kv.load(KEYS, INTO).num_blocks == 9
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+def test_a_process_that_was_forked_leaves_the_block_at_once() -> None:
+    """It has no event loop to wait for: the cache is the other process's, and stays open there."""
+    engine = Engine()
+    with ExitStack() as stack:
+        kv = stack.enter_context(open_blocking(cache_of(CPU)))
+        kv.register_kv_caches(engine.caches)
+        if not (child := os.fork()):
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(30)
+            try:
+                stack.close()
+                os._exit(7)
+            finally:
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        assert kv.store(KEYS, engine.compute(KEYS)).num_stored == 9
         assert kv.load(KEYS, INTO).num_blocks == 9
 
 

@@ -39,13 +39,15 @@ def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
     Give it as `TieredKV.from_settings` or `TieredKV.connect` makes it.
 
     It is closed when the block ends, by an exception or KeyboardInterrupt too, as `TieredKV.aclose` does it; and when
-    the main thread ends, whoever has entered the block and not left it.
+    the main thread ends, whoever has entered the block and not left it. A process that was forked in the block leaves
+    it at once, and closes nothing.
 
     Raises:
         ConfigurationError, BackendUnavailableError: As opening it on a loop does; or it is no cache.
     """
     if not isinstance(cache, BlockCache):
         raise ConfigurationError(f"open_blocking opens a TieredKV, or what TieredKV.connect makes, got {cache!r:.80}")
+    num_parents = len(parents)
     with start_blocking_portal(name="tiered_kv") as portal:
         portal.call(cache.__aenter__)
         kv = BlockingTieredKV(cache, portal)
@@ -53,6 +55,8 @@ def open_blocking(cache: BlockCache) -> "Iterator[BlockingTieredKV]":
             with _closing_at_the_end(kv, portal):
                 yield kv
         finally:
+            if len(parents) != num_parents:  # AnyIO's own calls, too, would wait for good: the loop is not here
+                portal._event_loop_thread_id = None  # noqa: SLF001 - what makes them raise RuntimeError
             kv._portal = None  # noqa: SLF001 - its own module's
             with suppress(RuntimeError):  # the program has ended, and the cache with it
                 portal.call(cache.aclose)
