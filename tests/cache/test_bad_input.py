@@ -139,6 +139,14 @@ async def test_wrong_keys(cache: Cache, keys: Any) -> None:  # noqa: ANN401 - an
         kv.count_lookup(keys, np.ones(1, np.bool_))
 
 
+@pytest.mark.parametrize("found", [["yes"] * 4, [1, 0, 0, 0], np.ones(4), [None] * 4], ids=repr)
+async def test_what_says_not_what_was_found(cache: Cache, found: Any) -> None:  # noqa: ANN401 - anything
+    """Of each key it is True or False: a state of `membership` is neither."""
+    kv, _ = cache
+    with pytest.raises(ConfigurationError, match=r"found says True or False of each key, got .*BlockState\.HIT"):
+        kv.count_lookup(KEYS, found)
+
+
 @pytest.mark.parametrize("rank", [None, "0", 0.0, -1, 1], ids=repr)
 async def test_ranks_that_are_not_there(cache: Cache, rank: Any) -> None:  # noqa: ANN401 - anything
     """The number of a rank is an int, of those that the cache stands for."""

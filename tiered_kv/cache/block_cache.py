@@ -491,7 +491,7 @@ class BlockCache(TransferCalls):
             found: Which of them the request may count on, ``(len(keys),)``.
 
         Raises:
-            ConfigurationError: They are not as many.
+            ConfigurationError: They are not as many, or ``found`` are no bools.
         """
 
     # What is done ahead.

@@ -92,6 +92,8 @@ def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
     check_are_keys(keys)
     if np.shape(found) != (len(keys),):
         raise ConfigurationError(f"{len(keys)} keys were asked for, and found has the shape {np.shape(found)}")
+    if len(keys) and (kind := np.asarray(found).dtype) != np.bool_:
+        raise ConfigurationError(f"found says True or False of each key, got {kind}: write states == BlockState.HIT")
 
 
 @dataclass(kw_only=True)
