@@ -32,6 +32,7 @@ from tiered_kv import (
     TieredKV,
     TieredKVError,
     TieredKVSettings,
+    Worker,
     hash_blocks,
 )
 from tiered_kv.catalog.policies import LRUPolicy
@@ -145,6 +146,52 @@ async def test_what_says_not_what_was_found(cache: Cache, found: Any) -> None:  
     kv, _ = cache
     with pytest.raises(ConfigurationError, match=r"found says True or False of each key, got .*BlockState\.HIT"):
         kv.count_lookup(KEYS, found)
+
+
+@pytest.mark.parametrize("keys", [None, 5, ["a"], [5], [KEYS[0], None], KEYS[0], [[1]]], ids=repr)
+async def test_jobs_of_which_nothing_is_said(keys: Any) -> None:  # noqa: ANN401 - anything
+    """A job is answered for by keys or their hashes; by anything else it goes on."""
+    async with open_any(AnyEngine(), cpu(8)) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS)
+        await job.planned()
+        with pytest.raises(ConfigurationError, match="keys must be BlockKeys, or a sequence of their hashes"):
+            job.complete(keys)
+        assert job.result is None
+        job.complete(list(KEYS))
+        assert (await job.ended()).num_blocks == 4
+
+
+async def test_a_worker_that_is_closed() -> None:
+    """It takes no memory and no tensors any more, and moves nothing."""
+    engine = AnyEngine()
+    async with open_any(engine, cpu(8)) as kv:
+        planner = kv.planner()
+        worker = Worker(planner.slabs(), layout=SMALL, device="cpu")
+        worker.close()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.spec(range(4)))
+        plan = await job.planned()
+        calls: list[Callable[[], object]] = [
+            lambda: worker.attach(planner.slabs()),
+            lambda: worker.register_kv_caches(engine.caches[0]),
+            lambda: worker.start(plan),
+        ]
+        for call in calls:
+            with pytest.raises(ClosedError, match="this Worker is closed"):
+                call()
+        job.cancel(undelivered=True)
+        await job.ended()
+
+
+@pytest.mark.parametrize("group", [None, "a", -1, 1], ids=repr)
+async def test_a_worker_lets_go_of_groups_that_there_are(cache: Cache, group: Any) -> None:  # noqa: ANN401 - anything
+    """Of another it would let go of nothing, and say nothing."""
+    kv, _ = cache
+    worker = Worker(kv.planner().slabs(), layout=SMALL, device="cpu")
+    with worker, pytest.raises(ConfigurationError, match=r"a KV group's number must be|KV group 1 of 1"):
+        worker.unregister_kv_caches(group=group)
 
 
 @pytest.mark.parametrize("rank", [None, "0", 0.0, -1, 1], ids=repr)

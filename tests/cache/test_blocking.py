@@ -262,6 +262,14 @@ def test_a_process_that_was_forked_leaves_the_block_at_once() -> None:
         assert kv.load(KEYS, INTO).num_blocks == 9
 
 
+def test_what_cannot_be_called_is_refused() -> None:
+    """By an error that says what to pass, before the loop hears of it."""
+    with open_blocking(cache_of(CPU)) as kv:
+        for call in (None, 5, "stats"):
+            with pytest.raises(ConfigurationError, match="takes a function"):
+                kv.call(call)  # type: ignore[call-overload]
+
+
 def test_a_deadline_holds() -> None:
     """A tier that hangs costs a load no more than the time it was given."""
     backend, engine = ScriptedBackend(), Engine()

@@ -144,7 +144,12 @@ class BlockingTieredKV:
         """Make any call on the cache's loop, and wait for its answer: ``kv.call(kv.cache.events)``.
 
         Of a coroutine method or a handle it is what awaiting gives: ``kv.call(kv.cache.start_swap, {3: 0})``.
+
+        Raises:
+            ConfigurationError: It is nothing that can be called.
         """
+        if not callable(call):
+            raise ConfigurationError(f"call() takes a function and its arguments, got {call!r:.80}")
         answer = _Answer(partial(call, *args, **kwargs))
         try:
             return self._open_portal().call(answer.run)

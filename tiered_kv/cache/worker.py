@@ -24,7 +24,7 @@ from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes, wait_in
 from tiered_kv.system import system
-from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, in_words
+from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError, in_words
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.layout import KVCaches, KVLayout
 from tiered_kv.values.plan import Move, Outcomes, Plan, SlabHandle
@@ -69,6 +69,7 @@ class Worker:
         self._slabs: dict[str, _Slab] = {}
         self._lock = system().lock()  # lanes are for one thread at a time
         self._executed: dict[int, None] = {}  # the latest jobs
+        self._is_closed = False
         self._device = device if isinstance(device, Device) else make_device(device)
         self._owns_device = self._device is not device
         self._lanes = {"load": Lanes(self._device, "h2d"), "store": Lanes(self._device, "d2h")}
@@ -89,7 +90,9 @@ class Worker:
         Raises:
             ConfigurationError, LayoutMismatchError, BackendUnavailableError: As when a worker is made. What was
                 attached is not any more.
+            ClosedError: The worker is closed.
         """
+        self._check_open()
         self._let_go()
         if slabs or not isinstance(slabs, Sequence):
             self._slabs = self._attached(self._ours(slabs))
@@ -129,9 +132,10 @@ class Worker:
         Raises:
             LayoutMismatchError: They are not what the layout says.
             ConfigurationError: There is no such group, or the GPU has not 128 MiB left for copies.
+            ClosedError: The worker is closed.
         """
-        if (group := as_int("a KV group's number", group)) >= len(self._layout.groups):
-            raise ConfigurationError(f"KV group {group} of {len(self._layout.groups)}: the layout has no such group")
+        self._check_open()
+        group = self._group(group)
         caches = PagedCaches.bind(
             kv_caches, self._layout.groups[group], axes=axes, device=self._device, codec=self._codecs[group]
         )
@@ -141,8 +145,12 @@ class Worker:
         self._caches[group] = caches
 
     def unregister_kv_caches(self, *, group: int = 0) -> None:
-        """Let go of the tensors of one KV group, as `TieredKV.unregister_kv_caches` does. Idempotent."""
-        self._caches.pop(group, None)
+        """Let go of the tensors of one KV group, as `TieredKV.unregister_kv_caches` does. Idempotent.
+
+        Raises:
+            ConfigurationError: There is no such group.
+        """
+        self._caches.pop(self._group(group), None)
 
     def execute(self, plan: Plan, *, after: object = None) -> Outcomes:
         """Move this rank's part of a plan, and wait until nothing touches the engine's blocks any more."""
@@ -163,9 +171,11 @@ class Worker:
             ConfigurationError: No plan, blocks or slots that this rank does not have, no tensors, a plan that was
                 executed before, or one for another process, in whose place this was started; or ``ahead_of`` is no
                 stream that can wait for this device. Nothing has moved.
+            ClosedError: The worker is closed. Likewise.
         """
         if not isinstance(plan, Plan):
             raise ConfigurationError(f"a worker executes a Plan, as job.plan is once it is decided, got {plan!r:.80}")
+        self._check_open()
         ended: Future[Outcomes] = Future()
         self._check_stream(ahead_of)
         ended.set_running_or_notify_cancel()  # from here on it cannot be cancelled: a copy goes on, whoever waits
@@ -267,12 +277,22 @@ class Worker:
 
     def close(self) -> None:
         """End: what has been started ends first. Idempotent."""
+        self._is_closed = True
         if self._owns_device:
             self._device.close()
         else:
             for lanes in self._lanes.values():
                 lanes.close()
         self._let_go()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this Worker is closed")
+
+    def _group(self, group: int) -> int:
+        if (number := as_int("a KV group's number", group)) >= len(self._layout.groups):
+            raise ConfigurationError(f"KV group {number} of {len(self._layout.groups)}: the layout has no such group")
+        return number
 
     def _check_layout(self, handle: SlabHandle) -> None:
         codec = self._codecs[handle.group]

@@ -116,8 +116,12 @@ class Job:
             moved: Whether they were.
 
         Raises:
-            ConfigurationError: No such rank, or bare hashes that the job has of several salts.
+            ConfigurationError: No such rank, no keys, or bare hashes that the job has of several salts.
         """
+        if not isinstance(keys, BlockKeys):
+            are_many = isinstance(keys, Collection) and not isinstance(keys, str | bytes)
+            if not (are_many and all(isinstance(each, bytes) for each in keys)):
+                raise ConfigurationError(f"keys must be BlockKeys, or a sequence of their hashes, got {keys!r:.80}")
         self._book.complete_keys(self, keys, rank, moved=moved)
 
     def cancel(self, *, undelivered: bool = False) -> None:
