@@ -199,3 +199,23 @@ async def test_what_is_left_to_another_store_is_there_or_counts_as_dropped(
         assert await stored.settled() == (TierStore("cpu", written=1, present=num_left, dropped=2 - num_left),)
         assert (await kv.presence(KEYS)).tolist() == [not is_cancelled] * 2 + [True]
         await until_idle(kv)
+
+
+async def test_what_no_queue_takes_is_dropped_once() -> None:
+    """A tier below wants a second use of a block, and the queue of stores has no room for it then: its next use has."""
+    engine, slots = Engine(), ScriptedSlotBackend(admit_after=2)
+    limits = SMALL_LIMITS.model_copy(update={"store_queue": PAYLOAD_BYTES})
+    async with open_cache({"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}, slots, engine=engine, limits=limits) as kv:
+        first, second = prompt(1, seed=1), prompt(1, seed=2)
+        for keys in (first, second):
+            await keep(kv, engine, keys)
+        slots.on_write.hold()
+        await kv.store(first, engine.compute(first))
+        await until(lambda: slots.on_write.num_held > 0)
+        assert (await kv.store(second, engine.compute(second))).num_present == 1
+        assert kv.stats()["slots"].dropped == 1
+        slots.on_write.release()
+        await until_idle(kv)
+        await kv.store(second, engine.compute(second))
+        await until_idle(kv)
+        assert (await kv.evict(second, tier="slots")).num_blocks == 1

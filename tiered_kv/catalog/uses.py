@@ -209,6 +209,12 @@ class AdmissionFilter:
             for each in list(islice(again, max(0, len(again) - _MOST_AGAIN))):
                 del again[each]
 
+    def waits(self, tier: int, names: Names) -> NDArray[np.bool_]:
+        """Say of which blocks one more use is enough, by `again`."""
+        if not (again := self._again.get(tier)):
+            return np.zeros(len(names), np.bool_)
+        return np.array([each in again for each in hash_names(names).tolist()], np.bool_)
+
 
 class Ghosts:
     """Blocks lately evicted, by a hash of their names: a wrong guess costs nothing much. Takes 14 bytes a place.

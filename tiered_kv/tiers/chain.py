@@ -250,7 +250,9 @@ class Chain:
         """
         lacking = batch[tier.lacks(batch)]
         if len(lacking) and tier.can_keep and not tier.health.is_shedding:
-            is_sent = self.admitted([tier], lacking) & ~tier.is_coming(lacking)  # what is on its way is not sent twice
+            # What is on its way is not sent twice, nor what the store's use has sent, for which there was no room.
+            waits = self._admission.waits(self.tiers.index(tier), lacking.names)
+            is_sent = self.admitted([tier], lacking) & ~tier.is_coming(lacking) & ~waits
             self.on_admitted(self, tier, lacking[is_sent], came)
         return len(lacking)
 
