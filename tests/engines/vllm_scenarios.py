@@ -162,9 +162,13 @@ def together(folder: pathlib.Path) -> Any:
     flip(folder, 6)
     tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
     tiering.rows[:] = 0
-    for number, chunks in enumerate(([0, 1, 2], [3, 4, 5, 6], [7])):
-        keys = [keys_of(8)[chunk] for chunk in chunks]
-        tiering.tier.submit_load(SimpleNamespace(job_id=number, keys=keys, chunk_ids=chunks, is_promotion=True))
+
+    def submit() -> None:
+        for number, chunks in enumerate(([0, 1, 2], [3, 4, 5, 6], [7])):
+            keys = [keys_of(8)[chunk] for chunk in chunks]
+            tiering.tier.submit_load(SimpleNamespace(job_id=number, keys=keys, chunk_ids=chunks, is_promotion=True))
+
+    tiering.tier.kv.call(submit)  # on its loop, which else may begin with some of them before the others come
     tiering.tier.drain_jobs()
     ended = {each.job_id: each for each in tiering.tier.get_finished_jobs()}
     kept = [keys_of(8).index(key) for key in ended[1].successful_keys]
