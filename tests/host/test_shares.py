@@ -13,7 +13,7 @@ import anyio
 import numpy as np
 import pytest
 
-from tests.support.any_layout import BLOCK_SIZE, LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, prompt
+from tests.support.any_layout import BLOCK_SIZE, LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, open_any, prompt
 from tests.support.caches import Recorder, a_while, until
 from tests.support.descriptors import slabs
 from tests.support.nvme_tier import disk_usage
@@ -29,7 +29,7 @@ from tiered_kv import (
     TieredKVServer,
     TieredKVSettings,
 )
-from tiered_kv.host.shares import DIRECTORY_DIGITS, Shares
+from tiered_kv.host.shares import DIRECTORY_DIGITS, Share, Shares
 from tiered_kv.system import Files
 from tiered_kv_backends.nvme import NVMeBackend
 
@@ -51,6 +51,23 @@ async def test_bytes_are_fixed_for_a_model(tmp_path: Path) -> None:
         assert {share["model"]: share["given"]["cpu"] for share in server.health()["shares"]} == {
             "one": 8 * STRIDE, "two": 18 * STRIDE, "three": 6 * STRIDE
         }  # fmt: skip
+
+
+class LeavingShare(Share):
+    """One whose cache is gone as soon as somebody has looked for it, as where another thread closes it just then."""
+
+    def __getattribute__(self, name: str) -> object:
+        value: object = super().__getattribute__(name)
+        if name == "cache":
+            self.cache = None
+        return value
+
+
+async def test_a_share_may_be_closed_while_it_is_asked_how_it_is() -> None:
+    """A server answers any thread, whatever its loop does meanwhile."""
+    async with open_any(AnyEngine(), cpu(8)) as kv:
+        facts = LeavingShare("one", "one", cache=kv).facts()
+        assert (facts["transfers"], [tier["tier"] for tier in facts["tiers"]]) == (0, ["cpu"])
 
 
 @pytest.mark.parametrize("fixed", [{"cpu": 100 * STRIDE}, {"disk": 1}])

@@ -132,7 +132,7 @@ class Share:
             return True
 
     def facts(self) -> dict[str, Any]:
-        """Say how it is, for people."""
+        """Say how it is, for people; to any thread, while the loop's may close it."""
         facts: dict[str, Any] = {
             "model": self.name,
             "directory": self.directory,
@@ -141,9 +141,9 @@ class Share:
             "right": dict(self.right),
             "given": dict(self.given),
         }
-        if self.cache is not None:
+        if (cache := self.cache) is not None:
             with suppress(TieredKVError):  # about to be closed
-                stats = self.cache.stats()
+                stats = cache.stats()
                 facts["transfers"] = stats.transfers
                 facts["tiers"] = [
                     {name: getattr(tier, name) for name in ("tier", "num_slots", "ready", "leased", "pending", "hits")}
