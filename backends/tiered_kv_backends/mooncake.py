@@ -40,7 +40,8 @@ except ModuleNotFoundError as error:
     why = f"{__name__} needs mooncake: pip install 'tiered-kv[mooncake]'"
     raise ModuleNotFoundError(why, name=error.name) from error
 except ImportError as error:  # it is there, and what it links is not
-    why = f"what 'tiered-kv[mooncake]' installs needs libibverbs (apt-get install libibverbs1): {error}"
+    hint = "as without libibverbs (apt-get install libibverbs1)"
+    why = f"what 'tiered-kv[mooncake]' installs cannot be loaded, {hint}: {error}"
     raise ImportError(why, name=error.name, path=error.path) from error
 
 T = TypeVar("T")

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from anyio import fail_after
+from anyio.lowlevel import checkpoint
 from numpy.typing import NDArray
 
 from tests.cache.test_direct_stores import LIMITS
@@ -201,6 +202,8 @@ async def test_memory_that_is_being_read_into_is_waited_for(end: str, tmp_path: 
             "weights": lambda: kv.advance_epoch("others"),
         }
         ends.get(end, lambda: None)()
+        for _ in range(3):  # turns: a task that is cancelled hears of it in the next one, and tells its load
+            await checkpoint()
         await until(lambda: end != "deadline" or loop.time() > deadline)
         assert (handle.done, waiting.done()) == (False, False)
         nvme.gate.set()
