@@ -4,6 +4,10 @@ Runs in vLLM's environment. For each of the settings below one engine has our co
 process of its own; both answer the same requests by turns, and the other rests. A request comes with each step. Where
 prompts come again, vLLM's own prefix cache is emptied before, so that a tier is asked for them. What both answer must
 be equal. SHARE of the requests are made, to see that it runs.
+
+Where our tiers are memory and NVMe and nothing is to be gained of them, two more engines take their turns: one that has
+vLLM's own offloading, to memory and its ``fs`` tier, and one whose connector does nothing. Of two engines that do the
+same one may be slower by a twentieth for all of its life: so all of them are started several times.
 """
 
 import hashlib
@@ -17,8 +21,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from _engines_decode import BLOCK_SIZE, Engine
-from vllm_generate import ONE_PROCESS, QUIET, Wanted, engine_arguments
+from _engines_decode import transfers as offered
+from vllm_generate import ONE_PROCESS, QUIET, Wanted, engine_arguments, settle
 
+MOST_STARTS = 3
 MEMORY = "cpu://?capacity=64MiB"
 TINY = "cpu://?capacity=1MiB"
 NVME = "file://{folder}/nvme?capacity=512MiB"
@@ -44,6 +50,8 @@ class Setting:
         num_aborted: Of how many requests one is given up after a few steps; 0: none.
         engine: More arguments of vLLM's.
         connector: More settings of our connector's.
+
+    The other engines, see above, take part where all of this but what is asked for is as it is by default.
     """
 
     tiers: tuple[object, ...] = (MEMORY, NVME)
@@ -56,6 +64,11 @@ class Setting:
     num_aborted: int = 0
     engine: dict[str, object] = field(default_factory=dict)
     connector: dict[str, object] = field(default_factory=dict)
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other connectors answer, too."""
+        return tuple(self.tiers) == (MEMORY, NVME) and not self.comes_again
 
 
 SETTINGS = {
@@ -83,16 +96,16 @@ SETTINGS = {
 }
 
 
-def transfer(setting: Setting, folder: pathlib.Path) -> dict[str, Any]:
-    """Return how vLLM is connected."""
+def transfers(setting: Setting, folder: pathlib.Path) -> dict[str, Any]:
+    """Return how each engine is connected, by name."""
+    of_decode = offered(folder)
     tiers = json.loads(json.dumps(setting.tiers).replace("{folder}", str(folder)))
-    return {
-        "kv_connector": "TieredKVConnector",
-        "kv_connector_module_path": "tiered_kv.integrations.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"tiers": tiers, **setting.connector},
-    }
+    ours = {**of_decode["cpu"], "kv_connector_extra_config": {"tiers": tiers, **setting.connector}}
+    found = {"none": None, "ours": ours}
+    if setting.has_others:
+        idle = {"kv_connector": "IdleConnector", "kv_connector_module_path": "_idle_connector", "kv_role": "kv_both"}
+        found |= {"fs": of_decode["fs"], "idle": idle}
+    return found
 
 
 def answer(llm: Any, setting: Setting, number: int) -> dict[str, Any]:  # noqa: ANN401 - vLLM's
@@ -101,6 +114,7 @@ def answer(llm: Any, setting: Setting, number: int) -> dict[str, Any]:  # noqa: 
 
     engine, seed = llm.llm_engine, 0 if setting.comes_again else number
     sampling = SamplingParams(temperature=0.0, max_tokens=setting.num_tokens, ignore_eos=True, detokenize=False)
+    settle(llm)
     if not setting.is_cached:
         llm.reset_prefix_cache()
     waiting = [
@@ -150,26 +164,34 @@ def serve(wanted: dict[str, Any], setting: Setting) -> None:
 
 
 def compare(model: str, setting: Setting, num_rounds: int) -> list[dict[str, Any]]:
-    """Return what both engines say of each round; the first two, which fill tiers and warm up, do not count."""
+    """Return what the engines say of each round, of some starts."""
+    num_starts = min(MOST_STARTS, num_rounds)
+    each = -(-num_rounds // num_starts)
+    rounds = [of_round for _ in range(num_starts) for of_round in started(model, setting, each)]
+    if any(len({each["digest"] for each in of_round.values()}) > 1 for of_round in rounds):
+        sys.exit(f"the engines answer differently: {setting}")
+    return rounds
+
+
+def started(model: str, setting: Setting, num_rounds: int) -> list[dict[str, Any]]:
+    """Return what the engines say of each round of one start; the two before them, which fill tiers, do not count."""
     with tempfile.TemporaryDirectory(dir=pathlib.Path.cwd()) as folder:
-        said = {"none": None, "ours": transfer(setting, pathlib.Path(folder))}
+        said = transfers(setting, pathlib.Path(folder))
         engines = {
             name: Engine(__file__, json.dumps({"model": model, "transfer": each}), json.dumps(asdict(setting)))
             for name, each in said.items()
         }
         rounds = []
         for number in range(num_rounds + 2):
-            in_turn = sorted(engines, reverse=bool(number % 2))
+            in_turn = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
             rounds.append({name: engines[name].ask(number) for name in in_turn})
         for engine in engines.values():
             engine.end()
-    if any(of_round["none"]["digest"] != of_round["ours"]["digest"] for of_round in rounds):
-        sys.exit(f"the engines answer differently: {setting}")
     return rounds[2:]
 
 
 def main(model: str, num_rounds: str, share: str, *names: str) -> None:
-    """Print what both engines say, by setting."""
+    """Print what the engines say, by setting."""
     found = {}
     for name in names or SETTINGS:
         setting = SETTINGS[name]

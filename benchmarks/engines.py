@@ -206,7 +206,8 @@ def decode(vllm: Environment, num_rounds: int, num_requests: int, num_tokens: in
 def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[str], model: str) -> dict[str, float]:
     """Return the throughput and the 99th of 100 first tokens with our connector over those without, by setting.
 
-    Of the model whose steps take longer by other names, and unless some are named of `HURT_LONGER` alone.
+    And where they take part those of vLLM's offloading, and of a connector that does nothing. Of the model whose steps
+    take longer by other names, and unless some are named of `HURT_LONGER` alone.
     """
     suffix, sizes = HURT[model]
     if suffix:
@@ -220,11 +221,17 @@ def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[st
     print(f"{'without, s':>12}{'step, ms':>10}{'p99, ms':>10}")
     for name, of_setting in rounds.items():
 
-        def over(what: str, of_setting: list[Cells] = of_setting) -> float:
-            return statistics.median(each["ours"][what] / each["none"][what] for each in of_setting)
+        def over(what: str, whose: str = "ours", of_setting: list[Cells] = of_setting) -> float:
+            return statistics.median(each[whose][what] / each["none"][what] for each in of_setting)
 
         throughput, first = 1 / over("s"), over("ttft_p99_s")
         found |= {f"{name} throughput{suffix}": throughput, f"{name} ttft_p99{suffix}": first}
+        others = [whose for whose in of_setting[0] if whose not in {"none", "ours"}]
+        for whose in others:
+            found |= {
+                f"{name} throughput_{whose}{suffix}": 1 / over("s", whose),
+                f"{name} ttft_p99_{whose}{suffix}": over("ttft_p99_s", whose),
+            }
         bare_s, bare_p99_s, num_steps = (
             statistics.median(each["none"][what] for each in of_setting) for what in ("s", "ttft_p99_s", "num_steps")
         )
@@ -232,6 +239,9 @@ def hostile(vllm: Environment, num_rounds: int, share: float, names: Sequence[st
             f"{name:40}{throughput:12.3f}{first:12.3f}{over('ttft_median_s'):14.3f}"
             f"{bare_s:12.2f}{bare_s / num_steps * 1e3:10.1f}{bare_p99_s * 1e3:10.1f}"
         )
+        for whose in others:
+            line = "".join(f"{each:12.3f}" for each in (1 / over("s", whose), over("ttft_p99_s", whose)))
+            print(f"{f'  {whose}':40}{line}{over('ttft_median_s', whose):14.3f}")
     worst = {
         f"hostile_throughput_worst{suffix}": min(found[f"{name} throughput{suffix}"] for name in rounds),
         f"hostile_ttft_p99_worst{suffix}": max(found[f"{name} ttft_p99{suffix}"] for name in rounds),

@@ -49,6 +49,7 @@ def test_what_cannot_be_helped_is_measured(vllm: Environment) -> None:
     done = subprocess.run([*command, *options], check=True, capture_output=True, text=True)
     said = json.loads(done.stdout.splitlines()[-1])
     figures = [*(f"{name} {what}" for name in names for what in ("throughput", "ttft_p99"))]
+    figures += [f"{names[0]} {what}_{whose}" for what in ("throughput", "ttft_p99") for whose in ("fs", "idle")]
     figures += ["hostile_throughput_worst", "hostile_ttft_p99_worst"]
     assert said.keys() == {f"{figure}{at}" for figure in figures for at in ("", "_22ms")}
     assert all(value > 0 for value in said.values())

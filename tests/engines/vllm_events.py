@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from vllm_generate import ONE_PROCESS, QUIET, Wanted, engine_arguments, prompt
+from vllm_generate import ONE_PROCESS, QUIET, Wanted, engine_arguments, prompt, settle
 
 
 class Router:
@@ -77,6 +77,7 @@ def main(wanted: Wanted) -> None:
             scheduler.connector._in_scheduler().kv.flush()  # noqa: SLF001 - its tiers are settled
         llm.generate([{"prompt_token_ids": prompt(99, 8)}], sampling, use_tqdm=False)  # steps, which publish
         router.listen()
+        settle(llm)
         llm.reset_prefix_cache()
     known = {medium: len(hashes) for medium, hashes in router.index.items()}
     is_told_right = all(router.computed[own] == what for own, what in router.others.items())

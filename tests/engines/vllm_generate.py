@@ -74,6 +74,13 @@ def engine_arguments(wanted: Wanted) -> dict[str, Any]:
     }
 
 
+def settle(llm: Any) -> None:
+    """Do steps until requests that have ended hold no blocks any more, as a server does by itself."""
+    if (core := getattr(llm.llm_engine.engine_core, "engine_core", None)) is not None:  # else it has its own process
+        while core.scheduler.has_requests():
+            llm.llm_engine.step()
+
+
 def main(wanted: Wanted) -> None:
     """Run all rounds in this process and print the answer."""
     from vllm import LLM, SamplingParams  # noqa: PLC0415 - as above
@@ -104,6 +111,7 @@ def main(wanted: Wanted) -> None:
             "tokens": [list(each.outputs[0].token_ids) for each in answers],
             "cached": [each.num_cached_tokens for each in answers],
         })  # fmt: skip
+        settle(llm)
         llm.reset_prefix_cache()
     counters = {
         metric.name: getattr(metric, "value", None)

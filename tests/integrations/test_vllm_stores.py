@@ -77,8 +77,8 @@ class Counted:
         monkeypatch.setattr(of, name, counted)
 
 
-def test_stores_of_many_requests_are_one_job_in_eight_steps() -> None:
-    """However many requests fill blocks, and whoever's they are: what some steps fill goes together, and all goes."""
+def test_stores_of_many_requests_go_together() -> None:
+    """However many requests fill blocks, and whoever's they are: what some steps fill is one job, and all goes."""
     with opened(ROOMY) as engine:
         for number in range(12):  # of which three fill a block in each step
             engine.ask(f"r{number}", 1 + number, 64, salt=f"tenant {number % 3}")
@@ -86,13 +86,43 @@ def test_stores_of_many_requests_are_one_job_in_eight_steps() -> None:
             engine.step()
             engine.settle_copies()
             engine.settle_loop()  # a step takes long enough for that, else too many blocks would be held
-        assert sum(engine.orders) <= 64 // VLLM.storing.MOST_STEPS
+        num_blocks = sum((1 + number + 63) // BLOCK_SIZE for number in range(12))
+        assert 0 < sum(engine.orders) <= num_blocks // VLLM.storing.MOST_DUE
         engine.settle()
         engine.settle_copies()
         engine.settle_loop()
         engine.step()  # which tells of the last copies
         engine.settle_loop()
-        assert stored(engine) == sum((1 + number + 63) // BLOCK_SIZE for number in range(12))
+        assert stored(engine) == num_blocks
+
+
+def ask_each_step(engine: SmallVLLM, num_requests: int, num_steps: int = 1) -> None:
+    """Have a request of one block come with each so many steps, and end some later; copies and loops take no time."""
+    for number in range(num_requests):
+        engine.ask(f"r{number}", BLOCK_SIZE, 4)
+        step_settled(engine, num_steps)
+
+
+def test_blocks_of_requests_that_have_ended_wait_while_there_are_others() -> None:
+    """A job for each would cost more than what many short requests compute; all are stored, and given back, at last."""
+    num_requests = 2 * VLLM.storing.MOST_STEPS
+    with opened(ROOMY) as engine:
+        num_free = engine.num_free
+        ask_each_step(engine, num_requests)
+        assert sum(engine.orders) <= 1 + num_requests // VLLM.storing.MOST_STEPS  # and the first, which waits for none
+        stored_at_last(engine)
+        assert stored(engine) == num_requests
+        assert engine.num_free == num_free
+
+
+@pytest.mark.parametrize(("wanted", "num_steps"), [({"num_blocks": 12}, 1), ({"role": "kv_producer"}, 1), ({}, 2)])
+def test_blocks_of_requests_that_have_ended_do_not_wait_else(wanted: dict[str, Any], num_steps: int) -> None:
+    """Where vLLM needs them soon, or others wait for what is stored, or it has few requests, and perhaps none soon."""
+    with opened(ROOMY, **wanted) as engine:
+        ask_each_step(engine, VLLM.storing.MOST_STEPS, num_steps)
+        assert sum(engine.orders) >= VLLM.storing.MOST_STEPS // 8
+        stored_at_last(engine)
+        assert stored(engine) == VLLM.storing.MOST_STEPS
 
 
 def test_many_blocks_do_not_wait() -> None:
@@ -229,8 +259,8 @@ def test_copies_that_are_slow_become_fewer() -> None:
 
 
 def test_what_is_due_of_a_request_that_ends_does_not_wait_for_slow_copies() -> None:
-    """Its blocks are kept meanwhile, and others may want them."""
-    with opened(ROOMY) as engine:
+    """Its blocks are kept meanwhile, and others wait for what is stored."""
+    with opened(ROOMY, role="kv_producer") as engine:
         copies = Copies(engine)
         engine.ask("one", BLOCK_SIZE, 100)
         engine.ask("two", BLOCK_SIZE, 20)
@@ -288,7 +318,7 @@ def test_a_step_in_which_no_block_is_full_names_and_asks_nothing(monkeypatch: py
         assert named.count == told.count == 0
         step_settled(engine, 4 * BLOCK_SIZE)  # while an event loop comes to nothing, stores are passed over
         assert 3 * 16 <= named.count <= 4 * 16
-        assert told.count <= (when == "evicted") * (4 * BLOCK_SIZE // VLLM.storing.MOST_STEPS + 1)
+        assert told.count <= (when == "evicted") * (4 * 16 // VLLM.storing.MOST_DUE)
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])

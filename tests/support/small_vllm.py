@@ -193,6 +193,10 @@ class Pool:
         self.blocks[number].block_hash = digest + bytes(4)
         self.cached[digest] = number
 
+    def get_num_free_blocks(self) -> int:
+        """Count those that nobody has."""
+        return len(self.free)
+
     def take(self) -> int:
         """Return a block that nobody had."""
         number = self.free[0]

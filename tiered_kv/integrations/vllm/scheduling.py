@@ -234,7 +234,7 @@ class SchedulingSide:
                 self._gather(scheduled)
                 if self._evicting is not None:
                     self._evicting.step(self._pool, _num_taken(scheduled), self._paying.copy_cost)
-                is_due = self._storing.is_due(is_idle=not scheduled.num_scheduled_tokens)
+                is_due = self._storing.is_due(len(scheduled.num_scheduled_tokens))
                 if is_due or len(self._used) >= _MOST_USED:
                     self._gather_used(scheduled)
                 self._hold_leaving(scheduled)

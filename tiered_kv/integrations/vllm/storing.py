@@ -25,12 +25,17 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 MOST_DUE: Final = 32
 """Blocks that are due at once, and no more: they go with the next job."""
-MOST_STEPS: Final = 8
+MOST_STEPS: Final = 32
 """From one job to the next: what a kill can lose, where less is due."""
 PATIENCE: Final = 4
-"""So many times more of both while a copy takes long: those that are slow beside steps become fewer."""
+"""So many times more is due while a copy takes long, as those that are slow beside steps become fewer; and in so many
+times fewer steps a job begins where vLLM has few free blocks or requests, or stores for others alone."""
 _STEPS_OF_A_COPY: Final = 2
 """In so many it has ended, and the scheduler heard of it, unless it is slow."""
+_ROOMY: Final = 1 / 4
+"""Of vLLM's blocks; while more of them are free, what is due waits in those of requests that have ended, too."""
+_MANY_REQUESTS: Final = 4
+"""While a step has so many. Fewer may soon be none, and then no step may come for long: what is due would stay."""
 MOST_HELD: Final = 1 / 4
 """Of vLLM's blocks, due or being copied; while they are more, and more than some steps fill, stores are passed over."""
 _STEPS_HELD: Final = 4
@@ -163,11 +168,11 @@ class PendingStores:
             if due.num_held == len(due.block_ids):
                 tracked.leaving.remove(due)
 
-    def is_due(self, *, is_idle: bool) -> bool:
+    def is_due(self, num_requests: int) -> bool:
         """Whether enough is due, or for long enough, for a job to begin. Called once a step.
 
         Args:
-            is_idle: Whether nothing is computed meanwhile: then there is nothing to spare.
+            num_requests: That the step computes. If it computes none there is nothing to spare.
         """
         self._num_steps += 1
         self._num_copying, is_slow = 0, False
@@ -178,9 +183,17 @@ class PendingStores:
                 is_slow = is_slow or store.num_steps > _STEPS_OF_A_COPY
         if not self._num_due:
             return False
-        patience = PATIENCE if is_slow and not self.frees_soon else 1
-        is_enough = self._num_due >= patience * MOST_DUE or self._num_steps >= patience * MOST_STEPS
-        return is_enough or self._is_urgent or is_idle
+        is_slow = is_slow and not self.frees_soon
+        may_wait = num_requests >= _MANY_REQUESTS and self._has_room
+        is_enough = self._num_due >= (PATIENCE if is_slow else 1) * MOST_DUE
+        is_time = self._num_steps >= (MOST_STEPS if may_wait or is_slow else MOST_STEPS // PATIENCE)
+        return is_enough or is_time or not num_requests or (self._is_urgent and not may_wait)
+
+    @property
+    def _has_room(self) -> bool:
+        """Whether what is due may stay in vLLM's blocks for some more steps, though requests have ended that had it."""
+        num_free: int = self._pool.get_num_free_blocks() if self._pool is not None else 0
+        return self._configuration.loads and num_free > _ROOMY * self._configuration.num_engine_blocks
 
     def plan(self) -> None:
         """Begin jobs for all that is due: few, and none of much, as it finds room for all that it holds or for none."""
