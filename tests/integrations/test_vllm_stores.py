@@ -138,9 +138,9 @@ def test_many_blocks_do_not_wait() -> None:
 
 
 class Copies:
-    """Has a worker's copies out of the engine end when the test says so."""
+    """Has a worker's copies out of the engine, or into it, end when the test says so."""
 
-    def __init__(self, engine: SmallVLLM) -> None:
+    def __init__(self, engine: SmallVLLM, direction: str = "store") -> None:
         self._held: list[tuple[Future[Outcomes], Future[Outcomes]]] = []
         self._is_held = True
         worker = engine.workers[0]
@@ -148,7 +148,7 @@ class Copies:
 
         def started(plan: Any, after: object, ahead_of: object = None) -> "Future[Outcomes]":  # noqa: ANN401 - likewise
             copying: Future[Outcomes] = start(plan, after, ahead_of)
-            if not self._is_held or plan is None or plan.direction != "store":
+            if not self._is_held or plan is None or plan.direction != direction:
                 return copying
             told: Future[Outcomes] = Future()
             self._held.append((copying, told))
@@ -647,10 +647,11 @@ def test_a_prompt_comes_back_to_the_last_end_that_all_groups_have(shape: str) ->
         engine.settle()
         engine.settle_loop()
         engine.ask("two", 12 * BLOCK_SIZE + 1, 1, prompt="a")
-        two = engine.waiting[0]
+        two, copies = engine.waiting[0], Copies(engine, "load")
         engine.step()
         assert two.is_loading
         assert two.num_computed_tokens == 12 * BLOCK_SIZE
+        copies.end()
         assert engine.hits == {"host": 12 * BLOCK_SIZE}
         engine.settle()
         engine.settle_loop()
@@ -869,9 +870,11 @@ def test_a_request_that_loads_is_kept_for_that_alone(monkeypatch: pytest.MonkeyP
         engine.waiting.rotate(1)  # it takes the blocks before the preempted one comes again
         keys = BlockKeys.from_hashes(first.block_hashes, block_size=BLOCK_SIZE)
         engine.scheduling.kv.evict(keys[:2])
+        copies = Copies(engine, "load")
         while not two.is_loading:
             step_settled(engine, 1)
         engine.abort("two")
+        copies.end()
         assert free_at_last(engine) == 20
 
 
