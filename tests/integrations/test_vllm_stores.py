@@ -125,6 +125,32 @@ def test_blocks_of_requests_that_have_ended_do_not_wait_else(wanted: dict[str, A
         assert stored(engine) == VLLM.storing.MOST_STEPS
 
 
+LACKING = {
+    "a request that waits": lambda engine: engine.ask("long", (engine.num_free + 1) * BLOCK_SIZE, 1),
+    "one that is computed": lambda engine: engine.scheduling.frees_soon(),
+    "one that was preempted": lambda engine: engine.preempt("new"),
+}
+
+
+@pytest.mark.parametrize("whom", LACKING)
+def test_blocks_of_requests_that_have_ended_do_not_wait_once_vllm_lacks_some(whom: str) -> None:
+    """However many others are free."""
+    with opened(ROOMY) as engine:
+        for number in range(4):
+            engine.ask(f"r{number}", 1, 400)
+        while not (engine.orders and engine.orders[-1]):
+            step_settled(engine, 1)
+        engine.ask("ended", BLOCK_SIZE, 1)
+        engine.ask("new", 1, 64)
+        step_settled(engine, 2)
+        assert engine.num_kept == 1
+        LACKING[whom](engine)
+        for _ in range(3):
+            engine.settle_copies()
+            step_settled(engine, 1)
+        assert engine.num_kept == 0
+
+
 def test_many_blocks_do_not_wait() -> None:
     """A long prompt is stored by the step after the one that computed it."""
     with opened(ROOMY) as engine:
@@ -405,9 +431,9 @@ def test_blocks_of_a_request_that_has_ended_are_kept_until_they_are_copied() -> 
         engine.ask("long", BLOCK_SIZE, 28)  # needs a fourth block when the other one, which has five, has just ended
         engine.step(9)
         assert engine.num_free == 0
-        assert engine.scheduling.frees_soon
+        assert engine.scheduling.frees_soon()
         engine.settle()
-        assert not engine.scheduling.frees_soon
+        assert not engine.scheduling.frees_soon()
         assert (engine.num_free, engine.num_preemptions) == (8, 0)
         engine.settle_loop()
         assert stored(engine) == (3 * BLOCK_SIZE + 8) // BLOCK_SIZE + (BLOCK_SIZE + 27) // BLOCK_SIZE
@@ -505,7 +531,7 @@ def test_a_request_whose_copies_have_ended_leaves_at_once() -> None:
         engine.step()
         engine.abort("one")
         assert engine.num_free == num_free
-        assert not engine.scheduling.frees_soon
+        assert not engine.scheduling.frees_soon()
 
 
 def test_what_other_weights_have_computed_is_not_stored_under_the_new_ones() -> None:

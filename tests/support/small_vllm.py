@@ -340,6 +340,11 @@ class SmallVLLM:
         self._outputs: deque[tuple[list[tuple[Request, int]], Any, set[str], set[str], set[int], set[str]]] = deque()
 
     @property
+    def num_kept(self) -> int:
+        """Requests that have ended, and whose blocks are kept."""
+        return len(self._kept)
+
+    @property
     def num_free(self) -> int:
         """See the class."""
         return len(self._pool.free)
@@ -549,7 +554,7 @@ class SmallVLLM:
             behind = 0 if of.num_blocks is None else num_found // of.block_size - of.num_blocks
             wanted.append([at >= (new.stop - 1 if of.is_handed_over else behind) for at in new])
         while sum(map(sum, wanted)) > len(self._pool.free):
-            if not may_preempt or self.scheduling.frees_soon:
+            if not may_preempt or self.scheduling.frees_soon():
                 return False
             victim = next(each for each in reversed(self.running) if not each.is_loading)
             self.preempt(victim.request_id)

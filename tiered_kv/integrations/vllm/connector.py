@@ -146,7 +146,7 @@ class TieredKVConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         """Have vLLM wait, and preempt nobody, while blocks of requests that have ended are copied."""
-        return self._in_scheduler().frees_soon
+        return self._in_scheduler().frees_soon()
 
     def has_pending_push_work(self) -> bool:
         """Have vLLM do steps, though it has no requests, until blocks that are held here are its own again."""

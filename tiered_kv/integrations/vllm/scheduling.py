@@ -62,6 +62,7 @@ class SchedulingSide:
         self._used: dict[str, Tracked] = {}  # those of which the tiers do not know what vLLM's own cache had
         self._loads: PendingLoads  # once it is open
         self._storing: PendingStores  # likewise
+        self._lacks_blocks = False  # whether vLLM has had none for a request that was told what is there
         self._pool: Any = None
         self._known: object = None  # which blocks vLLM's prefix cache has
         self._evicting: Evicting | None = None
@@ -185,10 +186,13 @@ class SchedulingSide:
             tracked = self._tracked[name] = self._coming.pop(name) if name in self._coming else Tracked(request)
         tracked.may_store = can_name = self.naming.can_name(request)
         can_load = can_name and not request.skip_reading_prefix_cache
-        return self._loads.find(tracked, num_computed_tokens, can_load=can_load)
+        found = self._loads.find(tracked, num_computed_tokens, can_load=can_load)
+        self._lacks_blocks = found[0] is not None  # until `begin`, which vLLM calls once it has some
+        return found
 
     def begin(self, request: Any, tables: Sequence[list[int]], num_external_tokens: int) -> None:
         """Plan to load what was found, now that a request has its blocks; by block table, these."""
+        self._lacks_blocks = False
         if num_external_tokens:
             self._loads.begin(self._tracked[request.request_id], tables, num_external_tokens)
 
@@ -230,6 +234,9 @@ class SchedulingSide:
             self._loads.deliver(step)
             self._deliver_stores(step, scheduled)
             self._paying.step((new.req_id for new in scheduled.scheduled_new_reqs), self._tracked)
+            if self._lacks_blocks:
+                self._storing.hurry()
+            self._lacks_blocks = False
             if self._configuration.stores:
                 self._gather(scheduled)
                 if self._evicting is not None:
@@ -255,10 +262,12 @@ class SchedulingSide:
         if freed:
             self._storing.freed(freed)
 
-    @property
     def frees_soon(self) -> bool:
-        """Whether blocks of requests that have ended will be vLLM's again in a few steps."""
-        return self._planner is not None and self._storing.frees_soon
+        """Say whether blocks of requests that have ended will be vLLM's again in a few steps."""
+        if self._planner is None or not self._storing.frees_soon:
+            return False
+        self._storing.hurry()  # vLLM asks when it lacks blocks for a request that it computes
+        return True
 
     @property
     def holds_blocks(self) -> bool:

@@ -78,6 +78,7 @@ class PendingStores:
         self._num_due = 0
         self._num_steps = MOST_STEPS
         self._is_urgent = False
+        self._is_short = False
         self._stores: dict[int, Store] = {}
         self._num_copying = 0  # blocks of jobs, as of the last step
         num_step_blocks = configuration.num_step_blocks * len(configuration.groups)
@@ -168,6 +169,10 @@ class PendingStores:
             if due.num_held == len(due.block_ids):
                 tracked.leaving.remove(due)
 
+    def hurry(self) -> None:
+        """Have blocks of requests that have ended wait no longer in this step: vLLM wants some that it has not."""
+        self._is_short = True
+
     def is_due(self, num_requests: int) -> bool:
         """Whether enough is due, or for long enough, for a job to begin. Called once a step.
 
@@ -175,6 +180,7 @@ class PendingStores:
             num_requests: That the step computes. If it computes none there is nothing to spare.
         """
         self._num_steps += 1
+        is_short, self._is_short = self._is_short, False
         self._num_copying, is_slow = 0, False
         for store in self._stores.values():
             if store.num_unanswered and (store.is_told or store.job.result is None):
@@ -184,7 +190,7 @@ class PendingStores:
         if not self._num_due:
             return False
         is_slow = is_slow and not self.frees_soon
-        may_wait = num_requests >= _MANY_REQUESTS and self._has_room
+        may_wait = num_requests >= _MANY_REQUESTS and self._has_room and not is_short
         is_enough = self._num_due >= (PATIENCE if is_slow else 1) * MOST_DUE
         is_time = self._num_steps >= (MOST_STEPS if may_wait or is_slow else MOST_STEPS // PATIENCE)
         return is_enough or is_time or not num_requests or (self._is_urgent and not may_wait)
@@ -217,6 +223,7 @@ class PendingStores:
         if preempted and self._configuration.writes_first:
             self._drop(preempted, self._written_first(scheduled))
         if preempted:
+            self.hurry()  # a reset of vLLM's cache may have found blocks of requests that have ended
             self._hurry(preempted)
         for store in list(self._stores.values()):
             if store.is_told:
