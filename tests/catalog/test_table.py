@@ -75,7 +75,7 @@ def test_table_is_a_dict(kind: str, steps: list[tuple[bool, list[int]]], order: 
                 del model[i]
         expected = [model.get(i, -1) for i in range(40)]
         assert table.find(pool).tolist() == expected
-        assert [table.find_one(pool[i:]) for i in range(40)] == expected
+        assert [table.find_one(pool[i].tobytes()) for i in range(40)] == expected
         assert table.find(pool[::-1].copy()).tolist() == expected[::-1]
     assert (table.names(np.array([order[i] for i in model], dtype=np.int64)) == pool[list(model)]).all()
 

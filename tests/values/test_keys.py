@@ -128,6 +128,14 @@ def test_names_lead_back_to_keys() -> None:
     assert space.keys(keys)[1] == BlockKey(space, keys[1])
 
 
+def test_the_first_of_some_keys_is_named_alone_as_with_the_others() -> None:
+    """In any namespace, from wherever in a prompt the keys are."""
+    keys = hash_blocks(range(64), block_size=16)
+    for space in (Namespace(b"f" * 32, b"e" * 32), Namespace(b"g" * 32, b"e" * 32, b"s" * 32)):
+        for some in (keys, keys[1:], keys[3:]):
+            assert space.first_name(some) == space.names(some)[0].tobytes()
+
+
 def test_paths_are_made_of_digests_alone() -> None:
     """Nothing that a caller wrote gets into a path, so no salt and no model's name can leave the folder."""
     model = ModelIdentity("../../etc", weights="/passwd")

@@ -333,7 +333,7 @@ def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray
     Only where there is one of them at most is known what is behind the end of a prefix: each may have what others lack.
     """
     prefix_only = prefix_only and len(chain.shared) <= 1
-    books = list(chain.books().values())
+    books = chain.books_in_use()
     states = _STATES[states_from_any_thread(books, batch.names, prefix_only=prefix_only and not chain.shared)]
     for tier in chain.shared:
         left = np.flatnonzero(states == _MISS)

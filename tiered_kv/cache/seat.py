@@ -19,6 +19,7 @@ from typing_extensions import override
 
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_are_keys, check_keys, check_one_rank, check_pages
 from tiered_kv.cache.open_cache import OpenCache
+from tiered_kv.catalog.locate import is_anywhere
 from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fates import Fates
@@ -193,6 +194,18 @@ class Seat(EngineSide):
         """
         digest = self.epoch if epoch is None else epoch_digest(epoch)
         return [(chain, chain.naming.batch(keys, digest)) for chain in self._chains_of(keys)]
+
+    def may_have_prefix(self, keys: BlockKeys) -> bool:
+        """Say whether tiers may have the first of some keys: else they have no prefix. From any thread.
+
+        The others are not named for that: an engine asks it of each prompt, and a call of numpy takes ten times as long
+        there as behind others of its kind, for the engine's products leave nothing of it in a processor's caches.
+        """
+        for chain in self._chains_of(keys):
+            name = chain.naming.namespace(keys.salt_id, self.epoch).first_name(keys)
+            if not chain.shared and not is_anywhere(chain.books_in_use(), name):
+                return False
+        return True
 
     def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
         """Return the same of the one rank that this cache is of."""

@@ -189,7 +189,10 @@ class TierCalls(BlockCache):
 
     @override
     def membership(self, keys: BlockKeys, *, tier: str | None = None, prefix_only: bool = False) -> NDArray[np.int8]:
-        return states_of(self._open(anywhere=True).batches(keys), tier, prefix_only=prefix_only)
+        seat = self._open(anywhere=True)
+        if prefix_only and tier is None and isinstance(keys, BlockKeys) and not seat.may_have_prefix(keys):
+            return np.zeros(len(keys), np.int8)
+        return states_of(seat.batches(keys), tier, prefix_only=prefix_only)
 
     @override
     def count_lookup(self, keys: BlockKeys, found: NDArray[np.bool_]) -> None:

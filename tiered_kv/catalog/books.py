@@ -73,16 +73,17 @@ class Books:
 
     def _find(self, names: Names) -> Slots:
         if len(names) == 1:
-            return np.array([self._table.find_one(names)])
+            return np.array([self._table.find_one(names.tobytes())])
         if len(names):
             first, run = self._ready_run(names)
             if run == len(names):
                 return first + counted(run)
         return self._table.find(names)
 
-    def first_state(self, names: Names) -> int:
-        """Return the `SlotState` of a non-empty batch's first name, which alone is looked for."""
-        return int(self._states[self._table.find_one(names)])
+    def state_of(self, name: bytes) -> int:
+        """Return the `SlotState` of one name."""
+        slot = self._table.find_one(name)
+        return int(self._states[slot]) if slot >= 0 else FREE
 
     def ready(self, names: Names) -> NDArray[np.bool_]:
         """Say of each name whether its block can be read."""
@@ -99,7 +100,7 @@ class Books:
     def ready_prefix(self, names: Names) -> int:
         """Count the leading names whose blocks can be read."""
         if len(names) == 1:
-            return int(self._states[self._table.find_one(names)] == READY)
+            return int(self.state_of(names.tobytes()) == READY)
         done, run = 0, _LONG_RUN
         while run >= _LONG_RUN and done < len(names):
             _, run = self._ready_run(names[done:])
@@ -123,7 +124,7 @@ class Books:
 
         A chain stored at once lies in neighbouring slots, and comparing those takes a tenth of the time of hashing.
         """
-        first = self._table.find_one(names)
+        first = self._table.find_one(names[0].tobytes())
         if first < 0:
             return first, 0
         run = self._table.run_at(first, names)

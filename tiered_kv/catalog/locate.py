@@ -8,7 +8,7 @@ from typing import Final, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.books import FREE, Books
+from tiered_kv.catalog.books import Books
 from tiered_kv.catalog.table import names_at
 from tiered_kv.values.keys import Names
 from tiered_kv.values.results import TierRun
@@ -74,9 +74,14 @@ def states_from_any_thread(books: Sequence[Books], names: Names, *, prefix_only:
     return states
 
 
+def is_anywhere(books: Sequence[Books], name: bytes) -> bool:
+    """Say whether some tier has a name, or will; as `locate_from_any_thread` looks."""
+    return _at_one_moment(books, lambda: any(each.state_of(name) for each in books))
+
+
 def _see(indexes: Sequence[Books], names: Names, states: NDArray[np.uint8], *, prefix_only: bool) -> bool:
     """Write down the states of the names, and return True; or False as only a prefix matters, and there is none."""
-    if prefix_only and not max([index.first_state(names) for index in indexes], default=FREE):
+    if prefix_only and not any(index.state_of(names[0].tobytes()) for index in indexes):
         return False
     for index in indexes:
         np.maximum(states[: len(names)], index.find(names)[1], out=states[: len(names)])

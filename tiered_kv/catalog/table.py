@@ -16,6 +16,7 @@ without these for few blocks.
 """
 
 from operator import mul
+from struct import Struct
 from typing import Final
 
 import numpy as np
@@ -45,6 +46,7 @@ _MULTIPLIERS: Final = np.array(
 )
 _INT_MULTIPLIERS: Final[list[int]] = _MULTIPLIERS.tolist()
 _WORD: Final = (1 << 64) - 1
+_WORDS: Final = Struct("=4Q")
 _TAG: Final = (1 << 32) - 1
 
 
@@ -54,10 +56,9 @@ def hash_names(names: Names) -> NDArray[np.uint64]:
     return mixed
 
 
-def _hash_first(names: Names) -> int:
-    """Return `hash_names` of the first one as an int."""
-    words: list[int] = names[0].tolist()
-    mixed: int = sum(map(mul, words, _INT_MULTIPLIERS)) & _WORD
+def _hash_one(name: bytes) -> int:
+    """Return `hash_names` of one as an int."""
+    mixed: int = sum(map(mul, _WORDS.unpack(name), _INT_MULTIPLIERS)) & _WORD
     return mixed
 
 
@@ -144,15 +145,15 @@ class NameTable:
             return slots
         return self._settle(names, buckets, matches >> _LANE_BITS, slots)
 
-    def find_one(self, names: Names) -> int:
-        """Return the slot of a non-empty batch's first name, or -1: `find` without the fixed cost of arrays."""
-        mixed = _hash_first(names)
+    def find_one(self, name: bytes) -> int:
+        """Return the slot of one name, or -1: `find` without the fixed cost of arrays."""
+        mixed = _hash_one(name)
         tag = (mixed & _TAG) << 32
         for entry in self._buckets[mixed >> self._shift_int].tolist():
             slot: int = (entry ^ tag) - 1
-            if 0 <= slot < self.capacity and self._names[slot].tobytes() == names[0].tobytes():
+            if 0 <= slot < self.capacity and self._names[slot].tobytes() == name:
                 return slot
-        return self._stash.get(names[0].tobytes(), -1) if self._stash else -1
+        return self._stash.get(name, -1)
 
     def names(self, slots: Slots) -> Names:
         """Return copies of the names that were last inserted at these slots."""
@@ -175,7 +176,7 @@ class NameTable:
         """Add names, none of them in the table or twice in the batch, at slots that hold none."""
         self._names.put(slots, _rows(names))
         if len(names) == 1:  # without the fixed cost of arrays: most stores of a decoding engine are
-            mixed = _hash_first(names)
+            mixed = _hash_one(names.tobytes())
             entries_of_bucket = self._buckets[mixed >> self._shift_int]
             lanes = entries_of_bucket.tolist()
             if 0 in lanes:

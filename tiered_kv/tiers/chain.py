@@ -136,9 +136,13 @@ class Chain:
         """The books of the owned tiers that are in use, by tier, fastest first."""
         return {tier.name: tier.index for tier in self.booked if tier.is_in_use}
 
+    def books_in_use(self) -> list[TierIndex]:
+        """The same without their names."""
+        return [tier.index for tier in self.booked if tier.is_in_use]
+
     def has(self, batch: Batch) -> Mask:
         """Say of each block whether an owned tier can read it now."""
-        ready: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.books().values()])
+        ready: Mask = np.logical_or.reduce([index.ready(batch.names) for index in self.books_in_use()])
         return ready
 
     def has_or_brings(self, tier: MemoryTier, names: Names) -> Mask:

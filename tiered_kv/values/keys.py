@@ -135,6 +135,11 @@ class Namespace:
         """Return the names of ``keys`` here, ``(n, 4)``. Nothing is hashed: a new epoch is another mask, no more."""
         return keys.words ^ self.mask
 
+    def first_name(self, keys: "BlockKeys") -> bytes:
+        """Return the name of the first of some keys here, without those of the others."""
+        first = int.from_bytes(keys.digests[:DIGEST_BYTES], "little") ^ self._mask_as_int
+        return first.to_bytes(DIGEST_BYTES, "little")
+
     def names_of(self, hashes: Sequence[bytes]) -> Names:
         """Return the names of blocks of these hashes here, ``(n, 4)``."""
         return np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4) ^ self.mask
@@ -149,6 +154,10 @@ class Namespace:
         return [
             BlockKey(self, flat[i * each : (i + 1) * each], position) for i, position in enumerate(positions.tolist())
         ]
+
+    @cached_property
+    def _mask_as_int(self) -> int:
+        return int.from_bytes(self.mask.tobytes(), "little")
 
     def __hash__(self) -> int:
         return self._hash
