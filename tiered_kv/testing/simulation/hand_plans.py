@@ -209,7 +209,9 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
         held = await hand.load(keys, gaps=True)
         still = kv.membership(keys, tier=disk) == BlockState.HIT
         missing = int(np.count_nonzero(is_there & still & ~held))
-        is_well = quiet.is_so() and are_in_use(requests) and not world.may_be_late
+        memory = kv.stats()["cpu"]  # scenes that had begun before this one go on, with slots of their own
+        has_room = memory.pending + memory.leased + missing <= requests.shape.cpu_slots
+        is_well = has_room and quiet.is_so() and are_in_use(requests) and not world.may_be_late
         if missing and is_well and requests.is_alone and not world.trouble.has_rot:
             raise WrongAnswer("lost", f"{missing} blocks are on the disk that a load with gaps was not given")
         await storing
