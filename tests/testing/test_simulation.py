@@ -456,6 +456,7 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10032611, id="the use that admits a block has it written though a store only passes it on"),
         pytest.param(20008005, id="what is on a disk of which a call stalls is not found beside its trouble either"),
         pytest.param(10031032, id="who flushes waits for a direct store no longer than for any"),
+        pytest.param(10751552, id="what a full queue drops of a plan is not lost"),
         pytest.param(10751287, id="a load with gaps is given nothing where others' plans have all of memory"),
     ],
 )

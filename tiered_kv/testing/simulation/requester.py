@@ -105,10 +105,11 @@ class Requester:
     def may_be_lost(self, *, is_told: bool = False) -> bool:
         """Whether what a store kept in memory may be lost on its way down, and who stored it is not told of that.
 
-        It is while media may fail, and where what waits for the cleaner fills the memory that it has to pass.
+        It is while media may fail, where what waits for the cleaner fills the memory that it has to pass, and where the
+        queue of stores is short, of a plan.
         """
         is_short = self.shape.writes_back and not self.shape.keeps_in_memory
-        return self.world.may_be_wrong or (is_short and not is_told)
+        return self.world.may_be_wrong or ((is_short or self.shape.has_short_queue) and not is_told)
 
     def keeps_in_memory(self) -> bool:
         """Whether the CPU tier has room for whatever is stored."""
