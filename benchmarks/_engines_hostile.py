@@ -51,7 +51,7 @@ class Setting:
         engine: More arguments of vLLM's.
         connector: More settings of our connector's.
 
-    The other engines, see above, take part where all of this but what is asked for is as it is by default.
+    The engines with other connectors take part where the tiers are these and prompts do not come again.
     """
 
     tiers: tuple[object, ...] = (MEMORY, NVME)

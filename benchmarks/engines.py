@@ -280,7 +280,7 @@ def main() -> None:
     parser.add_argument(
         "--models", nargs="+", choices=HURT, default=["tiny"],
         help=f"of hostile: steps of 3 to 12 ms, or longer ones, as of the larger model that decodes ({ROUNDS_LONGER} "
-        f"rounds at most, of {len(HURT_LONGER)} settings; both models together take some 22 minutes)",
+        f"rounds at most, of {len(HURT_LONGER)} settings); the tiny one takes half an hour",
     )  # fmt: skip
     arguments = parser.parse_args()
     vllm = Environment.of("vllm")

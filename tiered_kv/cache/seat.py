@@ -201,8 +201,9 @@ class Seat(EngineSide):
         The others are not named for that: an engine asks it of each prompt, and a call of numpy takes ten times as long
         there as behind others of its kind, for the engine's products leave nothing of it in a processor's caches.
         """
+        epoch = self.epoch
         for chain in self._chains_of(keys):
-            name = chain.naming.namespace(keys.salt_id, self.epoch).first_name(keys)
+            name = chain.naming.namespace(keys.salt_id, epoch).first_name(keys)
             if not chain.shared and not is_anywhere(chain.books_in_use(), name):
                 return False
         return True

@@ -97,7 +97,8 @@ class Planning:
         finally:
             requests.count_asked("load" if is_load else "store", len(keys), is_sure=is_sure)
             if not is_load:
-                known.store_ends(names, requests.now, is_whole=is_whole, may_be_lost=requests.may_be_lost())
+                may_be_lost = requests.may_be_lost(is_planned=True)
+                known.store_ends(names, requests.now, is_whole=is_whole, may_be_lost=may_be_lost)
         if is_load:
             right = requests.memory.are_right(keys, weights, region)
             mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)

@@ -75,7 +75,7 @@ class _Hand:
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
             mask = result.mask if len(result.mask) else mask
         finally:
-            may_be_lost = requests.may_be_lost()  # where there was no room for all, nothing is sent below
+            may_be_lost = requests.may_be_lost(is_planned=True)  # without room for all, nothing is sent below
             known.store_ends(names, requests.now, is_whole=bool(mask.all()), may_be_lost=may_be_lost)
 
     def _answer(self, job: Job, plan: Plan, keys: Sequence[BlockKeys], names: Sequence[Any], way: str) -> None:

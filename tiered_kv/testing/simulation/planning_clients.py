@@ -233,7 +233,7 @@ class PlanningClient:
                 await asyncio.sleep(_AWAY_S)
         finally:
             if not is_load and not self._process.is_dead:
-                may_be_lost = requests.may_be_lost() or not mask.all()
+                may_be_lost = requests.may_be_lost(is_planned=True) or not mask.all()
                 known.store_ends(names, self._now, is_whole=bool(mask.all()), may_be_lost=may_be_lost)
                 del self._storing[storing]
         if is_load:

@@ -102,14 +102,15 @@ class Requester:
         else:
             self._perhaps[what] += num_blocks
 
-    def may_be_lost(self, *, is_told: bool = False) -> bool:
+    def may_be_lost(self, *, is_told: bool = False, is_planned: bool = False) -> bool:
         """Whether what a store kept in memory may be lost on its way down, and who stored it is not told of that.
 
-        It is while media may fail, where what waits for the cleaner fills the memory that it has to pass, and where the
-        queue of stores is short, of a plan.
+        It is while media may fail, where what waits for the cleaner fills the memory that it has to pass, and, of a
+        plan, where the queue of stores is short: no `settled()` says what that has dropped.
         """
         is_short = self.shape.writes_back and not self.shape.keeps_in_memory
-        return self.world.may_be_wrong or ((is_short or self.shape.has_short_queue) and not is_told)
+        is_dropped = is_planned and self.shape.has_short_queue
+        return self.world.may_be_wrong or is_dropped or (is_short and not is_told)
 
     def keeps_in_memory(self) -> bool:
         """Whether the CPU tier has room for whatever is stored."""
