@@ -18,7 +18,6 @@ from tiered_kv.testing.simulation.meetings import (
     COMPUTED_LATER,
     PLAIN,
     Quiet,
-    are_in_use,
     die,
     evict,
     leave_memory,
@@ -211,7 +210,7 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
         missing = int(np.count_nonzero(is_there & still & ~held))
         memory = kv.stats()["cpu"]  # scenes that had begun before this one go on, with slots of their own
         has_room = memory.pending + memory.leased + missing <= requests.shape.cpu_slots
-        is_well = has_room and quiet.is_so() and are_in_use(requests) and not world.may_be_late
+        is_well = has_room and quiet.is_so() and requests.are_in_use and not world.may_be_late
         if missing and is_well and requests.is_alone and not world.trouble.has_rot:
             raise WrongAnswer("lost", f"{missing} blocks are on the disk that a load with gaps was not given")
         await storing

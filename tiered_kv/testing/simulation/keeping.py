@@ -127,5 +127,5 @@ class Keeping(Requester):
         A store is bypassed, too, that is asked for more than it can do.
         """
         world, num_faults = self.world, self.world.num_tier_faults
-        is_well = not world.may_be_wrong and not any(tier.open_breakers for tier in self.kv.stats().tiers)
+        is_well = not world.may_be_wrong and self.are_in_use
         return lambda: is_well and not world.may_be_wrong and num_faults == world.num_tier_faults

@@ -89,11 +89,6 @@ class Quiet:
         return self._requests.num_removals, self._requests.num_epochs
 
 
-def are_in_use(requests: "Requests") -> bool:
-    """Say whether no tier is bypassed: a call that stalls may outlast the trouble of which it is by half a minute."""
-    return not any(tier.open_breakers for tier in requests.kv.stats().tiers)
-
-
 def is_there(requests: "Requests", keys: BlockKeys) -> bool:
     """Say whether all of some blocks are found at once."""
     return requests.kv.lookup_nowait(keys).num_blocks == len(keys)
@@ -128,7 +123,7 @@ async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
     if requests.ending or not requests.keeps_all() or is_resizing:
         return
     await requests.do("resize", (0, 0, 0, 1))
-    is_quiet = quiet.is_so(1) and are_in_use(requests)
+    is_quiet = quiet.is_so(1) and requests.are_in_use
     if is_quiet and requests.keeps_all() and (lost := sum(not is_there(requests, keys) for keys in there)):
         raise WrongAnswer("lost", f"{lost} of {len(there)} prompts that were in memory, as it was made smaller")
     for keys in prompts:
@@ -412,6 +407,6 @@ async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") 
         await evict_from_memory(requests, keys)
         if requests.ending:
             return
-        is_in_use, num_found = are_in_use(requests), (await kv.lookup(keys)).num_blocks
+        is_in_use, num_found = requests.are_in_use, (await kv.lookup(keys)).num_blocks
         if is_written and num_found < len(keys) and is_in_use and quiet.is_so():
             raise WrongAnswer("lost", f"{num_found} of {len(keys)} blocks are there that were written to the store")

@@ -78,6 +78,11 @@ class Requester:
         return self._opened_at > 0
 
     @property
+    def are_in_use(self) -> bool:
+        """Whether no tier is bypassed: a call that stalls may outlast the trouble of which it is by half a minute."""
+        return not any(tier.open_breakers for tier in self.kv.stats().tiers)
+
+    @property
     def now(self) -> float:
         """Virtual seconds."""
         return self.world.turns.now

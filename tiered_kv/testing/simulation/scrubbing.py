@@ -8,7 +8,7 @@ import numpy as np
 
 from tiered_kv.testing.simulation.engine import FRESH_SALT, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.meetings import PLAIN, Quiet, are_in_use, evict_from_memory, is_there, well
+from tiered_kv.testing.simulation.meetings import PLAIN, Quiet, evict_from_memory, is_there, well
 from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.values.keys import BlockKeys
@@ -66,7 +66,7 @@ async def _fail_beside_scrubs(requests: "Requests", prompts: Sequence[BlockKeys]
     requests.world.tell(f"trouble: {requests.world.begin_trouble(0, kind)}")
     await asyncio.sleep(requests.shape.scrubbed_within_s(requests.disk_bytes))
     await well(requests)
-    if requests.ending or not quiet.is_so() or not requests.keeps_all() or not are_in_use(requests):
+    if requests.ending or not quiet.is_so() or not requests.keeps_all() or not requests.are_in_use:
         return
     after = [_num_on_disk(requests, keys) for keys in prompts]
     if any(now < then for now, then in zip(after, before, strict=True)):

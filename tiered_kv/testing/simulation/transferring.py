@@ -176,7 +176,7 @@ class Transferring(Requester):
         still = self.world.known.kept_of(names)
         kept = [bool(before and now) for before, now in zip(asked.kept, still, strict=True)]
         num_kept = [*kept, False].index(False)
-        if is_prefix and result.num_blocks < num_kept:
+        if is_prefix and result.num_blocks < num_kept and self.are_in_use:
             raise WrongAnswer("lost", f"{result.num_blocks} of {num_kept} blocks came that were kept: {result.faults}")
 
     async def _stores(
