@@ -565,6 +565,9 @@ NO_OBJECTS = b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketRes
 """What a store without marks of evictions answers who lists them."""
 
 
+SLOW_DOWN = "<Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
+
+
 def a_part_of(names: Sequence[str]) -> str:
     """Return the answer that lists these objects, and says that there are more."""
     since = "<LastModified>2026-11-22T00:00:00.000Z</LastModified><Size>0</Size>"
@@ -585,6 +588,8 @@ class AnsweringServer:
         """How it answers who lists the marks of evictions, of which it has none; empty: not at all."""
         self.marks: Sequence[str] = ()
         """It lists these if there are any, and never answers who asks for more."""
+        self.error = ""
+        """What it says beside the status."""
         self._now = 0
         self._answers = answers
         self._enough = asyncio.Event()
@@ -594,7 +599,7 @@ class AnsweringServer:
         try:
             while (head := await reader.readuntil(b"\r\n\r\n")).strip():
                 await reader.readexactly(int((re.search(rb"(?i)\r\ncontent-length: *(\d+)", head) or [b"", b"0"])[1]))
-                status, body = "404 Not Found", ""
+                status, body = "404 Not Found", self.error
                 if b"list-type=2" in head:
                     if b"continuation-token" in head or not self.listing:
                         continue
@@ -836,6 +841,30 @@ async def test_a_store_that_may_be_carried_out_yet_has_failed() -> None:
     async with answering(answers, max_retries=2, connections=1) as (backend, server):
         assert await backend.write(keys, records(keys)) == [Outcome.STORED, Outcome.FAILED, Outcome.STORED]
         assert server.num_requests == 3
+
+
+@pytest.mark.parametrize(("status", "error"), [("503 Slow Down", SLOW_DOWN), ("429 Too Many Requests", "")])
+async def test_a_store_that_is_refused_for_its_rate_is_sent_again(status: str, error: str) -> None:
+    """Within ``max_retries``, as a store that says so does not carry it out later."""
+    (key,), stored = chain(1), "200 OK\r\nETag: x"
+    async with answering(itertools.chain([status] * 2, itertools.repeat(stored)), max_retries=2) as (backend, server):
+        server.error = error
+        assert await backend.write([key], records([key])) == [Outcome.STORED]
+        assert server.num_requests == 3
+    async with answering(itertools.repeat(status), max_retries=1) as (backend, server):
+        server.error = error
+        with pytest.raises(BackendUnavailableError, match=status[:3]):
+            await backend.write([key], records([key]))
+        assert server.num_requests == 2
+
+
+async def test_a_store_that_goes_on_being_refused_ends_in_time() -> None:
+    """No repetition begins in the second half of a call, however many may be made."""
+    (key,) = chain(1)
+    async with answering(itertools.repeat("429 Too Many Requests"), max_retries=10, timeout_s=2) as (backend, server):
+        with pytest.raises(BackendUnavailableError, match="429"):
+            await backend.write([key], records([key]))
+        assert server.num_requests in range(1, 6)
 
 
 async def test_what_was_evicted_is_known_before_anything_is_served(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,9 @@ from tiered_kv_backends.s3.s3_client import (
     BEGIN_WITHIN,
     REQUEST_WITHIN,
     S3Settings,
+    is_refused_for_rate,
     make_store,
+    pauses,
     translate,
     translate_opening,
 )
@@ -69,7 +71,7 @@ class S3Backend(Backend):
             if (failure := translate_opening(error, self.settings)) is not None:
                 raise failure from error
         self._store = make_store(self.settings)
-        # No client repeats a PUT: the first may be carried out behind a deletion, and nobody would know of it.
+        # The client repeats no PUT: the first may be carried out behind a deletion, and nobody would know of it.
         self._once = self._store if self.settings.is_private else make_store(self.settings, tries_once=True)
         self._context, self._clock = context, context.clock
         self._packing = Packing(context.groups, self.settings.pack_bytes)
@@ -165,7 +167,8 @@ class S3Backend(Backend):
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
         """Store the records, whole groups as packs: STORED or FAILED each.
 
-        What fails is not sent again: the store may carry it out yet, behind a deletion, which what is STORED must not.
+        What fails is not sent again, unless it was refused for the rate of requests: the store may carry it out yet,
+        behind a deletion, which what is STORED must not.
 
         Raises:
             BackendUnavailableError: Nothing could be stored.
@@ -372,13 +375,22 @@ class S3Backend(Backend):
 
     async def _put(self, name: str, body: Sequence[memoryview] | bytes, deadline: float) -> None:
         mode: Literal["create", "overwrite"] = "create" if self.settings.create_only else "overwrite"
+        waits = pauses(self.settings.max_retries)
+
+        async def put() -> None:
+            while True:
+                try:
+                    await obstore.put_async(self._once, name, body, mode=mode, use_multipart=False)
+                except BaseError as error:
+                    pause_s = next(waits, None) if is_refused_for_rate(error) else None
+                    if pause_s is None or self._clock() + pause_s >= deadline:
+                        raise
+                    await asyncio.sleep(pause_s)  # and has its connection: fewer requests are what the store asks for
+                else:
+                    return
+
         try:
-            await self._request(
-                self._writing,
-                deadline,
-                "store",
-                lambda: obstore.put_async(self._once, name, body, mode=mode, use_multipart=False),
-            )
+            await self._request(self._writing, deadline, "store", put)
         except AlreadyExistsError:
             pass  # by this name it is the same block
         except FileNotFoundError as error:

@@ -3,8 +3,10 @@
 import atexit
 import functools
 import os
+import random
 import re
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Final, cast
@@ -44,6 +46,8 @@ _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not e
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _LAST_CALLS_S = 0.3
 """How long the client's threads may take to let go of Python's objects after the last call."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
+_REFUSED = re.compile(r"status code: 429|<Code>SlowDown</Code>")
 _BEYOND_END = re.compile(r"status code: 416|StartTooLarge")
 
 
@@ -71,7 +75,8 @@ class S3Settings(StorageTierSettings):
     connect_timeout_s: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """How long a connection, and the whole of opening, may take."""
     max_retries: int = Field(default=2, ge=0, le=10)
-    """Of one request, with jitter, within 15 % of ``timeout_s``. A store is not repeated: it has failed at once."""
+    """Of one request, with jitter, within 15 % of ``timeout_s``. A store is repeated only if it was refused for the
+    rate of requests (``SlowDown``, 429): any other that fails may be carried out yet, and has failed at once."""
     create_only: bool = False
     """Never replace an object (``If-None-Match: *``). A damaged one is deleted by its second read, then stored anew."""
     pack_bytes: Size = Field(default=default_size(4 << 20), ge=0)
@@ -156,7 +161,11 @@ def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool
         if settings.ca_file is not None:
             client["root_certificate"] = settings.ca_file.read_text()
         retry = {
-            "backoff": {"base": 2, "init_backoff": timedelta(milliseconds=50), "max_backoff": timedelta(seconds=1)},
+            "backoff": {
+                "base": 2,
+                "init_backoff": timedelta(seconds=_FIRST_PAUSE_S),
+                "max_backoff": timedelta(seconds=_LONGEST_PAUSE_S),
+            },
             "max_retries": 0 if is_probe or tries_once else settings.max_retries,
             "retry_timeout": timedelta(seconds=_RETRY_WITHIN * settings.timeout_s),
         }
@@ -174,6 +183,22 @@ def _wait_at_exit() -> None:
     See https://github.com/PyO3/pyo3-async-runtimes/issues/40.
     """
     atexit.register(time.sleep, _LAST_CALLS_S)
+
+
+def pauses(max_retries: int) -> Iterator[float]:
+    """Yield how many seconds to wait before each repetition of a request that was refused for the rate of requests.
+
+    Drawn below a limit that doubles, so that clients which were refused together do not come back together.
+    """
+    limit_s = _FIRST_PAUSE_S
+    for _ in range(max_retries):
+        limit_s = min(2 * limit_s, _LONGEST_PAUSE_S)
+        yield random.uniform(limit_s / 2, limit_s)  # noqa: S311 - no secret
+
+
+def is_refused_for_rate(error: BaseError) -> bool:
+    """Say whether a store answered that requests come too fast: that one will not be carried out later."""
+    return _REFUSED.search(str(error)) is not None
 
 
 def translate(error: BaseError | OSError | ValueError, doing: str, settings: S3Settings) -> BackendError:
