@@ -244,11 +244,13 @@ def test_a_process_that_was_forked_is_refused() -> None:
 
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_process_that_was_forked_leaves_the_block_at_once() -> None:
-    """It has no event loop to wait for: the cache is the other process's, and stays open there."""
+    """It has no event loop to wait for: the cache is the other process's, and stays open there, as do its leases."""
     engine = Engine()
     with ExitStack() as stack:
         kv = stack.enter_context(open_blocking(cache_of(CPU)))
         kv.register_kv_caches(engine.caches)
+        kv.store(KEYS[:1], engine.compute(KEYS[:1]))
+        lease = stack.enter_context(kv.lease(KEYS[:1]))
         if not (child := os.fork()):
             signal.signal(signal.SIGALRM, signal.SIG_DFL)
             signal.alarm(30)
@@ -258,7 +260,8 @@ def test_a_process_that_was_forked_leaves_the_block_at_once() -> None:
             finally:
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
-        assert kv.store(KEYS, engine.compute(KEYS)).num_stored == 9
+        assert [bytes(view) for view in lease.views] == contents(KEYS[:1])
+        assert kv.store(KEYS, engine.compute(KEYS)).num_stored == 8
         assert kv.load(KEYS, INTO).num_blocks == 9
 
 

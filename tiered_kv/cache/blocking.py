@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -99,8 +99,14 @@ def _holding(
     @contextmanager
     def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         held_later: AbstractAsyncContextManager[T] = kv.call(getattr(kv.cache, call.__name__), *args, **kwargs)
-        with kv._open_portal().wrap_async_context_manager(held_later) as held:  # noqa: SLF001 - its own module's
-            yield held
+        portal, num_parents = kv._open_portal(), len(parents)  # noqa: SLF001 - its own module's
+        with ExitStack() as stack:
+            held = stack.enter_context(portal.wrap_async_context_manager(held_later))
+            try:
+                yield held
+            finally:
+                if len(parents) != num_parents:  # a process that was forked meanwhile holds nothing: its parent does
+                    stack.pop_all()
 
     update_wrapper(blocking, call)
     return blocking
