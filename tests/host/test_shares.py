@@ -26,6 +26,7 @@ from tiered_kv import (
     KVLayout,
     ModelIdentity,
     Shard,
+    TieredKV,
     TieredKVServer,
     TieredKVSettings,
 )
@@ -405,6 +406,60 @@ async def test_a_model_that_does_not_go_holds_up_no_other(tmp_path: Path, monkey
     finally:
         goes_on.set()
     await until(lambda: list(shares) == [share])
+    await shares.aclose()
+
+
+@pytest.mark.parametrize("keeps", ["disk", "memory"])
+async def test_a_model_that_no_thread_could_delete_is_tried_again(
+    keeps: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it has on a disk counts until then, and who attaches for it has it: it does not wait for what has ended."""
+    tiers, start = [cpu(500), *([nvme(tmp_path / "disk", 1 << 20)] if keeps == "disk" else [])], threading.Thread.start
+
+    def start_unless_it_deletes(thread: threading.Thread) -> None:
+        if "delete" in thread.name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    shares = Shares(TieredKVSettings(tiers=tiers, limits=LIMITS), Recorder())
+    share, _ = await shares.join(ONE, SMALL, (Shard(),))
+    shares.leave(share)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start_unless_it_deletes)
+        await shares.reclaim(0.0)
+        await until(lambda: all(each.going is None for each in shares))
+        assert [list(each.given) for each in shares] == ([["nvme"]] if keeps == "disk" else [])
+    with anyio.fail_after(30):
+        again, _ = await shares.join(ONE, SMALL, (Shard(),))
+    assert again.cache is not None
+    shares.leave(again)
+    await shares.reclaim(0.0)
+    await until(lambda: not list(shares))
+    await shares.aclose()
+
+
+async def test_a_tier_that_cannot_be_resized_holds_up_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever a medium raises, the model keeps what it has, and its tier may be divided anew."""
+
+    async def resize(*_: object) -> None:
+        raise RuntimeError("a medium of somebody else's")
+
+    shares = Shares(
+        TieredKVSettings(tiers=[cpu(500)], limits=LIMITS, host={"socket": tmp_path / "kv.sock"}), Recorder()
+    )
+    one, _ = await shares.join(ONE, SMALL, (Shard(),))
+    monkeypatch.setattr("tiered_kv.host.shares._ROOM_S", 0.0)
+    with monkeypatch.context() as patched:
+        patched.setattr(TieredKV, "resize", resize)
+        two, _ = await shares.join(TWO, SMALL, (Shard(),))
+        await until(lambda: not one.resizing)
+    assert "a medium of somebody else's" in caplog.text
+    shares.leave(two)
+    await shares.reclaim(0.0)
+    await until(lambda: list(shares) == [one])
+    assert one.given["cpu"] == 500 * STRIDE
     await shares.aclose()
 
 

@@ -91,8 +91,8 @@ class Share:
         assert self.cache is not None  # noqa: S101 - its caller's
         try:
             await self.cache.resize(tier, capacity)
-        except TieredKVError as error:
-            log("warning", "host.resize_failed", tier=tier, model=self.name, error=str(error))
+        except Exception as error:  # noqa: BLE001 - whatever it is, no other tier or model is to wait for it
+            log("warning", "host.resize_failed", tier=tier, model=self.name, error=in_words(error))
             return False
         return True
 
@@ -466,6 +466,26 @@ class Shares:
             except Exception as error:  # noqa: BLE001 - whatever a medium raises: nothing of it is to stay
                 log("error", "host.close_failed", exc_info=error)
             share.cache = share.page = None
+        try:
+            left = await self._delete(share, was_open=was_open)
+        except Exception as error:  # noqa: BLE001 - no thread is to be had, say
+            log("warning", "host.reclaim_failed", model=share.name, directory=share.directory, error=in_words(error))
+            left = {
+                tier.name: share.given[tier.name] for tier in self._owned if tier.paths and tier.name in share.given
+            }
+        if left:  # which is tried again, as long after this
+            now = asyncio.get_running_loop().time()
+            kept = Share(share.directory, share.name, share.weight, unused_since=now, given=left)
+            kept.was_open = was_open
+            self._shares[share.directory] = kept
+        else:
+            del self._shares[share.directory]
+            log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
+        self._divide_by_right()
+        gc.collect()  # a closed cache is a circle with tables of megabytes, of too few objects to be looked for soon
+
+    async def _delete(self, share: Share, *, was_open: bool) -> dict[str, int]:
+        """Delete a model's directories; return the bytes of those that have to stay, by tier."""
         left = dict[str, int]()
         loop = asyncio.get_running_loop()
         for tier in self._tiers:
@@ -475,15 +495,7 @@ class Shares:
                 log("warning", "host.directory_kept", model=share.name, path=str(path), error=why)
             if any(was_open or failure is not None for failure in stay.values()):
                 left[tier.name] = await in_a_thread(LoopCalls(loop), tier.left_of, share.directory)
-        if left:  # which is tried again, as long after this
-            kept = Share(share.directory, share.name, share.weight, unused_since=loop.time(), given=left)
-            kept.was_open = was_open
-            self._shares[share.directory] = kept
-        else:
-            del self._shares[share.directory]
-            log("info", "host.share_reclaimed", model=share.name, directory=share.directory)
-        self._divide_by_right()
-        gc.collect()  # a closed cache is a circle with tables of megabytes, of too few objects to be looked for soon
+        return left
 
     def _made(self, share: Share, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard]) -> TieredKV:
         """Make a model's cache, with the part of each tier that is its own."""
