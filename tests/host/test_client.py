@@ -1,15 +1,18 @@
 """What a client of a server does beside the promises of the face: layers, threads, weights, models, rights."""
 
 import asyncio
+import errno
 import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import anyio
 import numpy as np
 import pytest
 
@@ -36,10 +39,11 @@ from tiered_kv import (
     full,
     window,
 )
+from tiered_kv.cache.tiered_kv import TierCalls
 from tiered_kv.host import handshake, protocol, wire
-from tiered_kv.host.attachment import Line
+from tiered_kv.host.attachment import Attachment, Line
 from tiered_kv.host.connection import FarSide
-from tiered_kv.host.protocol import Attach, Attached, Health, Keys, Slab
+from tiered_kv.host.protocol import Answered, Attach, Attached, Health, Keys, Slab
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
 from tiered_kv.values.loop_calls import LoopCalls
@@ -678,6 +682,63 @@ async def test_the_end_of_a_connection_is_looked_at_once() -> None:
     await lost.wait()
     assert not loop.remove_reader(ours)
     line.close()
+
+
+class SocketWithoutRoom(socket.socket):
+    """Of a system that has no memory for what is sent."""
+
+    def send(self, *_: object) -> int:
+        """Send nothing."""
+        raise OSError(errno.ENOBUFS, os.strerror(errno.ENOBUFS))
+
+
+async def test_a_connection_on_which_a_message_is_lost_ends() -> None:
+    """On both sides: what came after it would be taken for the rest of it, and what it says would never be heard."""
+    lost, (ours, theirs) = asyncio.Event(), socket.socketpair()
+    with theirs, SocketWithoutRoom(fileno=ours.detach()) as without_room:
+        without_room.settimeout(0.0)
+        line = Line(without_room, LoopCalls(asyncio.get_running_loop()), print)
+        line.start(lost.set)
+        line.send(protocol.Cancel(1))
+        await lost.wait()
+        assert theirs.recv(1) == b""
+        line.close()
+
+
+async def test_a_server_that_answers_a_part_of_a_call_is_not_silent() -> None:
+    """Little of the call's time may be left for the next part: only who says nothing in all of it is."""
+    there = Attached(b"", (), "none", (), (), 1.0, 1.0, 0, 4096, is_read_only=False)
+    loop_calls, (ours, theirs) = LoopCalls(asyncio.get_running_loop()), socket.socketpair()
+    ours.settimeout(0.0)
+    with theirs:
+        attachment = Attachment("", ours, there, [], CPUDevice(), loop_calls, print, 1.0, emit=print)
+        since = time.monotonic()
+
+        def answer_one() -> None:
+            theirs.recv(1)
+            theirs.sendall(wire.frame(Answered(1, wire.encoded(None))))
+
+        answering = asyncio.ensure_future(asyncio.to_thread(answer_one))
+        assert await asyncio.to_thread(attachment.ask_now, protocol.Ping, 60.0, since) is not None
+        await answering
+        assert await asyncio.to_thread(attachment.ask_now, protocol.Ping, 0.001, since) is None
+        assert not attachment.is_silent
+        assert await asyncio.to_thread(attachment.ask_now, protocol.Ping, 0.001, time.monotonic()) is None
+        assert attachment.is_silent
+        attachment.end()
+
+
+async def test_what_a_server_fails_at_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is raised there: who waits for as long as the server is there would wait for good."""
+
+    async def prefetch(*_: object, **__: object) -> None:
+        raise RuntimeError("a fault of the server's")
+
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server) as kv:
+            monkeypatch.setattr(TierCalls, "prefetch", prefetch)
+            with anyio.fail_after(30):
+                assert (await kv.prefetch(KEYS)).num_blocks == 0
 
 
 @pytest.mark.parametrize("num_descriptors", [0, 2])

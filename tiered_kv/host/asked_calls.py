@@ -8,6 +8,7 @@ another type than the face says.
 import asyncio
 import inspect
 import math
+import time
 import typing
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -364,10 +365,9 @@ class Asking:
 
     def ask_now(self, remote: Remote[P, T], away: Away[T], given: Any, *, anywhere: bool) -> T:  # noqa: ANN401 - of `Remote.bind`
         """`ask`, which blocks its thread, a second at most."""
-        parts, answers = self.parts(remote, given), list[T]()
-        until = self.connection.now_until()
+        parts, answers, since = self.parts(remote, given), list[T](), time.monotonic()
         for part in parts:
-            answer = self.connection.ask_now(self.making(remote, part, anywhere=anywhere), until, anywhere=anywhere)
+            answer = self.connection.ask_now(self.making(remote, part, anywhere=anywhere), since, anywhere=anywhere)
             answers.append(self.answer_in(answer, remote, away, part))
             if remote.ends_with(answers[-1], part):
                 break

@@ -41,12 +41,14 @@ class Line:
 
     Attributes:
         num_heard: Messages; any thread may look.
+        heard_at: When the last of them came, or this was made; likewise.
         is_open: Whether something may come; any thread may look.
     """
 
     def __init__(self, connection: socket.socket, loop_calls: LoopCalls, take: Callable[[Reply], None]) -> None:
         """Have ``take`` take each message, on the event loop. `start` comes next."""
         self.num_heard = 0
+        self.heard_at = time.monotonic()
         self.is_open = True
         self._connection = connection
         self._loop_calls = loop_calls
@@ -92,7 +94,7 @@ class Line:
     def answer_to(self, number: int, message: wire.Message, timeout_s: float) -> Answer | None:
         """Ask with a message of this number, and block the thread for the answer; None if there is none in time.
 
-        Half-way, the server is asked whether it is there at all: `num_heard` tells.
+        Half-way, the server is asked whether it is there at all: `heard_at` tells.
 
         Raises:
             ConfigurationError: The message is longer than one may be.
@@ -222,8 +224,10 @@ class Line:
             if not self._is_writing:
                 self._is_writing = True
                 self._loop_calls.call(self._begin_writing)
-        except OSError:  # whoever reads will see that it has ended
+        except OSError:  # it has ended, or part of a message is lost: whoever reads, here and there, sees its end
             self._unsent.clear()
+            with suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def _receive(self) -> None:
         if not self.is_open:
@@ -256,6 +260,7 @@ class Line:
                 reply = protocol.reply_from(received[at : at + length])
                 at += length
                 self.num_heard += 1
+                self.heard_at = time.monotonic()
                 if reply.id in self._answers and isinstance(reply, Answer):
                     self._answers[reply.id] = reply
                 else:
@@ -373,18 +378,18 @@ class Attachment:
                 self.send(protocol.Cancel(number))
         return answer
 
-    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float) -> Answer | None:
-        """`ask` from any thread, which blocks meanwhile.
+    def ask_now(self, make: Callable[[int], wire.Message], timeout_s: float, since: float) -> Answer | None:
+        """`ask` from any thread, which blocks meanwhile; a server that says nothing ``since`` then is silent.
 
         Raises:
             ConfigurationError: The question is longer than a message may be.
         """
         if not self.is_open or self.is_silent:
             return None
-        number, num_heard = self.number(), self._line.num_heard
+        number = self.number()
         if (answer := self._line.answer_to(number, make(number), timeout_s)) is None:
             self.send(protocol.Cancel(number))
-            self.is_silent = self.is_open and self._line.num_heard == num_heard
+            self.is_silent = self.is_open and self._line.heard_at < since
         return answer
 
     def look(self, every_s: float) -> None:

@@ -322,17 +322,14 @@ class Connection:
             return None
         return _raised(await self.there.ask(make, self.timeout_s if timeout_s is None else timeout_s))
 
-    def now_until(self) -> float:
-        """Return when a call that blocks its thread from now on has to end, a second from now at most."""
-        return time.monotonic() + min(self.timeout_s, _NOW_S)
+    def ask_now(self, make: Callable[[int], wire.Message], since: float, *, anywhere: bool = False) -> Answer | None:
+        """`ask` that blocks its thread, a second from ``since`` on at most; any thread may call it from ``anywhere``.
 
-    def ask_now(self, make: Callable[[int], wire.Message], until: float, *, anywhere: bool = False) -> Answer | None:
-        """`ask` that blocks its thread ``until`` then; any thread may call it from ``anywhere``."""
+        One call may ask several times: whatever the server has said ``since`` then shows that it is there.
+        """
         self.here(anywhere=anywhere)
-        there = self.there
-        if there is None or (left_s := until - time.monotonic()) <= 0.0:
-            return None
-        return _raised(there.ask_now(make, left_s))
+        there, left_s = self.there, since + min(self.timeout_s, _NOW_S) - time.monotonic()
+        return _raised(there.ask_now(make, left_s, since)) if there is not None and left_s > 0.0 else None
 
     def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
         """Return the results of submissions that have ended, in any thread, after the end too."""

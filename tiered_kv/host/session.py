@@ -46,6 +46,7 @@ from tiered_kv.values.errors import (
     ConfigurationError,
     Reason,
     TieredKVError,
+    in_words,
 )
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
@@ -278,6 +279,9 @@ class Session:
             send(await answer())
         except TieredKVError as error:
             send(protocol.Failed(id_, wire.kind_of(error), str(error)))
+        except Exception as error:
+            send(protocol.Failed(id_, TieredKVError.__name__, in_words(error)))  # who asked may wait for good, else
+            raise
 
     async def _answered(
         self, remote: Remote[..., Any], id_: int, call: Callable[[], Awaitable[object]]
