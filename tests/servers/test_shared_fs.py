@@ -627,6 +627,29 @@ async def test_empty_folders_are_removed_and_made_again(tmp_path: Path) -> None:
         assert await store(backend, keys[:1]) == [Outcome.STORED]
 
 
+async def test_a_writer_that_was_taken_for_dead_drops_its_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sweep has deleted its file and counts its bytes no more: written again they would be beyond the limit."""
+    replace_file, num_replaced = os.replace, 0
+
+    def replace_late(temporary: str, name: str, *, src_dir_fd: int, dst_dir_fd: int) -> None:
+        nonlocal num_replaced
+        num_replaced += 1
+        if num_replaced == 1:
+            os.unlink(temporary, dir_fd=src_dir_fd)
+        replace_file(temporary, name, src_dir_fd=src_dir_fd, dst_dir_fd=dst_dir_fd)
+
+    monkeypatch.setattr(os, "replace", replace_late)
+    async with opened(tmp_path, capacity=4 * RECORD) as backend:
+        with pytest.raises(BackendUnavailableError, match="taken for dead"):
+            await store(backend, keys_of(1))
+        outcomes = await store(backend, keys_of(2, 3, 4, 5))
+        assert outcomes.count(Outcome.STORED) == num_replaced - 1 == 3
+        await backend.sweep()
+        assert len(files_in(tmp_path)) <= 4
+
+
 async def test_space_is_left_free(tmp_path: Path) -> None:
     """Nothing is written to a filesystem that has less free space than it is to have."""
     async with opened(tmp_path, min_free_fraction=0.999_999) as backend:

@@ -349,7 +349,7 @@ class DirectoryRoom:
         return num_blocks
 
     def settle(self, num_bytes: int, *, is_written: bool) -> None:
-        """What was taken for a block is in a file, or can be used again."""
+        """What was taken for a block is in a file, or in nobody's books any more; or it can be used again."""
         if is_written:
             self.unwritten -= num_bytes
         else:

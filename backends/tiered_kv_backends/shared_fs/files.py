@@ -56,6 +56,10 @@ class Work(NamedTuple):
     """0: reading it is no use that is written down."""
 
 
+class OverdueError(OSError):
+    """A record's writer was taken for dead as it wrote: the file is deleted, and nobody counts its bytes any more."""
+
+
 Moved = Outcome | OSError
 """What became of one block."""
 
@@ -349,6 +353,7 @@ def _read_file(file: int, work: Work) -> Outcome:
 
 
 def _write(folders: _Folders, work: Work) -> Outcome:
+    """Write a record, in a folder that another may remove meanwhile: then it is made again."""
     temporary = f".{uuid.uuid4().hex}.tmp"
     for left in reversed(range(_TRIES)):
         try:
@@ -367,6 +372,12 @@ def _write(folders: _Folders, work: Work) -> Outcome:
 
 
 def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
+    """Write a record to a file, and give that its name.
+
+    Raises:
+        OverdueError: A sweep has deleted the file meanwhile.
+        OSError: The filesystem fails.
+    """
     try:
         try:
             left = list(work.block.segments)
@@ -376,6 +387,8 @@ def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
         finally:
             os.close(file)  # NFS sends what is left, and says what it could not: only then is the file whole
         os.replace(temporary, work.key.hash.hex(), src_dir_fd=folder, dst_dir_fd=folder)
+    except FileNotFoundError as error:
+        raise OverdueError(errno.ETIMEDOUT, "its writer was taken for dead", temporary) from error
     except BaseException:
         with contextlib.suppress(OSError):  # else the sweeper finds it
             os.unlink(temporary, dir_fd=folder)

@@ -34,7 +34,7 @@ from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs import files
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom
-from tiered_kv_backends.shared_fs.files import FileThreads, Moved, Work, each_of, look_at, text_of
+from tiered_kv_backends.shared_fs.files import FileThreads, Moved, OverdueError, Work, each_of, look_at, text_of
 from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, delete_folders, holds_blocks
 
 T = TypeVar("T")
@@ -310,7 +310,8 @@ class SharedFSBackend(Backend):
         if not writing.cancelled() and writing.exception() is None:
             salts = set[str]()
             for work, moved in zip(share, writing.result(), strict=True):
-                self._room.settle(work.block.num_bytes, is_written=moved is Outcome.STORED)
+                is_settled = moved is Outcome.STORED or isinstance(moved, OverdueError)
+                self._room.settle(work.block.num_bytes, is_written=is_settled)
                 self._is_full |= _is_full(moved) and num_made_room == self._num_made_room
                 if moved is Outcome.STORED and self.settings.salt_quota is not None:
                     salts.add(salt := salt_folder(work.key.namespace.salt))
