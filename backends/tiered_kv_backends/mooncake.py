@@ -107,7 +107,7 @@ class MooncakeBackend(Backend):
         parts = urlsplit(settings.url)
         self._master = str(parts.hostname), int(parts.port or 0)
         self._store: MooncakeDistributedStore | None = None
-        self._running: set[asyncio.Future[list[int]]] = set()
+        self._running: set[asyncio.Future[Any]] = set()
         self._registered: set[int] = set()
 
     async def open(self, context: BackendContext) -> None:
@@ -160,7 +160,7 @@ class MooncakeBackend(Backend):
         store = self._check_open()
         if not keys:
             return []
-        codes = await self._call(self._threads, store.batch_is_exist, [key.path for key in keys])
+        codes = await asyncio.shield(self._call(self._threads, store.batch_is_exist, [key.path for key in keys]))
         if errors := [code for code in codes if code < _NOT_THERE]:
             raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be asked for", errors[0])
         return [Outcome.HIT if code == _THERE else Outcome.MISS for code in codes]
@@ -213,7 +213,8 @@ class MooncakeBackend(Backend):
         """
         store = self._check_open()
         if keys:
-            codes = await self._call(self._threads, store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003 - force; it has no keyword
+            removing = self._call(self._threads, store.batch_remove, [key.path for key in keys], True)  # noqa: FBT003 - force; it has no keyword
+            codes = await asyncio.shield(removing)
             if errors := [code for code in codes if code < 0 and code not in _NOT_READABLE]:
                 raise self._unavailable(f"{len(errors)} of {len(keys)} keys could not be removed", errors[0])
 
@@ -224,7 +225,7 @@ class MooncakeBackend(Backend):
             BackendUnavailableError: The master does not answer.
         """
         pattern = f"^[0-9a-f]{{64}}/[0-9a-f]{{32}}/[^/]+/{folder}/.*"
-        count = await self._threads.run(self._check_open().remove_by_regex, pattern, True)  # noqa: FBT003 - force
+        count = await asyncio.shield(self._call(self._threads, self._check_open().remove_by_regex, pattern, True))  # noqa: FBT003 - force
         if count < 0:
             raise self._unavailable("a tenant could not be removed", count)
         return int(count)
@@ -278,7 +279,8 @@ class MooncakeBackend(Backend):
 
         return registered
 
-    def _call(self, workers: Workers, function: Callable[..., list[int]], *args: object) -> "asyncio.Future[list[int]]":
+    def _call(self, workers: Workers, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
+        """Begin a call of the client in a thread: shield it, as it goes on whoever waits, and `aclose` looks for it."""
         call = asyncio.ensure_future(workers.run(function, *args))
         self._running.add(call)
         call.add_done_callback(self._running.discard)

@@ -4,6 +4,7 @@ import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -272,6 +273,54 @@ async def test_what_is_joined_too_late_is_left(how: str, monkeypatch: pytest.Mon
         SlowStore.may_join.set()
         await until(lambda: not SlowStore.joining)
         await backend.aclose()
+
+
+class StuckStore(SlowStore):
+    """One that joins at once, and answers nothing before it may.
+
+    Attributes:
+        num_closed: How often it was closed.
+    """
+
+    num_closed = 0
+
+    def answer(self, *_: object) -> list[int]:
+        """Ask the master."""
+        self.may_join.wait()
+        return [0]
+
+    batch_is_exist = batch_remove = remove_by_regex = answer
+
+    def setup(self, *_: object) -> int:
+        """Join."""
+        return 0
+
+    def close(self) -> None:
+        """Leave."""
+        StuckStore.num_closed += 1
+
+
+@pytest.mark.parametrize("call", ["lookup", "delete", "delete_salt"])
+async def test_a_client_is_not_closed_under_a_call(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waited for it was cancelled, as at the end of a cache, and the thread is in the client yet."""
+    monkeypatch.setattr(SlowStore, "may_join", threading.Event(), raising=False)
+    monkeypatch.setattr(StuckStore, "num_closed", 0)
+    monkeypatch.setattr(mooncake, "MooncakeDistributedStore", StuckStore)
+    monkeypatch.setattr(mooncake, "_join_elsewhere", lambda *_: "0")
+    with socket.create_server(("127.0.0.1", 0)) as master, open_context() as context:
+        backend = MooncakeBackend({"url": f"mooncake://127.0.0.1:{master.getsockname()[1]}", "num_threads": 1})
+        await backend.open(context)
+        calls = {"delete_salt": partial(backend.delete_salt, "a" * 32)}
+        calls |= {name: partial(getattr(backend, name), [block_key(1)]) for name in ("lookup", "delete")}
+        asking = asyncio.ensure_future(calls[call]())
+        await asyncio.sleep(0)
+        asking.cancel()
+        await asyncio.wait([asking])
+        try:
+            await backend.aclose()
+            assert StuckStore.num_closed == 0
+        finally:
+            SlowStore.may_join.set()
 
 
 async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
