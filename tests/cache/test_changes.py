@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from tests.support.any_layout import AnyEngine, open_any
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import inside, keep, open_cache, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import (
     Added,
+    BackendUnavailableError,
     BlockKeys,
     Cleared,
     KVGroup,
@@ -173,6 +174,30 @@ async def test_other_weights_begin_with_snapshots() -> None:
 
 
 @pytest.mark.slow
+async def test_a_tier_that_opens_late_is_told_of() -> None:
+    """From the start it is a place, with nothing in it; what is found there, and changes there, is told as of any."""
+    engine, slots = Engine(), ScriptedSlotBackend(8, required=False)
+    async with open_cache(slots, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+    slots.on_open.fail_next(BackendUnavailableError("not yet"))
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        changes, mirror = kv.events(), Mirror()
+        assert [tier for tier, _, _ in changes.places] == ["cpu", "slots"]
+        for change in await take(changes):
+            mirror.apply(change)
+        assert mirror.count() == 0
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        for change in await take(changes):
+            mirror.apply(change)
+        assert mirror.count("slots") == 4
+        await kv.evict(KEYS[:1])
+        kv.advance_epoch("w1")  # from here on with snapshots
+        for change in await take(changes):
+            mirror.apply(change)
+        assert_exact(kv, mirror)
+        assert mirror.count("slots") == 3
+
+
 async def test_a_router_in_another_process_matches_prompts() -> None:
     """It gets the changes and a namespace, pickled, and needs no cache."""
     engine = Engine()

@@ -33,7 +33,7 @@ from tiered_kv.host.protocol import (
 )
 from tiered_kv.host.session_transfers import Account
 from tiered_kv.system import files, system
-from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange
+from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange, places_in
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.transfers.jobs import Job, Jobs
 from tiered_kv.transfers.transfer_requests import JobRequest
@@ -97,9 +97,8 @@ class SessionChanges:
 
 def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
     """Return what a client is told of: tier, KV group and rank of each place, the fastest tier first."""
-    ranks, tiers = _ranks(seat), seat.fates.tiers.items()
-    places = [place for place, tier in tiers if tier.index.max_slots and place.rank in ranks]
-    return tuple((place.tier, place.group, ranks[place.rank]) for place in places)
+    ranks = _ranks(seat)
+    return tuple((each.tier, each.group, ranks[each.rank]) for each in places_in(seat.fates) if each.rank in ranks)
 
 
 def _ranks(seat: Seat) -> dict[int, int]:

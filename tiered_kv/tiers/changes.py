@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.tiers.fates import Fates, HasIndex, IndexPlace
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.values.keys import Names, rows_of
 
 _MOST_NAMES: Final = 1 << 16
@@ -172,6 +173,12 @@ class OwnChanges(Changes):
                 return Removed(*where, names, change.value)
 
 
+def places_in(fates: Fates) -> dict[IndexPlace, HasIndex]:
+    """Return the places of a cache in which blocks may stay: in a medium that is not open yet, too."""
+    tiers = fates.tiers.items()
+    return {place: tier for place, tier in tiers if isinstance(tier, StorageTier) or tier.index.max_slots}
+
+
 class Subscribers:
     """The subscribers of one cache. Without any, no change costs anything."""
 
@@ -181,8 +188,7 @@ class Subscribers:
 
     def subscribe(self, max_names: int = _MOST_NAMES) -> OwnChanges:
         """Return the changes from now on; about ``max_names`` names are kept for a subscriber that is slow."""
-        tiers = {place: tier for place, tier in self._fates.tiers.items() if tier.index.max_slots}
-        changes = OwnChanges(tiers, max_names)
+        changes = OwnChanges(places_in(self._fates), max_names)
         self._subscribers.add(changes)
         if self._tell not in self._fates.listeners:
             self._fates.listeners.append(self._tell)
