@@ -300,7 +300,7 @@ async def rebuild(
 
 def _entries_in(slab: Slab, slots: list[int]) -> Entries:
     hashes, masks, found = [], [], []
-    for slot, header in zip(slots, slab.headers(slots), strict=True):
+    for slot, header in zip(slots, slab.headers(slots)[0], strict=True):
         key = key_in(header.data)
         if key is not None and key.namespace.fingerprint == slab.shape.fingerprint:
             hashes.append(key.hash)

@@ -120,8 +120,8 @@ class Slab:
                 while at < stop:
                     at += files().pwrite(self._fd, zeros[: stop - at], at)
 
-    def headers(self, slots: list[int]) -> NDArray[np.uint8]:
-        """Return the headers in ascending slots, ``(n, 512)``; zeros where one cannot be read.
+    def headers(self, slots: list[int]) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+        """Return the headers in ascending slots, ``(n, 512)``, zeros where there is none; and which could not be read.
 
         Those of short records are read with what lies between them: on any disk that takes less time.
         """
@@ -129,23 +129,27 @@ class Slab:
         most = max(1, _MAX_HEADERS_BYTES // stride)
         buffer = Block.empty(most * stride).padded
         records = np.frombuffer(buffer, np.uint8).reshape(most, stride)[:, :SIGNED_BYTES]
-        parts = []
+        parts, failed = [], []
         for first, end in _runs(slots, most):
             part = np.zeros((end - first, SIGNED_BYTES), np.uint8)
             if self._reads_whole(first * stride, buffer[: (end - first - 1) * stride + PAGE_BYTES]):
                 part[:] = records[: end - first]
+                failed += [False] * len(part)
             else:  # the file ends there, or one place is bad, which loses no other
                 for slot in range(first, end):
-                    if self._reads_whole(slot * stride, buffer[:PAGE_BYTES]):
+                    is_whole = self._reads_whole(slot * stride, buffer[:PAGE_BYTES])
+                    if is_whole:
                         part[slot - first] = records[0]
+                    failed.append(is_whole is None)
             parts.append(part)
-        return np.concatenate(parts)
+        return np.concatenate(parts), np.array(failed, np.bool_)
 
-    def _reads_whole(self, offset: int, into: memoryview) -> bool:
+    def _reads_whole(self, offset: int, into: memoryview) -> bool | None:
+        """Read, and say whether so much is there; None if the disk has failed to."""
         try:
             return files().preadv(self._fd, [into], offset) == len(into)
         except OSError:
-            return False
+            return None
 
     def sync(self) -> None:
         """Return when all that was written survives a loss of power."""

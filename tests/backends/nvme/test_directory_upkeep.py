@@ -87,6 +87,21 @@ async def test_a_tenant_goes_where_the_ledger_is_gone(tmp_path: Path) -> None:
     assert await found(engine, settings) == [0, 2 * N, 2 * N]
 
 
+async def test_a_block_that_cannot_be_looked_at_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be the tenant's, and the disk may give it again later on."""
+    engine, read = await filled(nvme(tmp_path)), Files.preadv
+
+    def read_all_but_the_first(self: Files, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if not offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, fd, buffers, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "preadv", read_all_but_the_first)
+        assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N - 2
+    assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
+
+
 async def test_blocks_without_a_salt_are_a_tenant_s(tmp_path: Path) -> None:
     """The empty salt is one like others, and nothing else goes with it."""
     engine = await filled(nvme(tmp_path))
