@@ -1,6 +1,9 @@
 """A tier that hangs, fails or lies shortens a prefix and is counted; nothing waits for it, nothing wrong is served."""
 
 import asyncio
+import errno
+import mmap
+import os
 import threading
 from collections.abc import Sequence
 from operator import attrgetter
@@ -699,3 +702,34 @@ async def test_a_backend_that_assigns_a_buffer_instead_of_filling_it_has_filled_
         await keep(kv, engine, KEYS)
         await keep(kv, engine, prompt(9, seed=1))
         assert (await _load(kv, engine))[0] == 0
+
+
+@pytest.mark.parametrize("kind", [ScriptedBackend, ScriptedSlotBackend])
+async def test_what_there_is_no_memory_for_fails_and_is_not_waited_for(
+    kind: type[ScriptedBackend | ScriptedSlotBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives none for the headers of records: that write or read fails, is told, and the next goes well."""
+
+    def none(*_: object) -> mmap.mmap:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    engine, said, medium = Engine(), Recorder(), kind(name="medium")
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, medium, engine=engine, emit=said) as kv:
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(mmap, "mmap", none)
+            (_, settled) = await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+            assert (settled.written, settled.failed) == (0, len(KEYS))
+            await kv.flush()
+        await until_idle(kv)
+        await kv.clear()
+        await until(lambda: not kv.stats()["medium"].is_bypassed)
+        await keep(kv, engine, KEYS)
+    async with open_cache(medium, engine=engine, emit=said) as kv:
+        with monkeypatch.context() as without_memory:
+            without_memory.setattr(mmap, "mmap", none)
+            assert (await kv.load(KEYS, INTO)).num_blocks == 0
+            await until_idle(kv)
+        await until(lambda: not kv.stats()["medium"].is_bypassed)
+        assert (await kv.load(KEYS, INTO)).num_blocks > 0  # which tries the tier
+        assert (await kv.load(KEYS, INTO)).num_blocks == len(KEYS)
+    assert {failed.doing for failed in said.of(TierFailed)} == {"write", "read"}

@@ -209,7 +209,11 @@ def touch(rows: Tensor) -> None:
 
 
 class LentBlocks(Blocks):
-    """Record buffers over slots: each the slot and a header page, which holds whatever the last call left in it."""
+    """Record buffers over slots: each the slot and a header page, which holds whatever the last call left in it.
+
+    The headers are taken when the first block is looked at, by the call that has them: where the system gives no memory
+    for them it is that call which fails, and nobody waits for what was never begun.
+    """
 
     def __init__(
         self,
@@ -221,12 +225,17 @@ class LentBlocks(Blocks):
         """Lend ``slots``, of which ``padded`` returns the bytes, whole pages."""
         numbers = slots.tolist() if isinstance(slots, np.ndarray) else slots
         self._headers = headers
-        self._taken = taken = headers.take(len(numbers))
-        super().__init__(len(numbers), lambda n: Block(taken[n], padded(numbers[n]), payload_bytes))
+        self._taken: list[memoryview] = []
+
+        def make(n: int) -> Block:
+            taken = self._taken or headers.take(len(numbers), self._taken)
+            return Block(taken[n], padded(numbers[n]), payload_bytes)
+
+        super().__init__(len(numbers), make)
 
     def give_back(self) -> None:
         """End the lending, once: the headers are lent again."""
-        self._made = [None] * len(self._taken)  # whoever keeps this must not keep the memory mapped
+        self._made = [None] * len(self._made)  # whoever keeps this must not keep the memory mapped
         self._headers.give(self._taken)
 
 
@@ -237,14 +246,19 @@ class Headers:
         self._free: list[memoryview] = []
         self._lock = threading.Lock()
 
-    def take(self, n: int) -> list[memoryview]:
-        """Lend some."""
+    def take(self, n: int, taken: list[memoryview]) -> list[memoryview]:
+        """Lend some to ``taken``, and return it: in any of several threads, of which one finds it empty.
+
+        Raises:
+            OSError: The system gives no more memory.
+        """
         with self._lock:
-            while len(self._free) < n:
-                memory = memoryview(mmap.mmap(-1, _HEADERS_AT_ONCE * _HEADER_BYTES))
-                self._free += [memory[at : at + _HEADER_BYTES] for at in range(0, len(memory), _HEADER_BYTES)]
-            taken = self._free[len(self._free) - n :]
-            del self._free[len(self._free) - n :]
+            if not taken:
+                while len(self._free) < n:
+                    memory = memoryview(mmap.mmap(-1, _HEADERS_AT_ONCE * _HEADER_BYTES))
+                    self._free += [memory[at : at + _HEADER_BYTES] for at in range(0, len(memory), _HEADER_BYTES)]
+                taken += self._free[len(self._free) - n :]
+                del self._free[len(self._free) - n :]
             return taken
 
     def give(self, headers: list[memoryview]) -> None:

@@ -364,8 +364,10 @@ class StorageTier(Tier):
         n = len(batch.names)
         records = blocks if (codec := self._codec) is None else Blocks(n, lambda at: codec.record_in(blocks[at]))
         verification = self.records.verification(batch, records, self.shape, self._codec, blocks)
-        # Of others' code all are made now: a thread of its may come to one of them when the cache has been closed.
-        into = records if begin is not None else list(Blocks.lent(records))
+
+        def read() -> Awaitable[list[Outcome]]:
+            # Of others' code all are made first: a thread of its may come to one when the cache has been closed.
+            return call(records if begin is not None else list(Blocks.lent(records)), verification.verify)
 
         def verified(answer: Outcomes, verdicts: list[Outcome] | None) -> None:
             then(self._seen(answer, verification, n, verdicts), verification.refused)
@@ -377,9 +379,13 @@ class StorageTier(Tier):
                 verified(answer, answer.value)
 
         turn.make(
-            begin and partial(begin, into, verification.verify), partial(call, into, verification.verify), ended,
-            allowed=READ, num_blocks=n, on_late=on_late,
-        )  # fmt: skip
+            begin and partial(begin, records, verification.verify),
+            read,
+            ended,
+            allowed=READ,
+            num_blocks=n,
+            on_late=on_late,
+        )
 
     def _seen(
         self,
@@ -431,6 +437,7 @@ class StorageTier(Tier):
         That is not called for a write of which nobody can tell whether they are still read.
         """
         try:
+            next(iter(blocks), None)  # for which those that are lent take their headers
             staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
         except OSError as error:  # the system has no memory for them
             self.health.emit(TierFailed(self.name, "write", words := in_words(error), len(batch)))
