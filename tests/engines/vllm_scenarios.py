@@ -186,13 +186,17 @@ def one_is_wrong(folder: pathlib.Path) -> Any:
     """Of jobs that are given at once one names a place that vLLM's CPU tier does not have: the others go on."""
     tiering = filled(folder, nvme(folder), 8)
     tiering.rows[:] = 0
-    for number, (chunk, is_promotion) in enumerate([(99, True), (0, True), (1, False)]):
-        keys = keys_of(1, start=number)
-        job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[chunk], is_promotion=is_promotion)
-        if is_promotion:
-            tiering.tier.submit_load(job)
-        else:
-            tiering.tier.submit_store(job)
+
+    def give() -> None:
+        for number, (chunk, is_promotion) in enumerate([(99, True), (0, True), (1, False)]):
+            keys = keys_of(1, start=number)
+            job = SimpleNamespace(job_id=number, keys=keys, chunk_ids=[chunk], is_promotion=is_promotion)
+            if is_promotion:
+                tiering.tier.submit_load(job)
+            else:
+                tiering.tier.submit_store(job)
+
+    tiering.tier.kv.call(give)  # on the event loop, which so hears of all of them in one turn
     tiering.tier.drain_jobs()
     ended = {each.job_id: each.success for each in tiering.tier.get_finished_jobs()}
     tiering.close()
