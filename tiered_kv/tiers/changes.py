@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from tiered_kv.catalog.books import Change
 from tiered_kv.tiers.fates import Fates, HasIndex, IndexPlace
-from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.values.keys import Names, rows_of
 
 _MOST_NAMES: Final = 1 << 16
@@ -175,8 +174,7 @@ class OwnChanges(Changes):
 
 def places_in(fates: Fates) -> dict[IndexPlace, HasIndex]:
     """Return the places of a cache in which blocks may stay: in a medium that is not open yet, too."""
-    tiers = fates.tiers.items()
-    return {place: tier for place, tier in tiers if isinstance(tier, StorageTier) or tier.index.max_slots}
+    return {place: tier for place, tier in fates.tiers.items() if tier.may_hold_blocks}
 
 
 class Subscribers:

@@ -52,6 +52,11 @@ class HasIndex(Protocol):
 
     index: TierIndex
 
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Whether blocks may ever stay there."""
+        ...
+
 
 OnPlaceChange = Callable[[IndexPlace, Change, Names], None]
 Direction = Literal["load", "store"]

@@ -76,6 +76,11 @@ class OwnedTier(StorageTier, BookedTier):
         return not self.health.is_bypassed
 
     @property
+    @override
+    def may_hold_blocks(self) -> bool:
+        return True  # once its medium is open
+
+    @property
     def is_scrubbed(self) -> bool:
         """Whether what lies there is verified in the background."""
         return isinstance(self.settings, OwnedTierSettings) and self.settings.scrub_bandwidth is not None

@@ -178,6 +178,11 @@ class BookedTier(Tier):
     def is_in_use(self) -> bool:
         """Whether what the books say can be had now."""
 
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Whether blocks may ever stay here: on a host there may be bounce slots only."""
+        return self.index.max_slots > 0
+
     def slots_of(self, batch: Batch) -> NDArray[np.int64] | None:
         """Return the slots of these blocks, or None unless every one of them can be read now."""
         slots, _ = self.index.find(batch.names)
