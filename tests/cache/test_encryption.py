@@ -11,7 +11,7 @@ from anyio import fail_after
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import Recorder, open_cache, until_idle
+from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine
 from tests.support.engine import prompt as small_prompt
 from tiered_kv import (
@@ -28,6 +28,7 @@ from tiered_kv import (
 )
 from tiered_kv.media.backend import Block
 from tiered_kv.media.record import Cipher
+from tiered_kv.tiers import storage_medium
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
@@ -175,6 +176,29 @@ async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
         backend.swap[1] = next(key for key in records if key.position == 2)
         assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 1
     assert events.of(BlocksCorrupted)
+
+
+async def test_a_medium_that_could_not_be_looked_at_is_closed_and_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was open by then: the next attempt must not find it in use, and the reason that is told is the true one."""
+    engine, prefix, events = Engine(), small_prompt(4), Recorder()
+    tier = {"medium": "nvme", "path": tmp_path, "capacity": "8MiB", "encryption": keys(OLD), "required": False}
+
+    class BlockThatIsNotMade(Block):
+        @classmethod
+        def empty(cls, num_bytes: int) -> Block:  # noqa: ARG003 - as of the other
+            monkeypatch.undo()
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    async with open_cache(tier, engine=engine) as kv:
+        await keep(kv, engine, prefix)
+    monkeypatch.setattr(storage_medium, "Block", BlockThatIsNotMade)
+    async with open_cache(tier, engine=engine, emit=events) as kv:
+        assert kv.stats()["nvme"].is_bypassed
+        await until(lambda: not kv.stats()["nvme"].is_bypassed)
+        assert (await kv.lookup(prefix)).num_blocks == 4
+    assert ["memory" in failed.error for failed in events.of(TierFailed)] == [True]
 
 
 @pytest.mark.parametrize("backend", [ScriptedBackend, ScriptedSlotBackend])

@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -370,6 +371,23 @@ async def test_a_page_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path
     assert await served_at(path) == 503
     await third.stop()
     assert not path.exists()
+
+
+async def test_a_cache_opens_without_the_page_that_no_thread_can_serve(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system gives no more threads: that is said, and nothing is listened at."""
+    seen, start, path = Recorder(), threading.Thread.start, tmp_path / "kv.sock"
+
+    def start_all_but_the_pages(thread: threading.Thread) -> None:
+        if thread.name == "tiered_kv-page":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_all_but_the_pages)
+    async with open_cache(CPU, page=f"unix:{path}", emit=seen):
+        assert [each.error for each in seen.of(PageNotServed)] == ["can't start new thread"]
+        assert not path.exists()
 
 
 async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:

@@ -1,10 +1,12 @@
 """Recordings of what real caches were asked for, read again as traces."""
 
+import asyncio
 import gzip
 from pathlib import Path
 
 import pytest
 
+from tests.support.any_layout import nvme
 from tests.support.caches import Recorder, keep, open_cache, until
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import (
@@ -165,6 +167,20 @@ async def test_a_recorder_is_one_caches_and_wants_a_path(tmp_path: Path) -> None
     with pytest.raises(ConfigurationError, match="record_trace must be a path"):
         async with open_cache(CPU, record_trace=7):  # type: ignore[arg-type] # is what is refused
             pass
+
+
+async def test_a_cache_whose_recorder_is_anothers_leaves_nothing_open(tmp_path: Path) -> None:
+    """It does not open, and what had been opened for it is closed: another may have its directory; no task is left."""
+    recorder, slots = TraceRecorder(tmp_path / "trace"), nvme(tmp_path / "disk")
+    num_before = len(asyncio.all_tasks())
+    async with open_cache(CPU, record_trace=recorder) as first:
+        with pytest.raises(ConfigurationError, match="another cache's"):
+            async with open_cache(CPU, slots, record_trace=recorder):
+                pass
+        assert await first.flush()
+    async with open_cache(CPU, slots):
+        pass
+    assert len(asyncio.all_tasks()) == num_before
 
 
 def test_a_setting_says_where_to_record(monkeypatch: pytest.MonkeyPatch) -> None:

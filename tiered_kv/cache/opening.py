@@ -9,6 +9,7 @@ from typing import Final
 import numpy as np
 from anyio import CancelScope
 
+from tiered_kv.cache.closing import begin_to_close
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.cache.parts import BlockKind, CacheParts, StoragePart
 from tiered_kv.cache.seat import Seat
@@ -60,12 +61,16 @@ async def open_cache(parts: CacheParts) -> Seat:
         cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
     cache.lifetime.callback(seat.bindings.forget)
-    if parts.watch is not None:
-        cache.lifetime.push_async_callback(parts.watch.end)
-        parts.watch.begin(seat)
-    if parts.recorder is not None:
-        cache.lifetime.push_async_callback(parts.recorder.end)
-        parts.recorder.begin(parts.emit)
+    try:
+        if parts.watch is not None:
+            cache.lifetime.push_async_callback(parts.watch.end)
+            parts.watch.begin(seat)
+        if parts.recorder is not None:
+            parts.recorder.begin(parts.emit)  # which may be another cache's: then it is not this one that ends it
+            cache.lifetime.push_async_callback(parts.recorder.end)
+    except BaseException:
+        await begin_to_close(seat)
+        raise
     recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
     parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     return seat

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -135,8 +136,13 @@ class StorageMedium:
                 found = await self._backend.open(context)
                 if isinstance(self._backend, Backend):
                     return []
-                books = self._books_of(found or ())
-                await self._check_keys(self._backend, books)
+                try:
+                    books = self._books_of(found or ())
+                    await self._check_keys(self._backend, books)
+                except BaseException:  # it is tried again, and it is open: that would find it in use
+                    with suppress(Exception):
+                        await self._backend.aclose()
+                    raise
             except (BackendError, ConfigurationError) as error:
                 self._raised = error
                 raise
@@ -220,7 +226,7 @@ class StorageMedium:
         """Look at a few records: if the keys open none of them, the right one is lacking, and would be missed too late.
 
         Raises:
-            ConfigurationError: So it is. The medium is closed again.
+            ConfigurationError: So it is.
         """
         refused, num_seen = dict[str, None](), 0
         for group, (index, shape) in enumerate(zip(books, self._services.shapes, strict=True)):
@@ -233,7 +239,6 @@ class StorageMedium:
                 refused |= dict.fromkeys(verification.refused.values())
                 num_seen += sum(verification.filled) - len(verification.refused)
         if refused and not num_seen:
-            await backend.aclose()
             raise ConfigurationError(
                 f"{self.health.name} holds blocks that its keys do not open: of those looked at, each is "
                 f"{' or '.join(refused)}. Give the key that wrote them too, or empty the medium"

@@ -71,8 +71,15 @@ class PageServer:
             limit_concurrency=_MOST_CONNECTIONS, timeout_graceful_shutdown=1, loop="asyncio", http=_protocol(),
         )  # fmt: skip
         self._server = server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=_serve, args=(server, listening), name="tiered_kv-page", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=_serve, args=(server, listening), name="tiered_kv-page", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # the system gives no more
+            if self._socket is not None:
+                _remove_own(*self._socket)
+            listening.close()
+            return PageNotServed(self._address, str(error))
+        self._thread = thread
         if isinstance(where, str):
             return PageServed(self._address)
         host, port = listening.getsockname()[:2]
