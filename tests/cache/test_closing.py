@@ -5,14 +5,18 @@ import gc
 import signal
 import threading
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
+from typing_extensions import override
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.descriptors import slabs
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import BlockKeys, ClosedError, ConfigurationError, GPULoadStoreSpec, TieredKV, full
+from tiered_kv.telemetry import Page
+from tiered_kv.telemetry.watch import Watch
 from tiered_kv.transfers.writedown import Cleaner
 from tiered_kv.values.events import CacheClosed
 
@@ -159,6 +163,28 @@ async def test_a_fault_of_ours_does_not_keep_tiers_open(monkeypatch: pytest.Monk
             monkeypatch.setattr(Cleaner, "write", write)
     assert medium.on_close.num_calls == 1
     assert recorder.of(CacheClosed)
+
+
+class Unshowable(Page):
+    """A page that raises when it is to show a cache."""
+
+    @override
+    def begin(self, watch: Watch) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_fault_of_ours_at_the_end_of_opening_leaves_nothing_open(tmp_path: Path) -> None:
+    """Whoever enters has no cache to close: its tasks, threads and memory end, and its directory is free."""
+    nvme = {"medium": "nvme", "path": tmp_path / "kv", "capacity": "8MiB", "num_threads": 2}
+    threads, tasks, memory = set(threading.enumerate()), asyncio.all_tasks(), slabs()
+    with pytest.raises(ZeroDivisionError):
+        async with open_cache(CPU, nvme, page=Unshowable()):
+            pass
+    assert asyncio.all_tasks() == tasks
+    assert slabs() <= memory
+    await until(lambda: set(threading.enumerate()) <= threads)  # those of tests before may end meanwhile
+    async with open_cache(CPU, nvme) as kv:
+        assert not kv.stats()["nvme"].is_bypassed
 
 
 async def test_threads_are_not_joined_on_the_loop() -> None:

@@ -1,8 +1,9 @@
 """Tiers with ``encryption``: what lies on the medium, and who may read it, on the full path."""
 
+import asyncio
 import errno
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine
 from tests.support.engine import prompt as small_prompt
 from tiered_kv import (
+    BackendContext,
     BackendUnavailableError,
     BlockKey,
     BlocksCorrupted,
@@ -25,10 +27,10 @@ from tiered_kv import (
     Reason,
     RecordsRefused,
     TierFailed,
+    TierResumed,
 )
-from tiered_kv.media.backend import Block
+from tiered_kv.media.backend import Block, Recovered
 from tiered_kv.media.record import Cipher
-from tiered_kv.tiers import storage_medium
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.shared_fs.shared_fs_backend import SharedFSBackend
 
@@ -118,6 +120,65 @@ async def test_an_owned_tier_whose_key_is_lacking_does_not_open(tmp_path: Path) 
         assert engine.count_right(prefix, range(N)) == N
 
 
+class LockedBackend(ScriptedSlotBackend):
+    """Is held while it is open, as a directory is, and refuses whoever opens it then."""
+
+    is_held = False
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Take the lock."""
+        if self.is_held:
+            raise ConfigurationError("held by another tier")
+        self.is_held = True
+        return await super().open(context)
+
+    async def aclose(self) -> None:
+        """Give it back."""
+        await super().aclose()
+        self.is_held = False
+
+
+SPOILED: dict[str, tuple[Callable[[LockedBackend], None], str]] = {
+    "memory": (lambda medium: medium.on_read.fail_next(OSError(errno.ENOMEM, "no memory")), "no memory"),
+    "cancelled": (lambda medium: medium.on_read.fail_next(asyncio.CancelledError()), "CancelledError"),
+    "answers": (lambda medium: medium.on_open.change_next(lambda found: found[1:]), "0 answers for 1 kinds"),
+}
+
+
+@pytest.mark.parametrize("how", SPOILED)
+async def test_a_tier_that_is_open_and_cannot_be_used_is_closed_and_tried_again(how: str) -> None:
+    """Whatever kept it from being looked at: that is told, and the next attempt does not meet the lock of this one."""
+    engine, prefix, events, medium = Engine(), small_prompt(4), Recorder(), LockedBackend(encryption=keys(OLD))
+    medium.settings = medium.settings.model_copy(update={"required": False})
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, prefix)
+    spoil, error = SPOILED[how]
+    spoil(medium)
+    async with open_cache(medium, engine=engine, emit=events) as kv:
+        await until(lambda: bool(events.of(TierResumed) or len(events.of(TierFailed)) > 1))
+        (failed,) = events.of(TierFailed)
+        assert failed.doing == "open"
+        assert error in failed.error
+        assert (await kv.lookup(prefix)).num_blocks == 4
+    assert not medium.is_held
+
+
+async def test_a_tier_that_does_not_close_either_says_why_it_was_not_opened() -> None:
+    """That comes first: what closing it raised is told as an event."""
+    engine, events, medium = Engine(), Recorder(), LockedBackend(encryption=keys(OLD))
+    async with open_cache(medium, engine=engine) as kv:
+        await keep(kv, engine, small_prompt(4))
+    medium.settings = medium.settings.model_copy(update={"encryption": keys(NEW)})
+    medium.on_close.fail_next(OSError(errno.EIO, "no answer"))
+    with pytest.raises(ConfigurationError, match="its keys do not open"):
+        async with open_cache(medium, emit=events):
+            pass
+    (failed,) = events.of(TierFailed)
+    assert failed.doing == "close"
+    assert "no answer" in failed.error
+    assert not medium.is_held
+
+
 async def test_what_a_removed_key_wrote_is_forgotten_when_it_is_met(tmp_path: Path) -> None:
     """A tier of which the keys open a part is used: the rest are misses, which are told, and give their slots back."""
     engine, first, second, events = AnyEngine(), prompt(N), prompt(N, seed=1), Recorder()
@@ -176,29 +237,6 @@ async def test_a_medium_that_flips_and_swaps_shortens_the_prefix() -> None:
         backend.swap[1] = next(key for key in records if key.position == 2)
         assert (await kv.load(prefix, engine.compute(prefix))).num_blocks == 1
     assert events.of(BlocksCorrupted)
-
-
-async def test_a_medium_that_could_not_be_looked_at_is_closed_and_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It was open by then: the next attempt must not find it in use, and the reason that is told is the true one."""
-    engine, prefix, events = Engine(), small_prompt(4), Recorder()
-    tier = {"medium": "nvme", "path": tmp_path, "capacity": "8MiB", "encryption": keys(OLD), "required": False}
-
-    class BlockThatIsNotMade(Block):
-        @classmethod
-        def empty(cls, num_bytes: int) -> Block:  # noqa: ARG003 - as of the other
-            monkeypatch.undo()
-            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-
-    async with open_cache(tier, engine=engine) as kv:
-        await keep(kv, engine, prefix)
-    monkeypatch.setattr(storage_medium, "Block", BlockThatIsNotMade)
-    async with open_cache(tier, engine=engine, emit=events) as kv:
-        assert kv.stats()["nvme"].is_bypassed
-        await until(lambda: not kv.stats()["nvme"].is_bypassed)
-        assert (await kv.lookup(prefix)).num_blocks == 4
-    assert ["memory" in failed.error for failed in events.of(TierFailed)] == [True]
 
 
 @pytest.mark.parametrize("backend", [ScriptedBackend, ScriptedSlotBackend])

@@ -12,12 +12,14 @@ from types import FrameType
 import pytest
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from typing_extensions import override
 
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import Recorder, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
 from tiered_kv import BlockState, ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.telemetry import Metrics
+from tiered_kv.telemetry.watch import Watch
 from tiered_kv.values.events import HostMemoryReady
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -236,6 +238,25 @@ async def test_caches_of_one_registry_are_told_apart() -> None:
         assert scraper.sum_of("tier_slots") == 16
         async with open_cache(CPU, metrics=Metrics(scraper.registry)):
             assert scraper.sum_of("tier_slots", cache="1") == 16
+    assert list(scraper.samples()) == []
+
+
+class Uncollected(Metrics):
+    """Metrics that raise when they are to be collected."""
+
+    @override
+    def begin(self, watch: Watch) -> None:
+        raise ZeroDivisionError
+
+
+async def test_a_cache_that_did_not_open_takes_no_number_from_another() -> None:
+    """The registry goes on to have the metrics of those that are open."""
+    scraper = Scraper()
+    async with open_cache(CPU, metrics=Metrics(scraper.registry)):
+        with pytest.raises(ZeroDivisionError):
+            async with open_cache(CPU, metrics=Uncollected(scraper.registry)):
+                pass
+        assert scraper.sum_of("tier_slots", cache="0") == 16
     assert list(scraper.samples()) == []
 
 

@@ -373,23 +373,6 @@ async def test_a_page_that_ends_leaves_the_socket_of_the_next_one(tmp_path: Path
     assert not path.exists()
 
 
-async def test_a_cache_opens_without_the_page_that_no_thread_can_serve(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The system gives no more threads: that is said, and nothing is listened at."""
-    seen, start, path = Recorder(), threading.Thread.start, tmp_path / "kv.sock"
-
-    def start_all_but_the_pages(thread: threading.Thread) -> None:
-        if thread.name == "tiered_kv-page":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    monkeypatch.setattr(threading.Thread, "start", start_all_but_the_pages)
-    async with open_cache(CPU, page=f"unix:{path}", emit=seen):
-        assert [each.error for each in seen.of(PageNotServed)] == ["can't start new thread"]
-        assert not path.exists()
-
-
 async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:
     """It is said once, as a warning, and the cache works."""
     seen, engine = Recorder(), Engine()
@@ -399,6 +382,32 @@ async def test_a_port_that_is_taken_keeps_no_cache_from_serving() -> None:
             assert kv.stats().stored == 2
     (told,) = seen.of(PageNotServed)
     assert "in use" in told.error
+
+
+def no_more(_: threading.Thread) -> None:
+    """Start no thread, as on a system that gives no more."""
+    raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("kind", ["port", "socket"])
+async def test_a_thread_that_does_not_begin_keeps_no_cache_from_serving(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str
+) -> None:
+    """It is said as a port that is taken is, and nobody listens there any more."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    path = tmp_path / "kv.sock"
+    server = PageServer(Page(), f"unix:{path}" if kind == "socket" else f"127.0.0.1:{port}")
+    with monkeypatch.context() as without_threads:
+        without_threads.setattr(threading.Thread, "start", no_more)
+        told = server.start()
+    assert isinstance(told, PageNotServed)
+    assert told.error == "can't start new thread"
+    assert not path.exists()
+    if kind == "port":
+        with socket.socket() as asking, pytest.raises(ConnectionRefusedError):
+            asking.connect(("127.0.0.1", port))
+    await server.stop()
 
 
 def test_a_page_is_one_caches() -> None:

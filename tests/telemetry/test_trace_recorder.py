@@ -1,14 +1,13 @@
 """Recordings of what real caches were asked for, read again as traces."""
 
-import asyncio
 import gzip
+import threading
 from pathlib import Path
 
 import pytest
 
-from tests.support.any_layout import nvme
 from tests.support.caches import Recorder, keep, open_cache, until
-from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, prompt, small_layout
 from tiered_kv import (
     ConfigurationError,
     CPUTier,
@@ -136,6 +135,25 @@ async def test_a_file_that_cannot_be_written_is_told_and_harms_nothing(tmp_path:
     assert "No such file" in failed.error
 
 
+async def test_a_thread_that_does_not_begin_is_told_and_harms_nothing(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The same: nothing is queued for it, and the end of the cache does not wait for it."""
+    start, emit, engine = threading.Thread.start, Recorder(), Engine()
+
+    def start_no_recorder(thread: threading.Thread) -> None:
+        if thread.name == "tiered_kv-trace":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_no_recorder)
+    async with open_cache(CPU, engine=engine, emit=emit, record_trace=str(tmp_path / "trace")) as kv:
+        assert await serve(kv, engine, 3) == 0
+        assert await serve(kv, engine, 3) == 3
+    (failed,) = emit.of(TraceFailed)
+    assert failed.error == "can't start new thread"
+
+
 async def test_a_recording_is_bounded_in_bytes_and_in_memory(tmp_path: Path) -> None:
     """It ends at its size; and what comes faster than it is written is left out, and counted."""
     emit = Recorder()
@@ -160,27 +178,14 @@ async def test_a_recorder_is_one_caches_and_wants_a_path(tmp_path: Path) -> None
     """What cannot work is refused."""
     recorder = TraceRecorder(tmp_path / "trace")
     async with open_cache(CPU, record_trace=recorder):
-        with pytest.raises(ConfigurationError, match="another cache's"):
-            recorder.begin(Recorder())
+        pass
+    with pytest.raises(ConfigurationError, match="another cache's"):  # before anything is opened
+        TieredKV([CPU], model=MODEL, layout=small_layout(), record_trace=recorder)
     with pytest.raises(ConfigurationError, match="most_bytes"):
         TraceRecorder("x", most_bytes=0)
     with pytest.raises(ConfigurationError, match="record_trace must be a path"):
         async with open_cache(CPU, record_trace=7):  # type: ignore[arg-type] # is what is refused
             pass
-
-
-async def test_a_cache_whose_recorder_is_anothers_leaves_nothing_open(tmp_path: Path) -> None:
-    """It does not open, and what had been opened for it is closed: another may have its directory; no task is left."""
-    recorder, slots = TraceRecorder(tmp_path / "trace"), nvme(tmp_path / "disk")
-    num_before = len(asyncio.all_tasks())
-    async with open_cache(CPU, record_trace=recorder) as first:
-        with pytest.raises(ConfigurationError, match="another cache's"):
-            async with open_cache(CPU, slots, record_trace=recorder):
-                pass
-        assert await first.flush()
-    async with open_cache(CPU, slots):
-        pass
-    assert len(asyncio.all_tasks()) == num_before
 
 
 def test_a_setting_says_where_to_record(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -30,6 +30,7 @@ from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage_medium import Services, StorageMedium
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
+from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.writedown import write_admitted
 from tiered_kv.values.errors import ConfigurationError, in_words
 from tiered_kv.values.events import CacheOpened, DeviceFailed, Emit, Event, GPUPoolInHostMemory, PageLockingDoubted
@@ -60,19 +61,20 @@ async def open_cache(parts: CacheParts) -> Seat:
         chains, device = await _build_chains(stack, parts, backends, kinds, tasks, fates)
         cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
-    cache.lifetime.callback(seat.bindings.forget)
     try:
+        cache.lifetime.callback(seat.bindings.forget)
         if parts.watch is not None:
             cache.lifetime.push_async_callback(parts.watch.end)
             parts.watch.begin(seat)
         if parts.recorder is not None:
-            parts.recorder.begin(parts.emit)  # which may be another cache's: then it is not this one that ends it
             cache.lifetime.push_async_callback(parts.recorder.end)
-    except BaseException:
-        await begin_to_close(seat)
+            parts.recorder.begin(parts.emit)
+        recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
+        parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
+    except BaseException:  # nobody else has the cache: it would stay open, with its tasks, until the process ends
+        with suppress(Exception):  # what kept it from opening is raised
+            await Handle(begin_to_close(seat), lambda: None)
         raise
-    recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
-    parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     return seat
 
 

@@ -431,6 +431,8 @@ class TieredKV(TierCalls):
         )
         if watch is not None:
             watch.claim()
+        if self._parts.recorder is not None:
+            self._parts.recorder.claim()
         super().__init__(self._parts.tiers.media)
         self._is_opening = False
 

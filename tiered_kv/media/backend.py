@@ -470,6 +470,8 @@ class SlotBackend(_Tier):
     async def open(self, context: BackendContext) -> list[Recovered]:
         """Take the medium for this process alone, and return what is there, per KV group.
 
+        If that cannot be used, `aclose` is called at once; a tier that is not required is then opened again.
+
         Raises:
             ConfigurationError: It can never work (too small, not writable, held by another process).
         """

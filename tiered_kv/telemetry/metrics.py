@@ -56,7 +56,7 @@ class Metrics:
         self._registry = REGISTRY if registry is None else registry
         self._salts, self._prefill_tokens_per_s = tuple(salts), prefill_tokens_per_s
         self._collector: _Collector | None = None
-        self._number: int | None = None
+        self._number: int | None = None  # as long as they are collected
 
     def claim(self) -> None:
         """Become the metrics of one cache; called by it before it opens.
@@ -80,8 +80,10 @@ class Metrics:
 
     async def end(self) -> None:
         """Be collected no more; called by the cache when it closes."""
-        if self._collector is not None and self._number is not None:  # it may have failed to open
-            self._collector.remove(self._number)
+        assert self._collector is not None  # noqa: S101 - likewise
+        number, self._number = self._number, None
+        if number is not None:  # else it did not get as far as `begin`, and any number is another cache's
+            self._collector.remove(number)
 
 
 def _is_salt(salt: object) -> bool:

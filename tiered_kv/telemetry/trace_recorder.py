@@ -68,7 +68,7 @@ class TraceRecorder:
         self._num_dropped = 0
         self._lock = threading.Lock()
         self._wake = threading.Event()
-        self._is_ending = self._is_over = False
+        self._is_claimed = self._is_ending = self._is_over = False
         self._began = 0.0
         self._tell: Callable[[TraceEnded | TraceFailed], None] = lambda _: None
         self._ended: asyncio.Event | None = None
@@ -84,14 +84,18 @@ class TraceRecorder:
             self._num_queued += len(keys)
             self._calls.append((call, time.monotonic(), keys))
 
-    def begin(self, emit: Emit) -> None:
-        """Record from now on; called by the cache that has opened, on its event loop.
+    def claim(self) -> None:
+        """Become the recorder of one cache; called by it before it opens.
 
         Raises:
-            ConfigurationError: It has recorded another cache.
+            ConfigurationError: It is another cache's.
         """
-        if self._ended is not None:
+        if self._is_claimed:
             raise ConfigurationError("this TraceRecorder is another cache's: make one for each")
+        self._is_claimed = True
+
+    def begin(self, emit: Emit) -> None:
+        """Record from now on; called by the cache that has opened, on its event loop."""
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         self._ended = ended
 
@@ -103,7 +107,10 @@ class TraceRecorder:
                     return  # the loop is closed: nobody listens
 
         self._tell, self._began = tell, time.monotonic()
-        threading.Thread(target=self._run, name="tiered_kv-trace", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="tiered_kv-trace", daemon=True).start()
+        except RuntimeError as error:  # the system gives no more: the cache works without its recording
+            self._end(TraceFailed(str(self.path), 0, str(error)))
 
     async def end(self) -> None:
         """Write what is queued, and close the file; not waited for longer than five seconds."""

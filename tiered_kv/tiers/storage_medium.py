@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -134,19 +133,10 @@ class StorageMedium:
                 groups = self._records.shapes(self._services.shapes)
                 context = BackendContext(groups, self._new_workers, self.health.clock)
                 found = await self._backend.open(context)
-                if isinstance(self._backend, Backend):
-                    return []
-                try:
-                    books = self._books_of(found or ())
-                    await self._check_keys(self._backend, books)
-                except BaseException:  # it is tried again, and it is open: that would find it in use
-                    with suppress(Exception):
-                        await self._backend.aclose()
-                    raise
+                return await self._look_at(found or ())
             except (BackendError, ConfigurationError) as error:
                 self._raised = error
                 raise
-            return books
 
         if self._opening is None:
             limit_s = self._services.open_timeout_s
@@ -210,6 +200,26 @@ class StorageMedium:
         limit_s = self._services.close_timeout_s
         await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
         self._end_pools()
+
+    async def _look_at(self, found: Sequence[Recovered]) -> list[TierIndex]:
+        """Return the books of a backend that has just opened; if it cannot be used, close it again, and raise why.
+
+        Else the next attempt would meet what this one holds, such as the lock of a directory, and say that instead.
+        """
+        if isinstance(self._backend, Backend):
+            return []
+        try:
+            books = self._books_of(found)
+            await self._check_keys(self._backend, books)
+        except BaseException:  # of any kind: a call that is cancelled closes it as well
+            try:
+                await self._backend.aclose()
+            except KeyboardInterrupt:
+                raise  # the program's own, which happened to come while a backend ran
+            except BaseException as error:  # noqa: BLE001 - why it cannot be used says more than why it does not close
+                self.health.emit(TierFailed(self.health.name, "close", in_words(error), 0))
+            raise
+        return books
 
     def _books_of(self, found: Sequence[Recovered]) -> list[TierIndex]:
         """Make the books of what was found, by kind of block.

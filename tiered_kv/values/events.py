@@ -341,7 +341,7 @@ class TraceEnded(Event):
 
 @dataclass(frozen=True)
 class TraceFailed(Event):
-    """A recording of requests ended early: its file could not be written. The cache goes on."""
+    """A recording of requests ended early: no file could be written, or no thread begun. The cache goes on."""
 
     name: ClassVar[str] = "trace.failed"
     level: ClassVar[Level] = "warning"

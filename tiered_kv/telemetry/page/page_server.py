@@ -1,6 +1,6 @@
 """Serves the page by itself: uvicorn in a thread of its own, so that requests cost the cache's event loop nothing.
 
-If the port is taken or the socket may not be made, the cache opens without its page.
+If the port is taken, the socket may not be made or no thread begins, the cache opens without its page.
 """
 
 import asyncio
@@ -53,13 +53,29 @@ class PageServer:
 
     def start(self) -> Event:
         """Begin to serve, and say where, or why not."""
-        import uvicorn  # noqa: PLC0415 - an extra
-
         where = parts_of(self._address)
         try:
             listening = _listen(where)
         except OSError as error:
             return PageNotServed(self._address, error.strerror or str(error))
+        try:
+            self._begin(where, listening)
+        except BaseException as error:  # nobody serves: who comes must not wait in its queue
+            if self._socket is not None:
+                _remove_own(*self._socket)
+            listening.close()
+            if isinstance(error, RuntimeError):  # the system gives no more threads
+                return PageNotServed(self._address, str(error))
+            raise
+        if isinstance(where, str):
+            return PageServed(self._address)
+        host, port = listening.getsockname()[:2]
+        return PageServed(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+
+    def _begin(self, where: tuple[str, int] | str, listening: socket.socket) -> None:
+        """Serve what comes to a socket, which the thread then closes."""
+        import uvicorn  # noqa: PLC0415 - an extra
+
         if isinstance(where, str):
             with suppress(FileNotFoundError):  # removed at once
                 self._socket = Path(where), Path(where).lstat()
@@ -70,20 +86,10 @@ class PageServer:
             app, lifespan="off", log_config=None, access_log=False, ws="none", proxy_headers=False, server_header=False,
             limit_concurrency=_MOST_CONNECTIONS, timeout_graceful_shutdown=1, loop="asyncio", http=_protocol(),
         )  # fmt: skip
-        self._server = server = uvicorn.Server(config)
+        server = uvicorn.Server(config)
         thread = threading.Thread(target=_serve, args=(server, listening), name="tiered_kv-page", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError as error:  # the system gives no more
-            if self._socket is not None:
-                _remove_own(*self._socket)
-            listening.close()
-            return PageNotServed(self._address, str(error))
-        self._thread = thread
-        if isinstance(where, str):
-            return PageServed(self._address)
-        host, port = listening.getsockname()[:2]
-        return PageServed(f"http://{f'[{host}]' if ':' in host else host}:{port}/")
+        thread.start()
+        self._server, self._thread = server, thread  # which `stop` waits for: only if it has begun
 
     async def stop(self) -> None:
         """Serve no more; waits for the thread for a limited time."""
