@@ -62,7 +62,7 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
     Raises:
         ConfigurationError: No settings of this medium, or a cache has the directory open: a block may be in its memory.
         BackendUnavailableError: A disk failed, or a directory is none that a tier has used: its disk may not be
-            mounted. What was deleted on the others, and until then, stays deleted.
+            mounted. All that could be deleted is, whatever else failed.
     """
     settings, failed = NVMeSettings.of(settings), []
     of_salt = await asyncio.to_thread(settings.on_medium, salt_digest(salt))
@@ -79,12 +79,18 @@ async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: 
 
 
 def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
-    num_deleted = 0
+    num_deleted, failures = 0, list[OSError]()
     for each in _used_in(path):
         if each != path and not _holds_blocks(each):
             continue  # another program's, perhaps: it has its own idea of a file of that name
         with taken(each) as root:
-            num_deleted += sum(_delete_in(root, folder, salt, erase=erase) for folder in folders_in(root))
+            for folder in folders_in(root):
+                try:
+                    num_deleted += _delete_in(root, folder, salt, erase=erase)
+                except OSError as error:  # of one model's records: the others' may be well
+                    failures.append(error)
+    if failures:
+        raise failures[0]
     return num_deleted
 
 
@@ -134,16 +140,21 @@ def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
         opened.callback(slab.close)
         ledger = Ledger(open_file(folder_fd, "ledger"), Order())
         opened.callback(ledger.close)
-        num_deleted = 0
+        num_deleted, failures = 0, list[OSError]()
         for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):
             slots = np.arange(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))
             headers, failed = slab.headers(slots.tolist())
             is_mine = np.array([_is_of(header.data, salt) for header in headers])
             num_deleted += int(np.count_nonzero(is_mine))
-            if len(going := slots[is_mine | failed]):  # whose block nobody can say now may be read by a later open
-                _forget(slab, ledger, going, erase=erase)
+            for going in (slots[is_mine], slots[failed]):  # whose block nobody can say now may be read by a later open
+                try:
+                    _forget(slab, ledger, going, erase=erase)
+                except OSError as error:  # a place that is bad keeps no other from going
+                    failures.append(error)
         slab.sync()
         ledger.sync()
+        if failures:
+            raise failures[0]
         return num_deleted
 
 

@@ -102,6 +102,30 @@ async def test_a_block_that_cannot_be_looked_at_goes_too(tmp_path: Path, monkeyp
     assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
 
 
+async def test_a_place_that_can_be_neither_read_nor_written_keeps_no_other_from_going(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk has failed, which is said; its block is in no ledger, and what is behind it has gone."""
+    engine, read, write = await filled(nvme(tmp_path)), Files.preadv, Files.pwrite
+
+    def read_all_but_the_first(self: Files, fd: int, buffers: list[memoryview], offset: int) -> int:
+        if not offset:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(self, fd, buffers, offset)
+
+    def write_all_but_the_first(self: Files, fd: int, data: memoryview, offset: int) -> int:
+        if not offset and len(data) >= 4096:  # of a slab
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return write(self, fd, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "preadv", read_all_but_the_first)
+        patched.setattr(Files, "pwrite", write_all_but_the_first)
+        with pytest.raises(BackendUnavailableError, match="could not delete a tenant"):
+            await delete_tenant(nvme(tmp_path), "ann")
+    assert (await found(engine, nvme(tmp_path)))[0] == 0
+
+
 async def test_blocks_without_a_salt_are_a_tenant_s(tmp_path: Path) -> None:
     """The empty salt is one like others, and nothing else goes with it."""
     engine = await filled(nvme(tmp_path))
