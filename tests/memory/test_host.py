@@ -5,7 +5,6 @@ import gc
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -37,19 +36,19 @@ def test_rows_payloads_and_padded_slots_are_the_same_memory(slab: HostSlab) -> N
 
 
 def test_blocks_are_lent_with_headers_of_their_own(slab: HostSlab) -> None:
-    """No two blocks in flight share a header page, and headers come back when the call ends, by an error too."""
-    with slab.blocks([4, 1]) as first, slab.blocks(range(3)) as second:
-        for number, block in enumerate([*first, *second]):
-            block.header[:] = bytes([number]) * 4096
-        assert [block.header[4095] for block in [*first, *second]] == [0, 1, 2, 3, 4]
-        assert [len(block.payload) for block in first] == [PAYLOAD, PAYLOAD]
-        first[0].payload[0] = 9
+    """No two blocks in flight share a header page, and headers are lent again once they are given back."""
+    first, second = slab.lend_blocks([4, 1]), slab.lend_blocks(range(3))
+    for number, block in enumerate([*first, *second]):
+        block.header[:] = bytes([number]) * 4096
+    assert [block.header[4095] for block in [*first, *second]] == [0, 1, 2, 3, 4]
+    assert [len(block.payload) for block in first] == [PAYLOAD, PAYLOAD]
+    first[0].payload[0] = 9
     assert slab.payload(4)[0] == 9
     lent = set()
     for _ in range(200):
-        with suppress(ZeroDivisionError), slab.blocks([0]) as (block,):
-            lent.add(torch.frombuffer(block.header, dtype=torch.uint8).data_ptr())
-            raise ZeroDivisionError
+        blocks = slab.lend_blocks([0])
+        lent.add(torch.frombuffer(blocks[0].header, dtype=torch.uint8).data_ptr())
+        blocks.give_back()
     assert len(lent) == 1
 
 
@@ -99,8 +98,7 @@ def test_a_slab_without_slots_works() -> None:
     """A host tier of size 0 needs no case of its own."""
     slab = HostSlab(0, 4096, 4096)
     assert slab.rows.shape == (0, 512)
-    with slab.blocks([]) as blocks:
-        assert not len(blocks)
+    assert not len(slab.lend_blocks([]))
     with pytest.raises(ConfigurationError, match="slot 0 is not one of the 0"):
         slab.payload(0)
     slab.close()

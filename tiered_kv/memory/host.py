@@ -164,21 +164,12 @@ class HostSlab:
             raise ConfigurationError(f"slot {slot} is not one of the {self.num_slots} of {self.name!r}")
         return self._memory[slot * self.stride_bytes : (slot + 1) * self.stride_bytes]
 
-    @contextmanager
-    def blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> "Iterator[LentBlocks]":
-        """Lend record buffers over ``slots`` for the length of an I/O call: each the slot and a header page.
-
-        The headers hold whatever the last call left in them. They are lent again after the ``with`` block, so it must
-        not end before the call that uses them has returned.
-        """
-        blocks = self.lend_blocks(slots)
-        try:
-            yield blocks
-        finally:
-            blocks.give_back()
-
     def lend_blocks(self, slots: Sequence[int] | NDArray[np.int64]) -> "LentBlocks":
-        """Do what `blocks` does, until `LentBlocks.give_back`."""
+        """Lend record buffers over ``slots`` until `LentBlocks.give_back`: each the slot and a header page.
+
+        The headers hold whatever the last call left in them. They are lent again after that, so it must not come before
+        the call that uses them has returned.
+        """
         return LentBlocks(slots, self._headers, self.padded, self.payload_bytes)
 
     def give_back(self, start: int, stop: int) -> None:
