@@ -214,6 +214,27 @@ class TestPageableMemory:
         assert order == ["first", "second"]
         assert device.has_happened(event)
 
+    def test_a_late_copy_that_cannot_be_enqueued_holds_up_nobody(
+        self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A device that has just been lost may refuse the stream itself, in the stream's thread: all are told."""
+        device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)
+        fake.refusals = [1]
+        assert device.page_lock(slab).wait(60) is PageLockState.PAGEABLE
+        first, second = device.stream("first"), device.stream("second")
+        lost, ended = RuntimeError("CUDA error: device lost"), list[BaseException | None]()
+
+        def refused(_: Any) -> Any:  # noqa: ANN401 - a stream, and nothing
+            raise lost
+
+        monkeypatch.setattr(device, "on", refused)
+        second.wait(first.submit(lambda: None, ended.append))
+        first.submit(lambda: None, ended.append)
+        second.submit(lambda: None, ended.append)
+        assert device.close(60)
+        assert ended == [lost] * 3
+        assert device.error is lost
+
 
 def test_a_full_queue_blocks_nobody(fake: FakeDriver) -> None:
     """What more operations are ahead of than a queue holds is enqueued by the stream's thread, in its turn."""

@@ -305,8 +305,9 @@ class AcceleratorStream(Stream):
         if item.late is None or item.late.is_recorded:
             return
         item.error = self._device.error
-        if item.error is None:
-            self._enqueue(item)
+        if item.error is None and (broken := attempt(partial(self._enqueue, item))) is not None:
+            self._device.fail(broken)  # nothing is lost with it but this: all that is queued behind is told
+            item.error = broken
         item.late.settle(item.event)
         with self._lock:
             self._num_late -= 1
