@@ -3,6 +3,7 @@
 import fcntl
 import gc
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -94,6 +95,20 @@ def test_impossible_sizes_are_refused(num_slots: int, stride: int, payload: int)
         HostSlab(num_slots, stride, payload)
 
 
+@pytest.mark.parametrize(("limit", "num_bytes"), [(resource.RLIMIT_FSIZE, 1 << 20), (resource.RLIMIT_AS, 1 << 40)])
+def test_what_the_system_refuses_is_said_with_its_size(limit: int, num_bytes: int) -> None:
+    """And leaves no descriptor behind."""
+    before, hard = resource.getrlimit(limit)
+    num_open = _num_open()
+    resource.setrlimit(limit, (num_bytes, hard))
+    try:
+        with pytest.raises(ConfigurationError, match=r"GiB of host memory for 'large' cannot be had: .*ulimit"):
+            HostSlab(num_bytes // 4096 + 1, 4096, 4096, name="large")
+    finally:
+        resource.setrlimit(limit, (before, hard))
+    assert _num_open() == num_open
+
+
 def test_a_slab_without_slots_works() -> None:
     """A host tier of size 0 needs no case of its own."""
     slab = HostSlab(0, 4096, 4096)
@@ -155,3 +170,7 @@ def test_pages_come_when_they_are_touched_and_go_when_given_back() -> None:
     finally:
         slab.close()
         os.close(fd)
+
+
+def _num_open() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))

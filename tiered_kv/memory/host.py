@@ -93,7 +93,7 @@ class HostSlab:
             is_read_only: See the attribute: ``fd`` cannot be written by.
 
         Raises:
-            ConfigurationError: Sizes that cannot be, or ``fd`` is of another length.
+            ConfigurationError: Sizes that cannot be, or that the system refuses, or ``fd`` is of another length.
         """
         if num_slots < 0 or stride_bytes < 1 or stride_bytes % PAGE_BYTES or not 0 < payload_bytes <= stride_bytes:
             raise ConfigurationError(
@@ -105,12 +105,18 @@ class HostSlab:
         self.payload_bytes = payload_bytes
         self.name = name
         self.is_read_only = is_read_only
-        self._fd = _new_memory(name, self.num_bytes) if fd is None else os.dup(fd)
         try:
-            self._memory = _map(self._fd, self.num_bytes, is_read_only=is_read_only)
-        except BaseException:
-            os.close(self._fd)
-            raise
+            self._fd = _new_memory(name, self.num_bytes) if fd is None else os.dup(fd)
+            try:
+                self._memory = _map(self._fd, self.num_bytes, is_read_only=is_read_only)
+            except BaseException:
+                os.close(self._fd)
+                raise
+        except OSError as error:
+            raise ConfigurationError(
+                f"{_gib(self.num_bytes)} of host memory for {name!r} cannot be had: {error.strerror}; "
+                "limits of the process (ulimit -f, -n, -v) bound it too"
+            ) from error
         self.rows = _words_of(self._memory).view(num_slots, stride_bytes // 8)
         self._headers = Headers()
         self._close_fd = weakref.finalize(self, os.close, self._fd)  # of a slab that nobody closes, too
@@ -260,10 +266,14 @@ class Headers:
 
 def _new_memory(name: str, num_bytes: int) -> int:
     fd = os.memfd_create(f"tiered_kv-{name}"[:200], os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
-    os.fchmod(fd, 0o600)  # else whoever has a descriptor that only reads opens it anew, and writes
-    # Sealed: a process that shrank it would kill every other one by SIGBUS.
-    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    try:
+        os.ftruncate(fd, num_bytes)
+        os.fchmod(fd, 0o600)  # else whoever has a descriptor that only reads opens it anew, and writes
+        # Sealed: a process that shrank it would kill every other one by SIGBUS.
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
     return fd
 
 
