@@ -8,7 +8,7 @@ import faulthandler
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from tiered_kv import (
 )
 from tiered_kv.telemetry import KVEventPublisher
 from tiered_kv.telemetry.kv_event_values import Form, HasChanges
+from tiered_kv.telemetry.router_books import RouterBooks
 from tiered_kv.tiers.changes import Changes
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
@@ -407,6 +408,31 @@ async def test_routers_that_come_and_go_are_told_everything_at_most_so_often(tmp
             router.ask(0)  # is not kept any more
             await until_answered(router)
         assert publisher.statistics().num_snapshots == 1
+
+
+async def test_a_snapshot_that_fails_is_tried_again_no_sooner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A fault of ours neither spins nor fills a log; what changes meanwhile is told all the same."""
+    engine = Engine()
+
+    def fails(_: RouterBooks) -> Iterator[list[Any]]:
+        raise RuntimeError("planted")
+
+    async with open_cache(CPU, engine=engine) as kv, publishing(kv, tmp_path, snapshot_every_s=3600) as publisher:
+        assert publisher.endpoint is not None
+        monkeypatch.setattr(RouterBooks, "everything", fails)
+        router = Router(publisher.endpoint, publisher.replay_endpoint)
+        try:
+            await until(lambda: "planted" in caplog.text)
+            for seed in range(4):
+                keys = prompt(2, seed=seed)
+                publisher.describe(keys, tokens_of(2, seed))
+                await kv.store(keys, engine.compute(keys))
+            await until(lambda: len(told_by(router)) >= 3, on_wait=router.listen)
+        finally:
+            router.close()
+    assert len([each for each in caplog.records if "background.failed" in each.message]) <= 2  # of new weights is one
 
 
 async def test_another_topic_is_not_for_us(tmp_path: Path) -> None:

@@ -124,9 +124,11 @@ class RouterSocket:
             self._send(self._work.popleft()())
         if self._is_snapshot_wanted and time.monotonic() >= self._next_snapshot:
             self._is_snapshot_wanted = False
-            self._send(self._books.everything())
-            self.num_snapshots += 1
-            self._next_snapshot = time.monotonic() + self._settings.snapshot_every_s
+            try:
+                self._send(self._books.everything())
+                self.num_snapshots += 1
+            finally:  # one that fails is wanted again, as late as any other
+                self._next_snapshot = time.monotonic() + self._settings.snapshot_every_s
 
     def _guarded(self, act: Callable[[], None]) -> None:
         """Go on whatever happens: after an error routers are told everything anew."""
