@@ -674,6 +674,24 @@ def test_blocks_are_written_when_they_are_old_enough() -> None:
     virtual.run(main)
 
 
+def test_a_block_that_is_stored_again_and_again_holds_up_no_other() -> None:
+    """As a prompt that all requests share, which is the first in the line: all are written by their age."""
+
+    async def main() -> None:
+        engine, slots, device = Engine(), slots_back(), virtual.CountingDevice()
+        limits = SMALL_LIMITS.model_copy(update={"clean_after_s": 5.0, "low_water": 0.0})
+        async with open_cache(cpu(64), slots, engine=engine, device=device, limits=limits) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await kv.store(KEYS, engine.compute(KEYS))
+            for _ in range(7):
+                await asyncio.sleep(1.0)
+                await kv.store(KEYS[:1], engine.compute(KEYS[:1]))
+            assert slots.num_records == 8
+            await until_idle(kv)
+
+    virtual.run(main)
+
+
 def test_each_block_is_written_in_its_time() -> None:
     """A few at a time, as they come to be old enough: all of a second at once would be felt in an engine's steps."""
 

@@ -21,7 +21,8 @@ class Line:
     def __init__(self) -> None:
         self.index = TierIndex(8, write_back=True)
         tier = MemoryTier("cpu", self.index, torch.zeros(8, 1, dtype=torch.int64))
-        self.unwritten = Unwritten([tier], lambda: 0.0)
+        self.now_s = 0.0
+        self.unwritten = Unwritten([tier], lambda: self.now_s)
         self.waiting = self.unwritten.waiting[tier]
 
     def add(self, batch: Batch) -> None:
@@ -49,6 +50,26 @@ async def test_what_leaves_the_line_is_not_waited_for() -> None:
     line.waiting.ended(len(batch), came)
     assert line.unwritten.is_written(mark)
     assert line.unwritten.num_blocks == 0
+
+
+async def test_what_waits_already_gets_no_younger() -> None:
+    """A block that is stored again keeps its place, and its time: it must not hold up those behind it by age."""
+    line = Line()
+    line.add(BLOCKS)
+    for line.now_s in (1.0, 2.0, 3.0):
+        lease = line.index.lease(BLOCKS.names[:1])
+        line.waiting.add(BLOCKS[:1], lease.slots, lease)
+        lease.release()
+        assert line.waiting.oldest_s() == line.now_s
+    assert line.unwritten.num_blocks == 8
+
+
+async def test_marks_may_be_very_many() -> None:
+    """Each flush and eviction makes one: of a cache that runs for years they are more than 32 bits count."""
+    line = Line()
+    line.unwritten.now = 1 << 40
+    line.add(BLOCKS)
+    assert (line.waiting.num_before(1 << 40), line.waiting.num_before((1 << 40) + 1)) == (0, 8)
 
 
 async def test_a_mark_is_between_what_came_before_and_what_came_later() -> None:

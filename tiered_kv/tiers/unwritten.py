@@ -143,7 +143,7 @@ class Unwritten:
 
 
 class Waiting:
-    """The dirty blocks of one memory tier, the one that waits longest first. Takes 37 bytes a slot of the tier.
+    """The dirty blocks of one memory tier, the one that waits longest first. Takes 41 bytes a slot of the tier.
 
     The books of the tier say which blocks are dirty; a block's name alone is not enough to write its record, so its
     namespace and position are kept here, by slot; and its prompt, as long as it waits.
@@ -163,7 +163,7 @@ class Waiting:
         self._prompts = np.full(tier.index.max_slots, None, dtype=object)
         self._positions = np.full(tier.index.max_slots, 0, dtype=np.int64)
         self._since_s = np.full(tier.index.max_slots, 0.0)
-        self._came = np.full(tier.index.max_slots, 0, dtype=np.int32)
+        self._came = np.full(tier.index.max_slots, 0, dtype=np.int64)
         self._num_tries = np.full(tier.index.max_slots, 0, dtype=np.uint8)
         self._num_by_came = Counter[int]()
         self.on_add: Callable[[], object] = lambda: None
@@ -245,8 +245,8 @@ class Waiting:
         self._positions[slots] = batch.positions
         if batch.prompts is not None:
             self._prompts[slots] = batch.prompts
-        self._since_s[slots] = self._clock()
         fresh = self._index.mark_dirty(lease, slots)
+        self._since_s[fresh] = self._clock()  # what waits already keeps its place, and its time
         self._came[fresh] = came
         self._num_by_came[came] += len(fresh)
 
