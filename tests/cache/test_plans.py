@@ -15,12 +15,28 @@ from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread, store
-from tiered_kv import BlockKeys, ClosedError, ConfigurationError, LayoutMismatchError, Outcomes, Shard, Worker
+from tiered_kv import (
+    BlockKeys,
+    ClosedError,
+    ConfigurationError,
+    LayoutMismatchError,
+    Outcomes,
+    ReuseHint,
+    Shard,
+    TieredKV,
+    Worker,
+)
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.plan import TierShare
+
+
+def in_memory(kv: TieredKV, keys: BlockKeys) -> list[int]:
+    """Say which blocks are on the host."""
+    (chain,) = inside(kv).chains
+    return chain.host.index.ready(kv.namespace().names(keys)).nonzero()[0].tolist()
 
 
 def overwrite(path: Path) -> None:
@@ -226,6 +242,26 @@ async def test_a_plan_holds_what_it_names() -> None:
         await job.ended()
         assert ranks.num_right() == [N, N]
         ranks.close()
+        await until_idle(kv)
+
+
+async def test_a_hint_outlives_the_writing_of_what_it_is_about(tmp_path: Path) -> None:
+    """Of a store that is written down in several windows, too: what nobody wants again makes room first."""
+    engine, useful, closed, new = AnyEngine(), prompt(8, 1), prompt(8, 2), prompt(8, 3)
+    async with open_any(engine, cpu(16), nvme(tmp_path)) as kv:
+        assert inside(kv).chains[0].most_window < 8
+        await kv.store(useful, engine.fill(useful, range(8)))
+        planner = kv.planner()
+        worker = Worker(planner.slabs(), layout=SMALL, device="cpu")
+        worker.register_kv_caches(engine.caches[0])
+        planner.register_worker()
+        job = planner.plan_store(closed, engine.fill(closed, range(20, 28)), hint=ReuseHint(0.0))
+        planner.complete(worker.execute(await job.planned()))
+        assert (await job.ended()).num_blocks == 8
+        worker.close()
+        await kv.flush()
+        await kv.store(new, engine.fill(new, range(40, 48)))
+        assert [kv.stats()["cpu"].ready, *(len(in_memory(kv, keys)) for keys in (useful, closed, new))] == [16, 8, 0, 8]
         await until_idle(kv)
 
 

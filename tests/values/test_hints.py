@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.support.caches import keep, open_cache, until_idle
@@ -23,6 +24,7 @@ POLICIES = ["lru", "arc", "mq", "lhd"]
         {"probability": True},
         {"probability": 10**400},
         {"probability": 0.5, "within_s": 0},
+        {"probability": 0.5, "within_s": np.longdouble("1e-4000")},  # of which a float is 0
         {"probability": 0.5, "category": 7},
         {"probability": 0.5, "category": "x" * 1001},
     ],

@@ -172,8 +172,6 @@ class HeldStore:
         chain.unwritten.has_lost |= bool(chain.written) and bool((moved[: len(live)] & self._is_given_up).any())
         if len(live):  # some of the others were stored or read meanwhile, and what was there, or coming, may not be
             self.kept = chain.host.index.ready(self._batch.names)
-        if self._hint is not None:
-            chain.host.index.hint(self._batch.names[live], self._hint)
         n, num_moved = int(np.count_nonzero(live)), int(np.count_nonzero(moved[self.positions]))
         tally = Tally(chain.tiers)
         dropped = {Reason.NOT_MOVED: len(self.spec) - num_moved, Reason.REMOVED: num_moved - n}
@@ -188,6 +186,8 @@ class HeldStore:
         ended = partial(chain.unwritten.end, came)
         prompt = Prompt(chain.booked, self._batch.names)
         write_down(chain, tally, chain.host, self._batch[live], lease.slots[live], lease, came, ended, prompt)
+        if self._hint is not None:  # last: whoever leases what was hinted at wants it after all
+            chain.host.index.hint(self._batch.names[live], self._hint)
         if not self._answer.done():
             self._answer.set_result(None)
 

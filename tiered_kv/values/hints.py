@@ -70,7 +70,7 @@ class ReuseHint:
     def __post_init__(self) -> None:
         if not is_number(self.probability) or not 0 <= self.probability <= 1:
             raise ConfigurationError(f"a hint's probability must be a number from 0 to 1, got {self.probability!r:.80}")
-        if self.within_s is not None and not (is_number(self.within_s) and 0 < self.within_s < inf):
+        if self.within_s is not None and not (is_number(self.within_s) and 0 < float(self.within_s) < inf):
             raise ConfigurationError(f"a hint's within_s must be a positive number or None, got {self.within_s!r:.80}")
         if not isinstance(self.category, str):
             raise ConfigurationError(f"a hint's category must be a str, got {type(self.category).__name__}")
