@@ -25,6 +25,7 @@ from tiered_kv import (
     Reason,
     Shard,
 )
+from tiered_kv.values.loop_calls import LoopCalls
 
 
 async def test_closing_ends_every_job() -> None:
@@ -40,6 +41,26 @@ async def test_closing_ends_every_job() -> None:
     pending = [chain.host.index.statistics().pending for chain in inside(kv).chains]  # kv.stats() is closed
     assert pending == [0, N]
     ranks.close()
+
+
+async def test_a_call_that_an_interrupt_ends_makes_no_other_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes just before the loop is told, say: each later job is planned, and ends, in its own time."""
+    engine = AnyEngine()
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        with monkeypatch.context() as patch:
+            patch.setattr(LoopCalls, "call", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                planner.plan_store(prompt(N, 1), engine.spec(range(N)))
+        job = planner.plan_store(KEYS, engine.spec(range(N, 2 * N)))
+        plan = await asyncio.wait_for(job.planned(), WAIT_S)
+        planner.complete(Outcomes(plan.job, 0, plan.num_blocks))
+        assert (await asyncio.wait_for(job.ended(), WAIT_S)).num_blocks == N
 
 
 @pytest.mark.parametrize("direction", ["store", "load"])

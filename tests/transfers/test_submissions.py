@@ -46,6 +46,43 @@ async def test_a_signals_handler_may_submit_while_its_thread_does() -> None:
     assert len(transfers.submissions.poll(0.0)) == transfers.num_started
 
 
+async def test_a_submission_that_an_interrupt_ends_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes just before the loop is told, say: what is submitted later ends."""
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    transfers = Transfers()
+    with monkeypatch.context() as patch:
+        patch.setattr(LoopCalls, "call", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            transfers.submit()
+    ticket = transfers.submit()
+    await until(lambda: ticket.result is not None)
+    assert ticket.result == 2
+
+
+def test_an_interrupt_in_a_start_ends_that_one_alone() -> None:
+    """It comes out of the loop, as of any callback; whoever runs the loop again has all tickets end."""
+    loop = asyncio.new_event_loop()
+
+    async def made() -> Transfers:
+        return Transfers()
+
+    def interrupted() -> Handle[int]:
+        raise KeyboardInterrupt
+
+    transfers = loop.run_until_complete(made())
+    ticket = transfers.submissions.submit(interrupted, lambda error: -isinstance(error, KeyboardInterrupt))
+    behind = [transfers.submit() for _ in range(2)]
+    with pytest.raises(KeyboardInterrupt):
+        loop.run_until_complete(asyncio.sleep(0))
+    loop.run_until_complete(until(lambda: behind[-1].result is not None))
+    assert (ticket.result, [each.result for each in behind]) == (-1, [1, 2])
+    assert len(transfers.submissions.poll(0.0)) == 3
+    loop.close()
+
+
 async def test_results_that_nobody_asks_for_are_bounded() -> None:
     """A program that looks at its tickets and never polls does not keep them all for good; the newest can be polled."""
     transfers = Transfers(most_kept=10)

@@ -1,8 +1,10 @@
 """Calls into a loop from other threads."""
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from contextvars import Context
 from typing import Any, TypeVarTuple
 
@@ -129,6 +131,27 @@ def test_a_signals_handler_may_call_while_its_thread_does() -> None:
     loop_calls.call(loop.stop)
     loop.run_forever()
     assert (ran.count("outer"), ran.count("handler")) == (num_times, num_times - 1)
+    loop.close()
+
+
+def test_a_call_that_an_interrupt_ends_holds_up_no_other() -> None:
+    """Wherever it comes: what others have called meanwhile runs, though nobody calls again."""
+    loop, ran = CountingLoop(), list[str]()
+    loop_calls = LoopCalls(loop)
+
+    def once() -> None:
+        with suppress(KeyboardInterrupt):
+            loop_calls.call(ran.append, "interrupted")
+        sys.settrace(None)  # whatever comes now is no part of the call
+        loop.run_until_complete(asyncio.sleep(0))
+
+    def interrupt() -> None:
+        loop_calls.call(ran.append, "of another thread")
+        raise KeyboardInterrupt
+
+    num_times = interrupted_everywhere(once, interrupt, of="tiered_kv.values.loop_calls")
+    assert num_times > 1
+    assert ran.count("of another thread") == num_times - 1
     loop.close()
 
 

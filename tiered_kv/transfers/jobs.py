@@ -452,7 +452,7 @@ class Jobs(JobBook):
     # On the event loop.
 
     def _call_next(self) -> None:
-        if self._calls:  # else `close` has made the call
+        for _ in range(len(self._calls)):  # of one that an interrupt ended before it was told of, too
             self._calls.popleft()()
 
     def answers(self) -> "list[asyncio.Future[None]]":

@@ -135,7 +135,6 @@ class Submissions:
         """Take submissions from now on, and keep so many results for `poll`. In the event loop's thread."""
         self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
-        self._is_waking = False
         self._underway: set[Ticket[Any]] = set()
         self._is_open = True
         self._loop_calls = loop_calls
@@ -163,9 +162,7 @@ class Submissions:
                 raise ClosedError("this TieredKV is closed")
             self._underway.add(ticket)
             self._starts.append((ticket, start, failed))
-        if not self._is_waking:  # else the wake-up that is under way will see this one too
-            self._is_waking = True
-            self._loop_calls.call(self._start_all)
+        self._loop_calls.call(self._start_all)
         return ticket
 
     def poll(self, timeout_s: float) -> list[tuple[Ticket[Any], Any]]:
@@ -204,13 +201,14 @@ class Submissions:
     # On the event loop.
 
     def _start_all(self) -> None:
-        self._is_waking = False
-        for _ in range(len(self._starts)):  # those that come meanwhile wake the loop again
+        for _ in range(len(self._starts)):  # those that come meanwhile are started by a call of their own
             ticket, start, failed = self._starts.popleft()
             try:
                 handle = self._handles[ticket] = start()
-            except Exception as error:  # noqa: BLE001 - whoever polls has to hear of it
-                self._finish(ticket, failed(error))
+            except BaseException as error:
+                self._finish(ticket, failed(error))  # whoever polls has to hear of it
+                if not isinstance(error, Exception):
+                    raise  # the program's own, see `LoopCalls`: those behind have calls of their own too
             else:
                 handle.when_done(partial(self._ended, ticket, failed))
 

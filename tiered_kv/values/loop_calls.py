@@ -35,21 +35,28 @@ class LoopCalls:
     def call(self, function: Callable[[*Ts], object], *args: *Ts) -> None:
         """Run ``function(*args)`` on the loop, soon, never before this returns. Dropped once the loop is closed.
 
-        An exception of ``function`` goes to the loop's exception handler, and the calls after it run.
+        An exception of ``function`` goes to the loop's exception handler, and the calls after it run. A call that an
+        interrupt of its thread ends may run or not; it holds up no other.
         """
         if self._closed:
             return
-        self._calls.append((function, args))
-        if self._waking:
-            return  # `_run` looks at the calls after it has said that nobody wakes it any more
-        self._waking = True
         try:
+            self._calls.append((function, args))
+            if self._waking:
+                return  # `_run` looks at the calls after it has said that nobody wakes it any more
+            self._waking = True
             self._loop.call_soon_threadsafe(self._run)
-        except RuntimeError:
-            if not self._loop.is_closed():
+        except BaseException as error:
+            self._waking = False
+            if self._loop.is_closed():
+                self._closed = True
+                self._calls.clear()  # what they hold must not live as long as this object
+                if isinstance(error, RuntimeError):
+                    return
                 raise
-            self._closed = True
-            self._calls.clear()  # what they hold must not live as long as this object
+            # An interrupt, perhaps: others may rely on the wake-up by now. Two of them do no harm.
+            self._loop.call_soon_threadsafe(self._run)
+            raise
 
     def _run(self) -> None:
         self._waking = False
