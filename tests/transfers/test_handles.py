@@ -11,7 +11,7 @@ from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
-from tiered_kv.transfers.handles import Handle, Revocable
+from tiered_kv.transfers.handles import Handle, Revocable, each_of
 
 
 async def test_a_revoked_copy_never_begins() -> None:
@@ -25,6 +25,21 @@ async def test_a_revoked_copy_never_begins() -> None:
         copy()
     copy.resolve(None)  # what the stream says of it later changes nothing
     assert ran == []
+
+
+async def test_of_several_transfers_the_last_is_waited_for_though_the_first_raised() -> None:
+    """Until then memory may be in use: the error comes when all have ended."""
+    loop = asyncio.get_running_loop()
+    ended: list[asyncio.Future[int]] = [loop.create_future() for _ in range(2)]
+    waiting = asyncio.ensure_future(each_of([Handle(each, lambda: None) for each in ended]))
+    await checkpoint()
+    ended[0].set_exception(RuntimeError("planted"))
+    for _ in range(5):
+        await checkpoint()
+    assert not waiting.done()
+    ended[1].set_result(7)
+    with pytest.raises(RuntimeError, match="planted"):
+        await waiting
 
 
 async def test_a_copy_that_has_begun_cannot_be_revoked() -> None:

@@ -18,10 +18,12 @@ from tiered_kv import (
     GPULoadStoreSpec,
     KVGroup,
     KVLayout,
+    LoadHandle,
     Outcome,
     TieredKV,
 )
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.transfers import engine_memory
 from tiered_kv.values.events import BlocksLoaded
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
@@ -240,6 +242,52 @@ async def test_a_deadline_ends_it() -> None:
         assert_right(engine, loaded.mask.tolist())
         below.on_read.release()
         await until_idle(kv)
+
+
+async def test_one_that_begins_too_late_says_so() -> None:
+    """As every load does; it is no miss."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        loaded = await kv.load(KEYS, PAGES, gaps=True, deadline_s=1e-9)
+        assert (loaded.num_blocks, [fault.reason for fault in loaded.faults]) == (0, ["deadline"])
+        assert loaded.missed_because == "deadline"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_interrupt_in_one_part_ends_it_once_the_other_has(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    """What is in memory is copied at once, which a signal's handler may interrupt; the rest is being read meanwhile."""
+    engine, below, loop = Engine(), ScriptedBackend(), asyncio.new_event_loop()
+    cache = open_cache(CPU, below, engine=engine)
+
+    def interrupted(*_: object, **__: object) -> None:
+        raise error
+
+    async def have(kv: TieredKV) -> None:
+        await keep(kv, engine, KEYS)
+        await kv.evict(KEYS[:4], tier="cpu")
+        below.on_read.hold()
+
+    async def end(kv: TieredKV) -> None:
+        await until(lambda: handles[0].done)
+        engine.poison()  # it has ended, and these are the engine's again
+        below.on_read.release()
+        await until_idle(kv)
+        assert engine.is_poisoned()
+
+    handles = list[LoadHandle]()
+    kv = loop.run_until_complete(cache.__aenter__())
+    loop.run_until_complete(have(kv))
+    loop.call_soon(lambda: handles.append(kv.start_load(KEYS, PAGES, gaps=True)))
+    with monkeypatch.context() as patch:
+        patch.setattr(engine_memory, "scatter_blocks", interrupted)
+        with pytest.raises(error):
+            loop.run_forever()
+    loop.run_until_complete(end(kv))
+    loop.run_until_complete(cache.__aexit__(None, None, None))
+    loop.close()
 
 
 async def test_of_any_layout() -> None:

@@ -100,7 +100,7 @@ async def test_what_has_not_begun_can_be_stopped(how: str) -> None:
             await kv.aclose()
         loaded = await handle
         assert loaded.num_blocks == 0
-        assert [fault.reason for fault in loaded.faults] == (["deadline"] if how == "deadline" else [])
+        assert [fault.reason for fault in loaded.faults] == ["deadline" if how == "deadline" else "revoked"]
         if how != "close":
             await until_idle(kv, on_wait=device.run_all)
         assert engine.is_poisoned()

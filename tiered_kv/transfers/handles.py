@@ -237,6 +237,9 @@ async def each_of(handles: "Sequence[Handle[T]]") -> list[T]:
             await waiting[0]
         except asyncio.CancelledError:
             cancel_each(handles)
+        except BaseException:
+            if not waiting[0].done:
+                raise  # else it is raised below, once all have ended
     return [handle.result() for handle in handles]
 
 

@@ -354,6 +354,8 @@ class GapLoad(InParts):
                 return
             behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
             at = np.sort(np.concatenate(behind))  # what ended these loads is lost
+        if len(at) and loop.time() >= request.deadline:
+            raise TimeoutError
 
     async def _load_each(self, parts: Sequence[NDArray[np.int64]], said: Sequence[Said]) -> list[LoadResult]:
         """Load blocks side by side, those of each part as if they were a prompt; cancelled, until nothing moves."""
@@ -362,7 +364,13 @@ class GapLoad(InParts):
         for at, known in zip(parts, said, strict=True):
             batch, pages, lane = request.batch[at], request.pages[at], request.lane.part()
             part = replace(request, batch=batch, pages=pages, lane=lane, gaps=False, said=known, is_part=True)
-            handles.append(self._start_part(part))
+            try:
+                handles.append(self._start_part(part))
+            except BaseException:  # an interrupt of the program's, in a copy made at once
+                lane.release()
+                cancel_each(handles)
+                await each_of(handles)
+                raise
         results = await each_of(handles)
         task = asyncio.current_task()
         self.revoked = self.revoked or (task is not None and task.cancelling() > 0)

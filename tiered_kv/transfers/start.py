@@ -359,6 +359,8 @@ class ReadyLoad(BegunLoad):
         if self._again is not None:
             self._again.cancel()
         elif self._copy is not None:
+            if not self._copy.has_begun:
+                self._faults.append(self._request.revocation())
             self._copy.revoke()
         elif not self._ended.done():
             self._admit(0)
@@ -420,7 +422,8 @@ class ReadyLoad(BegunLoad):
 
     def _revoke_late(self) -> None:
         self._faults.append(TierFault("", Reason.DEADLINE, len(self._request.batch)))
-        self.revoke()
+        if self._copy is not None:
+            self._copy.revoke()
 
     def _stream_copied(self, copied: "asyncio.Future[None]") -> None:
         if self._timer is not None:
