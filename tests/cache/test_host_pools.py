@@ -167,6 +167,9 @@ async def test_what_can_not_be_a_pool_says_why() -> None:
             kv.register_host_pool("a", bytearray(16 * 4095), slot_bytes=4095)
         with pytest.raises(LayoutMismatchError, match=r"5000 bytes is no number of slots of 4096 bytes"):
             kv.register_host_pool("a", bytearray(5000))
+        for empty in (bytearray(), np.zeros((0, PAYLOAD_BYTES), np.uint8), torch.zeros(0, PAYLOAD_BYTES)):
+            with pytest.raises(LayoutMismatchError, match=r"0 bytes is no number of slots of 4096 bytes"):
+                kv.register_host_pool("a", empty)
         with pytest.raises(LayoutMismatchError, match=r"slots of 4097 bytes"):
             kv.register_host_pool("a", bytearray(4097), slot_bytes=4097)
         with pytest.raises(ConfigurationError, match=r"4096 bytes, read-only"):

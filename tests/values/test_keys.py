@@ -329,6 +329,7 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
         (lambda: BlockKeys(bytes(32), block_size=1, start=-1), "start must be an int, 0 or more, got -1"),
         (lambda: BlockKeys(bytes(32), block_size=1, salt_id=b"tenant"), "salt_id must be the 32 bytes of salt_digest"),
         (lambda: BlockKeys(bytes(32), block_size=1, start=2**63), "start must be 4611686018427387904 at most"),
+        (lambda: hash_blocks(range(4), block_size=2**32), "block_size must be 4294967295 at most, got 4294967296"),
         (lambda: BlockKeys.from_hashes(bytes(32), block_size=1), "hashes must be a list, .* got 32 bytes"),  # type: ignore[arg-type]
         (lambda: BlockKeys.from_hashes(None, block_size=1), "hashes must be a list, .* got NoneType"),  # type: ignore[arg-type]
         (lambda: BlockKeys.from_hashes(["ab" * 32], block_size=1), r"hash 0 .* got str .*: bytes.fromhex\(\)"),  # type: ignore[list-item]

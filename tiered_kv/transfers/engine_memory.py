@@ -99,6 +99,8 @@ def _bytes_of(buffer: object) -> tuple[memoryview, int]:
         raise ConfigurationError(
             f"the memory of a host pool must be writable and contiguous: {view.nbytes} bytes, {what}"
         )
+    if not view.nbytes:  # which may not be cast
+        return memoryview(b""), 0
     return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0
 
 

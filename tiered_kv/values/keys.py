@@ -26,6 +26,7 @@ Names = NDArray[np.uint64]
 DIGEST_BYTES = 32
 NO_SALT = b"\0" * DIGEST_BYTES
 _LAST_START: Final = 1 << 62
+_LARGEST_BLOCK: Final = (1 << 32) - 1
 """Positions are int64, those of the keys that follow too."""
 TokenIds = Sequence[int] | NDArray[np.integer[Any]]
 _ROOT = b"tiered_kv block hash v1"
@@ -553,6 +554,8 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
 
 def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size: int) -> tuple[int, bytes]:
     """Return the position after ``parent`` and the digest to chain the next block to."""
+    if block_size > _LARGEST_BLOCK:
+        raise ConfigurationError(f"block_size must be {_LARGEST_BLOCK} at most, got {block_size}")
     root = hashlib.sha256(_ROOT + salt_id + block_size.to_bytes(4, "little")).digest()
     if parent is None:
         return 0, root
