@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,9 +14,10 @@ from redis_server import find_binary, run_redis
 from tests.support.caches import keep, open_cache
 from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
-from tiered_kv import BlockKeys, CPUTier, hash_blocks, salt_digest
+from tiered_kv import BlockKeys, CPUTier, GPULoadStoreSpec, hash_blocks, salt_digest
 from tiered_kv.cli import shelving
-from tiered_kv.media.backend import MOST_FOUND_BYTES
+from tiered_kv.cli.inventories import DirectoryInventory
+from tiered_kv.media.backend import MOST_FOUND_BYTES, Found
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
 NUM_BLOCKS = 20
@@ -217,6 +219,54 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
     assert report.num_good == 2 * NUM_BLOCKS
     num_bytes = 2 * NUM_BLOCKS * (4096 + PAYLOAD_BYTES)
     assert num_bytes - 60 < max(slept) <= num_bytes
+
+
+async def test_what_a_cache_writes_anew_meanwhile_is_not_broken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A slot holds another block by the time that it is read: there is nothing wrong with either."""
+    tier, engine, read = {"medium": "nvme", "path": tmp_path, "capacity": "256KiB"}, Engine(), DirectoryInventory.read
+    async with open_cache(CPU, tier, engine=engine) as kv:
+        left = [of(str(seed)) for seed in range(5)]
+        for keys in (left.pop(), left.pop()):
+            await keep(kv, engine, keys)
+
+        async def late(self: DirectoryInventory, found: Found) -> bytes | bytearray | None:
+            while left:
+                await keep(kv, engine, left.pop())
+            return await read(self, found)
+
+        monkeypatch.setattr(DirectoryInventory, "read", late)
+        async with shelving.inventory_at(str(tmp_path)) as inventory:
+            report = await shelving.verify(inventory, fix=False)
+        assert kv.stats()["nvme"].evicted > 0
+        assert report.broken == []
+
+
+@pytest.mark.parametrize("medium", ["nvme", "shared_fs"])
+async def test_nothing_but_a_tiers_own_files_is_deleted(medium: str, tmp_path: Path) -> None:
+    """Not what a folder above has, which a cache may have open, nor what is only named like a block."""
+    path = tmp_path / "kv"
+    tier, engine = {"medium": medium, "path": str(path), "capacity": "16MiB"}, Engine()
+    async with open_cache(tier, engine=engine) as kv:
+        await keep(kv, engine, of(""))
+        for command in ("inspect", "verify", ("verify", "--fix"), ("delete", "--tenant", "none", "--yes")):
+            name, *more = (command,) if isinstance(command, str) else command
+            refused = await run(name, str(tmp_path), *more)
+            assert (refused.exit_code, "no nvme or shared_fs tier has used" in " ".join(refused.stderr.split())) == (
+                2,
+                True,
+            )
+        assert (await kv.load(of(""), GPULoadStoreSpec(range(NUM_BLOCKS)))).num_blocks == NUM_BLOCKS
+    backup = path / "backup"
+    shutil.copytree(path, backup)
+    kept = [each for each in backup.rglob("*") if each.is_file()]
+    for record in files_in(path)[:1]:
+        kept.append(record.with_name(f"{record.name}.mine"))
+        kept[-1].write_text("a note")
+    assert (await answer("verify", str(path), "--fix"))["broken"] == []
+    assert (await answer("delete", str(path), "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
+    assert all(each.exists() for each in kept)
 
 
 def files_in(path: Path) -> list[Path]:

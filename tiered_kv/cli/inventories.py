@@ -34,6 +34,8 @@ _ENTRY: Final = np.dtype(
 _ENTRY_MAGIC: Final = b"TKVSLOT2"
 _EMPTY: Final = b"TKVEMPTY" * (_ENTRY.itemsize // 8)
 _AT_ONCE: Final = 256
+_ENTERED_S: Final = 1.0
+"""How long after a record its entry may come, which is written once the others of its batch are."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +48,20 @@ class _File(Found):
 
 @dataclass(frozen=True)
 class _Slot(Found):
-    """A record in a slab; ``name`` is what the ledger beside it says that it is."""
+    """A record in a slab; ``entry`` is what the ledger beside it says of it."""
 
     slab: Path = Path()
     slot: int = 0
-    name: bytes = b""
+    entry: bytes = b""
 
     def is_named_by(self, key: BlockKey) -> bool:
-        return key.namespace.names_of([key.hash]).tobytes() == self.name
+        (entry,) = np.frombuffer(self.entry, _ENTRY)
+        return bool(key.namespace.names_of([key.hash]).tobytes() == entry["name"].tobytes())
+
+    def is_entered(self) -> bool:
+        """Say whether the ledger says so still."""
+        with self.slab.with_name("ledger").open("rb") as ledger:
+            return os.pread(ledger.fileno(), _ENTRY.itemsize, self.slot * _ENTRY.itemsize) == self.entry
 
 
 class DirectoryInventory(Inventory):
@@ -87,6 +95,17 @@ class DirectoryInventory(Inventory):
             return None  # evicted meanwhile
         except OSError as error:
             raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
+
+    async def still_there(self, found: Sequence[Found]) -> list[bool]:
+        """Say which records were not replaced, nor removed, since they were found: by a cache that has the tier open.
+
+        An NVMe tier's slots are written in place, and a moment later their entries.
+        """
+        are_there = await asyncio.to_thread(_are_there, found)
+        if any(is_there and isinstance(each, _Slot) for is_there, each in zip(are_there, found, strict=True)):
+            await asyncio.sleep(_ENTERED_S)
+            are_there = await asyncio.to_thread(_are_there, found)
+        return are_there
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Have nobody find them again.
@@ -164,6 +183,10 @@ def _read(found: Found) -> bytes:
         return os.pread(file.fileno(), found.num_bytes, found.slot * found.num_bytes)
 
 
+def _are_there(found: Sequence[Found]) -> list[bool]:
+    return [not isinstance(each, _Slot) or each.is_entered() for each in found]
+
+
 def _delete(found: Sequence[Found]) -> None:
     for each in found:
         if not isinstance(each, _Slot):
@@ -185,12 +208,12 @@ def _records_in(root: Path) -> Iterator[Found]:
     for folder, folders, files in os.walk(root, onerror=give_up):
         folders.sort()
         here = Path(folder)
-        if "slab" in files and _NVME_FOLDER.fullmatch(here.name):
+        if "slab" in files and here.parent == root and _NVME_FOLDER.fullmatch(here.name):
             yield from _in_slab(here)
             continue
         for name in sorted(files):
-            path = here / name
-            if (match := _SHARED_FILE.search(path.as_posix())) is None:
+            path = here / name  # of what only ends or begins like a record, or lies deeper, nothing is ours
+            if (match := _SHARED_FILE.fullmatch(path.relative_to(root).as_posix())) is None:
                 continue
             try:
                 status = path.lstat()
@@ -216,8 +239,8 @@ def _in_slab(folder: Path) -> Iterator[Found]:
             header = memoryview(os.pread(file.fileno(), HEADER_BYTES, slot * stride))
             key = key_in(header) if len(header) == HEADER_BYTES else None
             place = Place.of(key.path) if key is not None else Place(folder.name[:64], "", "", "")
-            name = entries["name"][slot].tobytes()
-            yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, name=name)
+            entry = entries[slot].tobytes()
+            yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, entry=entry)
 
 
 def _stride_of(slab: Path) -> int:

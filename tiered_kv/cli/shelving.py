@@ -313,6 +313,7 @@ async def verify(
     """
     report = InventoryReport(missing=missing_of(inventory))
     started, num_bytes = time.monotonic(), 0
+    broken: list[Found] = []
     async for some in inventory.found():
         for each in some:
             data = await inventory.read(each)
@@ -323,10 +324,14 @@ async def verify(
                 why = _look_at(each, data, report, seal)
                 if why:
                     report.broken.append(Broken(each.where, why))
+                    broken.append(each)
                 if why and fix:
                     await inventory.delete([each])
                     report.num_fixed += 1
             on_progress(1)
+    if isinstance(inventory, DirectoryInventory) and not fix:  # else no cache has it open
+        are_there = await inventory.still_there(broken)
+        report.broken = [each for each, is_there in zip(report.broken, are_there, strict=True) if is_there]
     return report
 
 
