@@ -44,6 +44,53 @@ async def test_loads_go_before_whoever_waited_longer() -> None:
     assert budget.in_flight == 0
 
 
+async def test_none_starves_beside_those_of_higher_priorities_without_end() -> None:
+    """Each is asked before them once sixteen of them were served meanwhile; until then they go first."""
+    room, order, is_free = Room(), list[str](), [True]
+
+    async def turn(name: str, priority: Priority) -> None:
+        await room.acquire(lambda: is_free.pop() if is_free else None, Waiter(Kind.LOAD, priority), is_free.append)
+        order.append(name)
+        await checkpoint()
+        is_free.append(True)
+        room.changed()
+
+    async def loads() -> None:
+        while len(order) < 100:
+            await turn("load", Priority.LOAD)
+
+    endless = [asyncio.create_task(loads()) for _ in range(2)]
+    await checkpoint()
+    others = [
+        asyncio.create_task(turn(each.name, each)) for each in (Priority.PREFETCH, Priority.STORE, Priority.DEMOTE)
+    ]
+    await asyncio.gather(*endless, *others)
+    places = [order.index(each.name) for each in (Priority.PREFETCH, Priority.STORE, Priority.DEMOTE)]
+    assert min(places) >= 16
+    assert max(places) < 25
+
+
+def test_none_starves_where_loads_take_all_of_a_pace() -> None:
+    """It is never free, and one of them always waits."""
+
+    async def main() -> None:
+        budget, loop = _paced(10.0)
+        started = loop.time()
+
+        async def loads() -> None:
+            while loop.time() < started + 60.0:
+                (await budget.take(10, Waiter(Kind.LOAD)))()
+                await asyncio.sleep(1.0)
+
+        endless = [asyncio.create_task(loads()) for _ in range(3)]
+        await checkpoint()
+        (await budget.take(10, Waiter(Kind.PREFETCH)))()
+        assert loop.time() < started + 30.0
+        await asyncio.gather(*endless)
+
+    run(main)
+
+
 @pytest.mark.parametrize(("kind", "share"), SHARES.items())
 async def test_lower_priorities_fill_a_part_only(kind: Kind, share: int) -> None:
     """What is less urgent gets its share of the bytes and no more, so that urgent loads always find some."""

@@ -2,7 +2,8 @@
 
 A `Budget` bounds the bytes in flight in one place. Loads come first, then prefetches, stores and demotions. Lower
 priorities may fill only a part of it, so that an urgent load never finds it full of theirs; and each kind of call may
-always have one piece in flight, so that none starves, whatever the priorities.
+always have one piece in flight. Who was overtaken sixteen times is asked before those of higher priorities, once: so
+that none starves where a pace, or a medium that takes few calls at once, is never free.
 
 `ReadSpeed` says how fast a storage tier reads now, as learned from its reads, for the choice between loading blocks and
 computing them. A tier is taken for a pipe: a read that finds ``ahead`` bytes asked for before it, itself included,
@@ -120,6 +121,7 @@ class _Place:
         "hold_s",
         "lane",
         "line",
+        "num_overtaken",
         "num_passed",
         "open_until",
         "room",
@@ -136,7 +138,7 @@ class _Place:
         self.size = size
         self.turn: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.line: OrderedDict[_Place, None] = OrderedDict()
-        self.num_passed = 0
+        self.num_passed = self.num_overtaken = 0
         self.hold: asyncio.TimerHandle | None = None
         self.hold_s = _FIRST_HOLD_S
         self.open_until = 0.0
@@ -158,6 +160,11 @@ class _Place:
             self.hold.cancel()
             self.num_passed, self.hold = 0, None  # in another line it begins anew
 
+    @property
+    def is_due(self) -> bool:
+        """Whether so many of higher priorities were served meanwhile that it is its turn."""
+        return self.num_overtaken >= _PASSES
+
     def was_passed(self) -> None:
         """Count one who was served first though later in line; after some, hold up the line for a while."""
         self.num_passed += 1
@@ -174,7 +181,8 @@ class _Place:
 class Room:
     """Lines of waiters, for things that are had whole and at once, or not yet.
 
-    There is one line for each lane and priority: who can be served in one lane does not wait for those in another.
+    There is one line for each lane and priority: who can be served in one lane does not wait for those in another. Of
+    one lane those of higher priorities come first; but a first before which 16 were served is asked before all others.
 
     A line is served in its order, with one exception: who wants less than the first, and can have it, may go before a
     first that cannot be served. After 16 of these all that gets free is kept for the first, for a while, twice as long
@@ -239,8 +247,13 @@ class Room:
     ) -> "tuple[T | None, _Place | None]":
         """Return what ``attempt`` gives, or None and the place in line."""
         num_changes = self._num_changes
-        is_second = self.num_waiting and any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+        is_second = self.num_waiting and (
+            any(lanes.get(lane) for lanes in self._lines[: waiter.priority + 1])
+            or any(each.is_due for each in self._slower(waiter.priority, lane))
+        )
         if not is_second and (got := attempt()) is not None:
+            if self.num_waiting:
+                self._overtake(waiter.priority, lane, 1)
             return got, None
         place = _Place(self, lane, waiter, attempt, size)
         place.enter(self._line(place))
@@ -263,6 +276,14 @@ class Room:
         """Return the line that a place belongs to now."""
         return self._lines[place.waiter.priority].setdefault(place.lane, OrderedDict())
 
+    def _slower(self, priority: int, lane: int) -> list[_Place]:
+        """Return the first of each line of lower priorities in a lane."""
+        return [next(iter(line)) for lanes in self._lines[priority + 1 :] if (line := lanes.get(lane))]
+
+    def _overtake(self, priority: int, lane: int, num_served: int) -> None:
+        for each in self._slower(priority, lane):
+            each.num_overtaken += num_served
+
     def changed(self) -> None:
         """Serve everyone who can be served now, line by line. A line's first waiter holds up only its own line."""
         self._num_changes += 1
@@ -272,28 +293,41 @@ class Room:
         try:
             while num_seen < self._num_changes:
                 num_seen = self._num_changes
-                for line in [line for lanes in self._lines for line in lanes.values() if line]:
+                lines = [
+                    (priority, lane, line)
+                    for priority, lanes in enumerate(self._lines)
+                    for lane, line in lanes.items()
+                    if line
+                ]
+                for _, _, line in reversed(lines):
+                    if line and (first := next(iter(line))).is_due:
+                        _is_served(first)
+                for priority, lane, line in lines:
                     if line:  # still: to serve one line may end a wait in another
-                        _serve(line)
+                        self._overtake(priority, lane, _serve(line))
         finally:
             self._is_serving = False
 
 
-def _serve(line: "OrderedDict[_Place, None]") -> None:
-    first = next(iter(line))
+def _serve(line: "OrderedDict[_Place, None]") -> int:
+    """Serve those of a line who can be served; return how many."""
+    first, num_served = next(iter(line)), 0
     while _is_served(first):
+        num_served += 1
         if not line:
-            return
+            return num_served
         first = next(iter(line))
     least = first.size
     for place in list(islice(line, 1, 1 + _LOOKS_AHEAD)) if len(line) > 1 else ():
         if first.hold is not None:
-            return
+            break
         if place.size < least:  # as much, or more, has just been asked for in vain
             if _is_served(place):
+                num_served += 1
                 first.was_passed()
             else:
                 least = place.size
+    return num_served
 
 
 def _is_served(place: _Place) -> bool:
