@@ -5,6 +5,7 @@ import gc
 import pickle
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -156,6 +157,18 @@ async def test_one_that_falls_behind_gets_a_snapshot_and_is_counted() -> None:
         assert [type(each) for each in taken] == [Snapshot]
         mirror.apply(taken[0])
         assert_exact(kv, mirror)
+
+
+async def test_one_that_is_always_behind_hears_of_every_tier() -> None:
+    """Though one tier changes more between two of its looks than is kept for it."""
+    engine, below = Engine(), ScriptedSlotBackend(64)
+    async with open_cache(CPU, below, engine=engine) as kv:
+        changes, heard = inside(kv).cache.subscribers.subscribe(max_names=1), Counter[str]()
+        for seed in range(12):
+            await keep(kv, engine, prompt(2, seed=seed))
+            heard[(await anext(changes)).tier] += 1
+        assert changes.num_overflows > 5
+        assert sorted(heard.values()) == [6, 6]
 
 
 async def test_other_weights_begin_with_snapshots() -> None:

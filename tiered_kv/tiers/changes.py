@@ -142,10 +142,10 @@ class OwnChanges(Changes):
         self._woken.set()
 
     def start_over(self) -> None:
-        """Begin again with a snapshot of each place."""
+        """Begin again with a snapshot of each place; those that are due one come first, else some never get theirs."""
         self._queue.clear()
         self._weight = 0
-        self._unseen = dict.fromkeys(self._tiers)
+        self._unseen = dict.fromkeys([*self._unseen, *self._tiers])
         self._woken.set()
 
     def end(self) -> None:
