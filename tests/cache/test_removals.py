@@ -2,7 +2,7 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,7 +11,7 @@ from tests.support import virtual
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import BackendUnavailableError, BlockKeys, Outcome, RemovalResult, TieredKV
+from tiered_kv import BackendUnavailableError, BlockKey, BlockKeys, Outcome, RemovalResult, TieredKV
 
 KEYS = prompt(4)
 OTHERS = prompt(4, seed=1)
@@ -318,3 +318,35 @@ async def test_a_disk_made_smaller_beside_a_pin_forgets_what_went(tmp_path: Path
         kv.unpin(keys)
         await until(lambda: slab.stat().st_size <= num_slots * 2 * PAYLOAD_BYTES)
         await until_idle(kv)
+
+
+def test_what_was_not_deleted_is_told_again_while_others_are_evicted() -> None:
+    """Though there is no moment at which nothing is being deleted."""
+
+    class Slow(ScriptedBackend):
+        async def delete(self, keys: Sequence[BlockKey]) -> None:
+            await asyncio.sleep(0.05)
+            await super().delete(keys)
+
+    async def main() -> None:
+        cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
+        engine, slow, device, keys = Engine(), Slow(), virtual.CountingDevice(), prompt(4)
+        async with open_cache(cpu, slow, engine=engine, device=device) as kv:
+            virtual.watch(device, virtual.pools_of(kv))
+            await keep(kv, engine, keys)
+            slow.on_delete.fail_next(OSError("for a moment"))
+            assert (await kv.evict(keys)).kept_by == ("keyed",)
+
+            async def evict_others(first: float) -> None:
+                await asyncio.sleep(first)
+                for seed in range(1, 400):
+                    await kv.evict(prompt(1, seed=seed))
+
+            evicting = [asyncio.create_task(evict_others(first)) for first in (0.0, 0.025)]
+            await asyncio.sleep(10.0)
+            assert not any(each.done() for each in evicting)
+            assert slow.num_records == 0
+            await asyncio.gather(*evicting)
+            await until_idle(kv)
+
+    virtual.run(main)

@@ -90,6 +90,15 @@ def test_what_nobody_began_to_ask_is_asked_by_another() -> None:
     assert answers.look(names(1))[1].all()
 
 
+def test_a_question_that_raises_is_asked_by_another() -> None:
+    """An interrupt of the program's came while a backend ran: nobody is asking any more."""
+    answers = Answers(Clock(), 5.0)
+    answers.look(names(1, 2))
+    with pytest.raises(KeyboardInterrupt), answers.asking(names(1, 2)):
+        raise KeyboardInterrupt
+    assert answers.look(names(1, 2))[1].all()
+
+
 def test_what_is_forgotten_is_asked_anew() -> None:
     """And what was never known is no error."""
     answers = Answers(Clock(), 5.0)

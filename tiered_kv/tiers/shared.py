@@ -101,6 +101,9 @@ class Answers:
         finally:
             with self._lock:
                 self._asked.pop(question, None)
+                for name in rows_of(names):
+                    if name in self._said and self._said[name][2] is question:  # it raised: nobody is asking any more
+                        del self._said[name]
 
     def take(self, names: Names, is_there: Mask, question: object) -> None:
         """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
@@ -392,6 +395,7 @@ class SharedTier(StorageTier):
         self._tombstones = Tombstones()
         self._failed_writes = FailedWrites(parts.health.clock)
         self._deleting: dict[object, Batch] = {}
+        self._deleting_again: asyncio.Task[bool] | None = None
         self._deleted_at_once = _DELETED_AT_ONCE
         self._is_unsure = False  # whether the medium has said that it may have what it was to delete
         self._asking: dict[bytes, _Question] = {}
@@ -616,16 +620,18 @@ class SharedTier(StorageTier):
 
     def tick(self) -> None:
         """Begin to delete what could not be deleted, but for what a write may bring back: that has its turn later."""
-        if self._deleting or self.settings.read_only or self.health.is_off("delete"):
+        is_under_way = self._deleting_again is not None and not self._deleting_again.done()
+        if is_under_way or self.settings.read_only or self.health.is_off("delete"):
             return
         tombstones = self._tombstones
         if (batch := tombstones.oldest(_DELETED_AT_ONCE)) is None:
             return
         tombstones.put_off(batch)  # one that cannot be deleted holds up no others
-        batch = batch[~(self._is_being_written(batch.names) | self._failed_writes.may_come(batch.names))]
+        may_come = self._is_being_written(batch.names) | self._failed_writes.may_come(batch.names)
+        batch = batch[~(may_come | self._is_being_deleted(batch))]
         if len(batch):
             deleting = self._delete_evicted(batch, tombstones.serial, tombstones.num_lost)
-            self._tasks.spawn(deleting, f"delete again: {self.name}")
+            self._deleting_again = self._tasks.spawn(deleting, f"delete again: {self.name}")
 
     @override
     async def pay(self) -> bool:
