@@ -1,6 +1,7 @@
 """Scrubbing an NVMe tier: damage is found before anyone asks for the block, and nothing else changes."""
 
 import asyncio
+import errno
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -86,6 +87,31 @@ async def test_scrubbing_is_no_use(tmp_path: Path) -> None:
         await until(lambda: bool(events.of(TierScrubbed)))
         assert index.names_in_order()[1].tolist() == before
         assert events.of(TierScrubbed)[0].blocks == N
+
+
+@pytest.mark.parametrize("num_times", [1, 1000])
+async def test_what_cannot_be_read_is_tried_once_more_and_not_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_times: int
+) -> None:
+    """A medium may fail for a moment; a place that stays bad holds up no others, and is not said to be verified."""
+    engine, keys = await filled(tmp_path)
+    flip(tmp_path, 3 * 8192 + 4096 + 700)
+    events, peek, calls = Recorder(), NVMeBackend.peek, list[list[int]]()
+
+    async def fails(self: NVMeBackend, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        calls.append(slots.tolist())
+        if len(calls) <= num_times:
+            raise OSError(errno.EIO, "planted")
+        return await peek(self, group, slots, into)
+
+    monkeypatch.setattr(NVMeBackend, "peek", fails)
+    async with open_any(engine, scrubbed(tmp_path), emit=events) as kv:
+        await until(lambda: bool(events.of(TierScrubbed)))
+        done = events.of(TierScrubbed)[0]
+        assert (done.blocks, done.removed) == ((N, 1) if num_times == 1 else (0, 0))
+        assert calls == [list(range(N))] * 2
+        await until_idle(kv)
+        assert (await kv.lookup(keys)).num_blocks == (3 if num_times == 1 else N)
 
 
 class Torn(NVMeBackend):

@@ -47,12 +47,13 @@ async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
 
 
 async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
-    """Verify what is there, slot by slot; return how many blocks that were, and how many were removed."""
+    """Verify what is there, slot by slot; return how many blocks could be read, and how many were removed."""
     pace, shape = tier.calls.budget.scrubs, tier.shape
     assert pace is not None  # noqa: S101 - whoever scrubs has one
     num_at_once = max(1, _BYTES_AT_ONCE // shape.stride_bytes)
     blocks = _empty(num_at_once, shape.payload_bytes)
     num_blocks = num_removed = start = 0
+    failed_at = -1
     while start < tier.index.num_slots:
         await asyncio.sleep(pace.wait_s() if tier.is_in_use else _AWAY_S)
         if not tier.is_in_use:
@@ -69,10 +70,14 @@ async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
             if not verifying.done():
                 blocks = _empty(num_at_once, shape.payload_bytes)  # the others are that read's until it ends
                 continue
-            if (num_broken := verifying.result()) is None:
+            if (seen := verifying.result()) is None:
                 continue  # and again, once the tier is in use
-            num_blocks += len(slots)
+            num_read, num_broken = seen
             num_removed += num_broken
+            if num_read < len(slots) and failed_at != start:
+                failed_at = start
+                continue  # once: a place that cannot be read must not hold up the others
+            num_blocks += num_read
         start = following
     return num_blocks, num_removed
 
@@ -83,8 +88,8 @@ def _empty(num_blocks: int, payload_bytes: int) -> list[Block]:
 
 async def _verify(
     tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block], on_late: Callable[[], None]
-) -> int | None:
-    """Remove what is not what the books say; return how many blocks are broken.
+) -> tuple[int, int] | None:
+    """Remove what is not what the books say; return how many blocks could be read, and how many of them are broken.
 
     None: the tier has come to be bypassed, and they were not read.
 
@@ -105,22 +110,25 @@ async def _verify(
     late = both(give_back, on_late)
     try:
         seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, waiter, late)
-        if seen is None or not seen[0].any():
-            return None if seen is None else 0
-        with tier.index.lease(names[seen[0]]) as lease:
-            at = seen[0].nonzero()[0][lease.slots == slots[seen[0]]]
+        if seen is None:
+            return None
+        is_wrong, _, num_read = seen
+        if not is_wrong.any():
+            return num_read, 0
+        with tier.index.lease(names[is_wrong]) as lease:
+            at = is_wrong.nonzero()[0][lease.slots == slots[is_wrong]]
             if not len(at):
-                return 0
+                return num_read, 0
             names, slots = names[at], slots[at]
             seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], waiter, late)
             if seen is None:
                 return None
-            is_wrong, refused = seen
+            is_wrong, refused, num_again = seen
             is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
             tier.tell_refused(refused)
             num_broken = tier.take_out(names, is_wrong, refused)
             tier.counters.corrupt += num_broken
-            return num_broken
+            return num_read - len(at) + num_again, num_broken
     finally:
         give_back()
 
@@ -133,8 +141,8 @@ async def _wrong(
     blocks: list[Block],
     waiter: Waiter,
     on_late: Callable[[], None],
-) -> tuple[Mask, Refusals] | None:
-    """Say which blocks are not what they should be, as far as could be read; and why whole ones are refused.
+) -> tuple[Mask, Refusals, int] | None:
+    """Say which blocks are not what they should be, why whole ones are refused, and how many could be read.
 
     None: the tier is bypassed.
     """
@@ -146,10 +154,11 @@ async def _wrong(
     if not answer.was_made:
         return None
     if not answer.value:
-        return np.zeros(n, np.bool_), {}
+        return np.zeros(n, np.bool_), {}, 0
     verification = tier.records.verification_by_name(names, blocks, tier.shape)
     verdicts = await verification.verify_all(answer.value)
-    return np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_), verification.refused
+    is_wrong = np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_)
+    return is_wrong, verification.refused, n - verdicts.count(Outcome.FAILED)
 
 
 _TICK_S: Final = 1.0

@@ -288,7 +288,7 @@ class TierResized(Event):
 
 @dataclass(frozen=True)
 class TierScrubbed(Event):
-    """All blocks of one kind that a tier had were verified in the background; ``removed`` were broken."""
+    """So many blocks of one kind of a tier, all that could be read, were verified; ``removed`` were broken."""
 
     name: ClassVar[str] = "tier.scrubbed"
     level: ClassVar[Level] = "info"
