@@ -32,7 +32,9 @@ from tiered_kv import (
     Shard,
     Worker,
 )
+from tiered_kv.transfers.workers import WorkerProcesses
 from tiered_kv.values.events import WorkerEnded
+from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
 
 
@@ -279,3 +281,22 @@ async def test_a_worker_is_watched_whatever_the_number_of_its_descriptor() -> No
         for fd in open_files:
             os.close(fd)
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
+
+
+async def test_workers_that_cannot_all_be_told_of_cost_no_descriptors() -> None:
+    """Where the process has no more of them, those that it had got are closed: a shortage passes."""
+    workers = WorkerProcesses(8, LoopCalls(asyncio.get_running_loop()), lambda _rank, _pid: None)
+    for rank in range(8):
+        workers.register(rank, os.getpid())
+    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    spare = os.dup(0)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spare + 4, limit))
+    try:
+        for _ in range(3):
+            with pytest.raises(OSError, match="Too many open files"):
+                workers.descriptors(workers.unlike([]))
+            os.close(os.dup(0))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
+        os.close(spare)
+        workers.close()

@@ -6,6 +6,7 @@ whoever knows a process by another number, or by none, can watch it all the same
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 
 from tiered_kv.system import files, system
 from tiered_kv.values.errors import ConfigurationError
@@ -110,7 +111,10 @@ class WorkerProcesses:
         with self._lock:
             if ended := [process.pid for process in processes if process.is_forgotten]:
                 raise ConfigurationError(f"processes {ended} have ended")
-            return [files().dup(process.fd) for process in processes]
+            with ExitStack() as stack:  # of which the process may have no more
+                duplicates = [_duplicate(process.fd, stack) for process in processes]
+                stack.pop_all()
+            return duplicates
 
     # On the event loop.
 
@@ -143,3 +147,10 @@ class WorkerProcesses:
                 if self._by_rank.get(process.rank) is process:
                     del self._by_rank[process.rank]
                 files().close(process.fd)
+
+
+def _duplicate(fd: int, stack: ExitStack) -> int:
+    """Duplicate a descriptor; ``stack`` closes it."""
+    duplicate = files().dup(fd)
+    stack.callback(files().close, duplicate)
+    return duplicate
