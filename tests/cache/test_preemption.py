@@ -1,8 +1,10 @@
 """Preempted sequences: swapped out whole, partial block and all, and back; and an engine's own swaps by number."""
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, conte
 from tests.support.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
+from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers import swap
 from tiered_kv.values.events import SequencePreempted
@@ -90,6 +93,30 @@ async def test_pages_go_out_and_come_back_where_the_engine_says() -> None:
         moved = await kv.swap({7 - page: 20 + page for page in range(6)})
         assert moved.num_in == 6
         assert engine.read(INTO) == contents(KEYS)
+        await until_idle(kv)
+
+
+async def test_a_swap_that_gets_no_thread_keeps_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often it is tried; once there is one it works."""
+    engine = Engine()
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def num_mapped() -> int:
+        return Path("/proc/self/maps").read_text().count("memfd:tiered_kv-swap0")
+
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
+        engine.compute(KEYS)
+        with monkeypatch.context() as patch:
+            patch.setattr(CPUDevice, "page_lock", refused)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await kv.swap(blocks_to_swap_out={0: 0})
+        gc.collect()
+        assert num_mapped() == 0
+        assert (await kv.swap(blocks_to_swap_out={0: 0})).num_out == 1
+        assert num_mapped() == 1
         await until_idle(kv)
 
 

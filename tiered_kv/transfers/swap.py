@@ -83,8 +83,12 @@ class SwapSpaces:
                 slab = HostSlab(
                     num_bytes // page.stride_bytes, page.stride_bytes, page.payload_bytes, name=f"swap{group}"
                 )
+                try:
+                    side.device.page_lock(slab, emit=lambda event: side.loop_calls.call(side.emit, event))
+                except BaseException:  # the system gives no thread, say: the next call makes another slab
+                    slab.close()
+                    raise
                 stack.callback(slab.close)
-                side.device.page_lock(slab, emit=lambda event: side.loop_calls.call(side.emit, event))
             else:
                 slab, stream = space.slab, space.lane.stream
             space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(stream, None))

@@ -350,7 +350,8 @@ class RemovalResult:
     """What became of blocks that are unfindable in this cache since `evict` or `clear` was called.
 
     Attributes:
-        num_blocks: How many were in an owned tier, of each KV group and rank that was meant.
+        num_blocks: How many were in an owned tier: of `evict`, the keys that one was in, of any rank; of `clear`, the
+            blocks of each tier, KV group and rank, so that what is in two tiers counts twice.
         kept_by: The storage tiers that are not known to have removed them by now: they failed, or were not in time, or
             a write that failed lately may come behind. Each is told again, until it has; before that another process,
             or another start, may find blocks there. Of an ``s3`` tier also if a block may be in a pack that cannot be
