@@ -1,6 +1,7 @@
 """``tiered-kv inspect``, ``verify`` and ``delete`` of every kind of medium that can be listed."""
 
 import asyncio
+import errno
 import os
 import shutil
 import tracemalloc
@@ -267,6 +268,27 @@ async def test_nothing_but_a_tiers_own_files_is_deleted(medium: str, tmp_path: P
     assert (await answer("verify", str(path), "--fix"))["broken"] == []
     assert (await answer("delete", str(path), "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
     assert all(each.exists() for each in kept)
+
+
+async def test_a_place_that_cannot_be_read_is_broken_and_the_others_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its header or its payload; with ``--fix`` it goes, as nobody can read it."""
+    await fill({"medium": "nvme", "path": str(tmp_path), "capacity": "16MiB"})
+    stride, pread = 4096 + PAYLOAD_BYTES, os.pread
+    bad = (3 * stride, 5 * stride + 4096)
+
+    def fails(fd: int, num_bytes: int, at: int) -> bytes:
+        if any(at <= each < at + num_bytes for each in bad) and Path(f"/proc/self/fd/{fd}").readlink().name == "slab":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, num_bytes, at)
+
+    monkeypatch.setattr(os, "pread", fails)
+    report = await answer("verify", str(tmp_path), code=1)
+    assert [each["why"] for each in report["broken"]] == ["cannot be read: Input/output error"] * 2
+    assert report["num_good"] == 2 * NUM_BLOCKS - 2
+    assert (await answer("verify", str(tmp_path), "--fix"))["num_fixed"] == 2
+    assert (await answer("verify", str(tmp_path)))["broken"] == []
 
 
 def files_in(path: Path) -> list[Path]:

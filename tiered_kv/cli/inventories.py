@@ -5,6 +5,7 @@ directories are missing, what is on the others is listed, and nothing is deleted
 """
 
 import asyncio
+import errno
 import fcntl
 import os
 import re
@@ -19,7 +20,7 @@ import numpy as np
 
 from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
 from tiered_kv.media.record import HEADER_BYTES, key_in, payload_bytes_in
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
+from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError, ConfigurationError
 from tiered_kv.values.keys import BlockKey
 
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
@@ -94,6 +95,8 @@ class DirectoryInventory(Inventory):
         except FileNotFoundError:
             return None  # evicted meanwhile
         except OSError as error:
+            if error.errno == errno.EIO:
+                raise BlockCorruptError(f"cannot be read: {error.strerror}") from error
             raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
 
     async def still_there(self, found: Sequence[Found]) -> list[bool]:
@@ -236,19 +239,29 @@ def _in_slab(folder: Path) -> Iterator[Found]:
         return
     with slab.open("rb") as file:
         for slot in slots:
-            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, slot * stride))
-            key = key_in(header) if len(header) == HEADER_BYTES else None
+            key = _key_at(file.fileno(), slot * stride)
             place = Place.of(key.path) if key is not None else Place(folder.name[:64], "", "", "")
             entry = entries[slot].tobytes()
             yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, entry=entry)
+
+
+def _key_at(file: int, at: int) -> BlockKey | None:
+    """Return whose header lies there; None of what is none, or cannot be read."""
+    try:
+        header = memoryview(os.pread(file, HEADER_BYTES, at))
+    except OSError as error:
+        if error.errno != errno.EIO:
+            raise
+        return None
+    return key_in(header) if len(header) == HEADER_BYTES else None
 
 
 def _stride_of(slab: Path) -> int:
     """Return how far apart the records of a slab are, by the first whole header in it; 0 if there is none."""
     with slab.open("rb") as file:
         for at in range(0, os.fstat(file.fileno()).st_size, HEADER_BYTES):
-            header = memoryview(os.pread(file.fileno(), HEADER_BYTES, at))
-            if len(header) == HEADER_BYTES and (key := key_in(header)) is not None:
+            if (key := _key_at(file.fileno(), at)) is not None:
+                header = memoryview(os.pread(file.fileno(), HEADER_BYTES, at))
                 stride = RecordShape(key.namespace.fingerprint, payload_bytes_in(header)).stride_bytes
                 if at % stride == 0:
                     return stride

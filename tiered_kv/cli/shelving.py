@@ -316,12 +316,16 @@ async def verify(
     broken: list[Found] = []
     async for some in inventory.found():
         for each in some:
-            data = await inventory.read(each)
+            why = ""
+            try:
+                data = await inventory.read(each)
+            except BlockCorruptError as error:
+                data, why = b"", str(error)
             num_bytes += each.num_bytes
             if rate is not None:
                 await asyncio.sleep(max(0.0, started + num_bytes / rate - time.monotonic()))
             if data is not None:
-                why = _look_at(each, data, report, seal)
+                why = why or _look_at(each, data, report, seal)
                 if why:
                     report.broken.append(Broken(each.where, why))
                     broken.append(each)

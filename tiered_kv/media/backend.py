@@ -105,7 +105,11 @@ class Inventory(ABC):
 
     @abstractmethod
     async def read(self, found: Found) -> bytes | bytearray | None:
-        """Return its bytes, not more than were found, and none of what is too long; None if it is gone meanwhile."""
+        """Return its bytes, not more than were found, and none of what is too long; None if it is gone meanwhile.
+
+        Raises:
+            BlockCorruptError: This place cannot be read; others may.
+        """
 
     @abstractmethod
     async def delete(self, found: Sequence[Found]) -> None:
