@@ -101,9 +101,7 @@ class Answers:
         finally:
             with self._lock:
                 self._asked.pop(question, None)
-                for name in rows_of(names):
-                    if name in self._said and self._said[name][2] is question:  # it raised: nobody is asking any more
-                        del self._said[name]
+            self._drop(names, lambda said: said[2] is question)  # it raised: nobody is asking for them any more
 
     def take(self, names: Names, is_there: Mask, question: object) -> None:
         """Keep what was said to a question, but of blocks of which something has happened since it was asked."""
@@ -122,15 +120,16 @@ class Answers:
 
     def forget(self, names: Names) -> None:
         """Believe no older answer."""
-        with self._lock:
-            for name in rows_of(names) if self._said else ():
-                self._said.pop(name, None)
+        self._drop(names, lambda _: True)
 
     def doubt(self, names: Names) -> None:
         """Believe no longer that these are there; who asks for them goes on."""
+        self._drop(names, lambda said: said[0] == _HIT)
+
+    def _drop(self, names: Names, is_meant: Callable[[tuple[int, float, object]], bool]) -> None:
         with self._lock:
             for name in rows_of(names) if self._said else ():
-                if name in self._said and self._said[name][0] == _HIT:
+                if name in self._said and is_meant(self._said[name]):
                     del self._said[name]
 
     def _say(self, name: bytes, state: int, until: float, question: object) -> None:
