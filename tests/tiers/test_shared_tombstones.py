@@ -45,27 +45,26 @@ def test_the_oldest_are_of_one_namespace_and_know_their_place() -> None:
     evicted.add(batch(1, 2, 3))
     evicted.add(Batch(other, batch(4).names, np.array([9])))
     evicted.add(Batch(SPACE, batch(2).names, np.array([7])))
-    oldest = evicted.oldest(10)
-    assert oldest is not None
-    assert oldest.namespace == SPACE
-    assert (oldest.names[:, 0].tolist(), oldest.positions.tolist()) == ([1, 3, 2], [0, 2, 7])
-    assert len(evicted.oldest(2) or ()) == 2
+    told = evicted.next(10)
+    assert told is not None
+    assert told.namespace == SPACE
+    assert (told.names[:, 0].tolist(), told.positions.tolist()) == ([1, 3, 2], [0, 2, 7])
     evicted.lift(batch(1, 3), evicted.serial)
     evicted.lift(batch(2), evicted.serial - 1)
-    oldest = evicted.oldest(10)
-    assert oldest is not None
-    assert (oldest.namespace, oldest.names[:, 0].tolist(), oldest.positions.tolist()) == (other, [4], [9])
+    told = evicted.next(10)
+    assert told is not None
+    assert (told.namespace, told.names[:, 0].tolist(), told.positions.tolist()) == (other, [4], [9])
     assert evicted.holds(batch(1, 2, 3, 4)).tolist() == [False, True, False, True]
 
 
-def test_what_is_put_off_is_told_after_the_others_and_remembered_no_longer() -> None:
+def test_what_was_told_is_told_after_the_others_and_remembered_no_longer() -> None:
     """Until it is evicted again it is behind all that waits; for want of room those go that were evicted first."""
     evicted = Tombstones(most_names=3)
     evicted.add(batch(1, 2, 3))
-    evicted.put_off(batch(1, 9))
-    oldest = evicted.oldest(2)
-    assert oldest is not None
-    assert oldest.names[:, 0].tolist() == [2, 3]
+    for expected in ([1], [2, 3], [1, 2]):
+        told = evicted.next(len(expected))
+        assert told is not None
+        assert told.names[:, 0].tolist() == expected
     evicted.add(batch(4))
     assert evicted.holds(batch(1, 2, 3, 4, 9)).tolist() == [False, True, True, True, False]
 
@@ -99,11 +98,11 @@ def test_blocks_of_several_salts_are_given_back_by_salt() -> None:
     spaces = np.repeat(np.array([SPACE, of_other.namespace], object), 2)
     tombstones = Tombstones()
     tombstones.add(replace(batch(1, 2, 3, 4), spaces=spaces))
-    first = tombstones.oldest(10)
+    first = tombstones.next(10)
     assert first is not None
     assert (first.namespace, first.spaces) == (SPACE, None)
     tombstones.lift(first, tombstones.serial)
-    rest = tombstones.oldest(10)
+    rest = tombstones.next(10)
     assert rest is not None
     assert (rest.namespace, rest.spaces) == (of_other.namespace, None)
     assert (rest.names == of_other.names).all()

@@ -309,18 +309,17 @@ class Tombstones:
         """Return the names of all these blocks; None if there are none."""
         return _names(self._serials) if self._serials else None
 
-    def put_off(self, batch: Batch) -> None:
-        """Let others be told before these."""
-        for name in rows_of(batch.names):
-            if name in self._spaces:
-                self._spaces.move_to_end(name)
+    def next(self, most: int) -> Batch | None:
+        """Return up to ``most`` of the blocks that are to be told next, of one namespace; None if there are none.
 
-    def oldest(self, most: int) -> Batch | None:
-        """Return up to ``most`` of the blocks that are to be told next, of one namespace; None if there are none."""
+        All others are to be told before these again: one that cannot be deleted holds up no others.
+        """
         if not self._spaces:
             return None
         space = next(iter(self._spaces.values()))
         taken = [name for name, its in islice(self._spaces.items(), most) if its == space]
+        for name in taken:
+            self._spaces.move_to_end(name)
         return Batch(space, _names(taken), np.array([self._positions[name] for name in taken], np.int64))
 
     def _drop(self, names: list[bytes]) -> None:
@@ -623,9 +622,8 @@ class SharedTier(StorageTier):
         if is_under_way or self.settings.read_only or self.health.is_off("delete"):
             return
         tombstones = self._tombstones
-        if (batch := tombstones.oldest(_DELETED_AT_ONCE)) is None:
+        if (batch := tombstones.next(_DELETED_AT_ONCE)) is None:
             return
-        tombstones.put_off(batch)  # one that cannot be deleted holds up no others
         may_come = self._is_being_written(batch.names) | self._failed_writes.may_come(batch.names)
         batch = batch[~(may_come | self._is_being_deleted(batch))]
         if len(batch):
@@ -636,8 +634,7 @@ class SharedTier(StorageTier):
     async def pay(self) -> bool:
         tombstones, is_gone = self._tombstones, True
         num_left = 0 if self.settings.read_only else len(tombstones)
-        while num_left > 0 and (batch := tombstones.oldest(_DELETED_AT_ONCE)) is not None:
-            tombstones.put_off(batch)
+        while num_left > 0 and (batch := tombstones.next(_DELETED_AT_ONCE)) is not None:
             is_gone &= await self._delete_evicted(batch, tombstones.serial, tombstones.num_lost)
             num_left = 0 if self.health.is_off("delete") else num_left - len(batch)
         if not is_gone:
