@@ -295,6 +295,14 @@ class DirectoryStore:
             await self._run(self._clerk, self._files.resize, num_blocks)
         for files in self._groups:
             files.resize_states()
+        with self._translated(f"resize {self.path}"):  # what was erased behind the end meanwhile
+            await self._run(self._clerk, self._files.cut_off)
+        for erasing in [each for files in self._groups for each in files.erasures]:
+            erasing.add_done_callback(self._cut_off)
+
+    def _cut_off(self, _: "asyncio.Future[None]") -> None:
+        """Have files end with their slots again: something was erased behind these. If it fails the next start does."""
+        self._run(self._clerk, self._files.cut_off)
 
     async def problem(self) -> str:
         """Say why the disk does not work at all, by a page written and read back; empty if it does."""

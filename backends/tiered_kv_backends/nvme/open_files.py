@@ -237,6 +237,13 @@ class OpenFiles:
                 self._directory.give_back(each.slab.resize(num_slots))
                 self._directory.give_back(each.ledger.shrink(num_slots))
 
+    def cut_off(self) -> None:
+        """Have files end with their slots: what erases some while they are given up makes them longer again."""
+        with self._growing:
+            for each in self.groups:
+                each.slab.cut_off()
+                each.ledger.shrink(each.ledger.num_slots)
+
     def sync(self, ledger: Ledger) -> None:
         """Return when what a ledger says survives a loss of power.
 

@@ -91,6 +91,10 @@ class Slab:
             self.num_allocated = num_slots  # not before: what could not be cut off has to be erased, or cut off later
         return num_freed * self.shape.stride_bytes
 
+    def cut_off(self) -> None:
+        """Have the file end where its last slot does that has its place."""
+        files().ftruncate(self._fd, self.num_allocated * self.shape.stride_bytes)
+
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:
         """Fill blocks from ascending slots: HIT, MISS where the file ends before, or FAILED each."""
         return self._move(_READ, slots, into)

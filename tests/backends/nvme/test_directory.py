@@ -39,7 +39,7 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
-from tiered_kv_backends.nvme import delete_tenant, directory_store
+from tiered_kv_backends.nvme import delete_tenant, directory_store, slab
 from tiered_kv_backends.nvme.directory import Directory, taken
 from tiered_kv_backends.nvme.open_files import OpenFiles
 from tiered_kv_backends.shared_fs import files
@@ -500,6 +500,29 @@ async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> N
     async with open_tier(tmp_path, capacity=16 * MIB) as tier:
         assert tier.recovered(num_slots) == count_up(4) | {num_slots - 1: 7}
         assert await tier.verified(tier.recovered(num_slots)) == [Outcome.HIT] * 5
+
+
+async def test_what_is_erased_while_it_is_given_up_takes_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A header that a thread overwrites behind the new end would make the file longer again."""
+    async with open_tier(tmp_path, capacity=16 * MIB) as tier:
+        num_slots, runs, is_cut = tier.found.num_slots, slab._runs, threading.Event()  # noqa: SLF001 - between a look and a write
+        await tier.write(count_up(num_slots))
+
+        def late(slots: list[int], most: int) -> list[tuple[int, int]]:
+            assert is_cut.wait(30)
+            return list(runs(slots, most))
+
+        monkeypatch.setattr(slab, "_runs", late)
+        forgetting = asyncio.ensure_future(tier.backend.forget(0, np.array([num_slots - 1])))
+        resizing = asyncio.ensure_future(tier.backend.resize(4))
+        await until(lambda: slab_of(tmp_path).stat().st_size == 4 * STRIDE)
+        is_cut.set()
+        await asyncio.gather(forgetting, resizing)
+        assert slab_of(tmp_path).stat().st_size == 4 * STRIDE
+        assert ledger_of(tmp_path).stat().st_size == 4 * 64
+        assert await tier.verified({3: 3}) == [Outcome.HIT]
 
 
 @pytest.mark.parametrize("fails", [1, 2], ids=["slab", "ledger"])

@@ -296,6 +296,7 @@ async def test_a_slot_is_given_up_while_it_is_to_be_forgotten(tmp_path: Path, mo
             await tier.backend.resize(4)
             may_go_on.set()
             await asyncio.gather(*calls)
+        await until(lambda: slab_of(tmp_path).stat().st_size == 4 * STRIDE)
         assert await tier.verified(count_up(4)) == [Outcome.HIT] * 3 + [Outcome.MISS]
     async with open_tier(tmp_path) as tier:
         assert tier.recovered(5) == count_up(3)

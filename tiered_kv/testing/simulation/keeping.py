@@ -64,7 +64,7 @@ class Keeping(Requester):
             if not (was_late or self.world.may_be_late) and tier != "cpu":
                 raise
         else:
-            if num_slots >= NUM_ALL:
+            if num_slots >= NUM_ALL and self.num_resizing == 1:  # else it may become small after all
                 self._small.discard(tier)
             if tier == "nvme" and not was_wrong and not self.world.may_be_wrong:
                 self.disk_bytes = capacity
