@@ -5,6 +5,7 @@ vLLM itself is not installed where these run: `tests.support.router` decodes wha
 
 import asyncio
 import faulthandler
+import gc
 import subprocess
 import sys
 import threading
@@ -433,6 +434,31 @@ async def test_a_snapshot_that_fails_is_tried_again_no_sooner(
         finally:
             router.close()
     assert len([each for each in caplog.records if "background.failed" in each.message]) <= 2  # of new weights is one
+
+
+async def test_a_publisher_that_gets_no_thread_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither its endpoint nor a descriptor, nor what would block whoever collects it: the next one begins."""
+    start = threading.Thread.start
+
+    def refused(thread: threading.Thread) -> None:
+        if thread.name == "tiered-kv-events":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    def num_open() -> int:
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    async with open_cache(CPU) as kv:
+        before = num_open()
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refused)
+            for _ in range(3):
+                with pytest.raises(RuntimeError, match="new thread"):
+                    await KVEventPublisher(kv, f"ipc://{tmp_path}/pub").__aenter__()
+        gc.collect()
+        assert num_open() == before
+        async with publishing(kv, tmp_path):
+            pass
 
 
 async def test_another_topic_is_not_for_us(tmp_path: Path) -> None:

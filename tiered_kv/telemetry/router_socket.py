@@ -76,7 +76,11 @@ class RouterSocket:
     def start(self, on_end: Callable[[], None]) -> None:
         """Start the thread; it calls ``on_end`` when it has closed the sockets."""
         self._on_end = on_end
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # the system gives none: what would close all this is the thread
+            self._close(linger_ms=0)
+            raise
 
     def put(self, work: Work) -> None:
         """Have this done next, after what was put before. Returns at once; how much waits is the caller's to bound."""
@@ -106,11 +110,14 @@ class RouterSocket:
                 self._guarded(self._turn)
             self._guarded(lambda: self._send(self._books.nothing()))
         finally:
-            with self._wake_lock:
-                self._is_awake = False
-                os.close(self._wake)
-            self._context.destroy(linger=_LINGER_MS)
+            self._close(linger_ms=_LINGER_MS)
             self._on_end()
+
+    def _close(self, *, linger_ms: int) -> None:
+        with self._wake_lock:
+            self._is_awake = False
+            os.close(self._wake)
+        self._context.destroy(linger=linger_ms)
 
     def _wait_ms(self) -> int | None:
         if self._work:
