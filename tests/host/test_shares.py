@@ -175,6 +175,26 @@ async def test_an_idle_share_is_lent_and_taken_back(tier: str, tmp_path: Path) -
             assert sum(share["given"][tier] for share in server.health()["shares"]) <= divided["capacity"]
 
 
+async def test_a_model_whose_blocks_are_all_pinned_has_its_share_back(tmp_path: Path) -> None:
+    """It has room for nothing as long as its share is lent: that it wants to store is what counts."""
+    one, two, few, many, others = AnyEngine(), AnyEngine(), prompt(3), prompt(40), prompt(8, seed=7)
+    with serving(tmp_path, cpu(48), host={"lend_after_s": 0.2}) as server:
+        async with attached(server, two, model=TWO) as lender, attached(server, one, model=ONE) as kv:
+            await lender.store(few, two.fill(few, range(3)))
+            assert lender.pin(few, ttl_s=600.0).num_blocks == 3
+
+            async def lent() -> bool:
+                await kv.store(many, one.fill(many, range(40)))
+                return lender.stats()["cpu"].num_slots == 3
+
+            async def back() -> bool:
+                await lender.store(others, two.fill(others, range(8)))
+                return lender.stats()["cpu"].num_slots == 24
+
+            await until_true(lent)
+            await until_true(back)
+
+
 async def test_who_attaches_waits_for_no_lease_of_others(tmp_path: Path) -> None:
     """One client leases the whole CPU tier: others attach for open models and for new ones, and are served."""
     engine, other, keys, three = AnyEngine(), AnyEngine(), prompt(32), ModelIdentity("three", weights="w0")

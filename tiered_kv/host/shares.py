@@ -64,7 +64,7 @@ class Share:
         wanted: By owned tier, the bytes that it is to have.
         given: By owned tier, the bytes that it has now, or will have once it is open; of one that was left, on disks.
         resizing: The owned tiers of which it is being given more or less.
-        stored_at: When something was stored for it last, on the loop's clock, as far as was seen.
+        stored_at: When something was to be stored for it last, on the loop's clock, as far as was seen.
         was_open: Whether its directories were this server's: only then is what stays in them no other server's.
     """
 
@@ -110,9 +110,10 @@ class Share:
             return True
 
     def look(self, now: float) -> None:
-        """See whether something was stored since the last time; of one that is open."""
+        """See whether something was to be stored since the last time, had it room or not; of one that is open."""
         assert self.cache is not None  # noqa: S101 - its caller's
-        if (num_stored := self.cache.stats().stored) != self._num_stored:
+        stats = self.cache.stats()
+        if (num_stored := stats.stored + stats.dropped) != self._num_stored:
             self._num_stored, self.stored_at = num_stored, now
 
     def claim(self, tier: str, since: float) -> Claim:
