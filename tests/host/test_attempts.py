@@ -1,11 +1,16 @@
 """How long a client that is entered waits for a server that has yet to come."""
 
 import asyncio
+import errno
+import os
+import socket
 
 import pytest
 
 from tests.support.virtual import VirtualLoop, run
+from tiered_kv.host import handshake
 from tiered_kv.host.connection import Attempts, Begun
+from tiered_kv.host.protocol import Health
 from tiered_kv.values.errors import BackendUnavailableError
 
 
@@ -37,6 +42,17 @@ def waited_s(attempts: Attempts) -> float:
         return loop.time() - started
 
     return run(main)
+
+
+def test_who_has_no_descriptor_left_finds_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For now: it is no other error than one that passes, and is tried again as that is."""
+
+    def refused(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(socket, "socket", refused)
+    with pytest.raises(BackendUnavailableError, match="no server at /run/kv: Too many open files"):
+        handshake.begin("/run/kv", Health(), 1.0)
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.07, 5.0])

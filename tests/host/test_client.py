@@ -478,6 +478,28 @@ async def test_what_is_too_long_to_say_is_refused_alone(tmp_path: Path, monkeypa
             assert kv.lookup_nowait(KEYS).num_blocks == 12
 
 
+async def test_as_many_attach_at_once_as_there_may_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is being told that it is attached is one, not two."""
+    send_opened, told = handshake.send_opened, list[asyncio.Event]()
+
+    async def late(connection: socket.socket, answer: protocol.Opened, *descriptors: Any) -> None:  # noqa: ANN401 - as it is called
+        if isinstance(answer, Attached):
+            told.append(asyncio.Event())
+            if len(told) == 1:
+                async with asyncio.timeout(30):
+                    await told[0].wait()
+            told[0].set()
+        await send_opened(connection, answer, *descriptors)
+
+    monkeypatch.setattr(handshake, "send_opened", late)
+    with serving(tmp_path, cpu(32), host={"clients": 2}) as server:
+        async with AsyncExitStack() as stack:
+            first = asyncio.ensure_future(stack.enter_async_context(attached(server, AnyEngine())))
+            await until(lambda: len(told) == 1)
+            await stack.enter_async_context(attached(server, AnyEngine()))
+            await first
+
+
 async def test_a_server_that_dies_as_one_attaches_is_away(tmp_path: Path) -> None:
     """A connection that ends before it began says nothing against either side: another server may come."""
     with socket.socket(socket.AF_UNIX) as dying:

@@ -153,11 +153,7 @@ class Admission:
         num_clients = len(self.clients) + self._num_attaching
         if num_clients >= self._settings.host.clients:
             raise ConfigurationError(f"the server has {num_clients} clients, which is what it may have")
-        self._num_attaching += 1
-        try:
-            return await self._join_share(connection, opening, name, who.uid)
-        finally:
-            self._num_attaching -= 1
+        return await self._join_share(connection, opening, name, who.uid)
 
     def _check_goes_on(self) -> None:
         if self.is_draining:
@@ -166,7 +162,11 @@ class Admission:
     async def _join_share(self, connection: socket.socket, opening: Attach, name: str, uid: int) -> bool:
         host = self._settings.host
         model, layout, shards = opening.parts()
-        share, ranks = await self._shares.join(model, layout, shards)
+        self._num_attaching += 1
+        try:
+            share, ranks = await self._shares.join(model, layout, shards)
+        finally:
+            self._num_attaching -= 1  # from here to its place among the clients nothing is waited for
         client = None
         try:
             self._check_goes_on()  # while it was opened, too

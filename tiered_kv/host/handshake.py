@@ -102,7 +102,10 @@ def begin(
         ConfigurationError: What answers is of another version, or no server of ours.
         BackendUnavailableError: Nothing answers, or not in time.
     """
-    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    except OSError as error:  # this process has no descriptor left, for now
+        raise BackendUnavailableError(f"no server at {path}: {error.strerror}") from error
     descriptors: list[int] = []
     try:
         connection.settimeout(timeout_s)
