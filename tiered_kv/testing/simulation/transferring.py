@@ -119,7 +119,7 @@ class Transferring(Requester):
         way = {0: "gaps", 1: "back"}.get(numbers[2] % 8, "") if not is_layerwise else "layers"
         deadline_s = (None, None, None, 0.0, 0.5)[numbers[3] % 5]
         self._asked["load"] += len(keys)
-        num_epochs = self.num_epochs
+        num_epochs, were_in_use = self.num_epochs, self.are_in_use
         handle = self.kv.start_load(
             keys,
             self.memory.at(keys, region, in_pool=in_pool),
@@ -149,7 +149,7 @@ class Transferring(Requester):
         is_in_reach = not in_pool or not self.shape.has("gpu")  # no copy goes from the pool to host memory
         is_free = event is None and deadline_s is None and num_epochs == self.num_epochs
         if is_free and is_in_reach:
-            self._check_reach(asked, names, result, took_s, is_prefix=not way)
+            self._check_reach(asked, names, result, took_s, is_prefix=not way and were_in_use)
 
     def check_load(
         self, asked: Asked, keys: BlockKeys, region: int, result: LoadResult, weights: str, *, in_pool: bool
@@ -165,7 +165,10 @@ class Transferring(Requester):
     def _check_reach(
         self, asked: Asked, names: list[Name], result: LoadResult, took_s: float, *, is_prefix: bool
     ) -> None:
-        """A load brings what was promised to be there, and says why where it does not; no other tier delays it."""
+        """A load brings what was promised to be there, and says why where it does not; no other tier delays it.
+
+        ``is_prefix``: that promise is looked at. All tiers were in use as it began, and it is of a prefix.
+        """
         if self.world.may_be_late:
             return
         served = set(result.by_tier)
