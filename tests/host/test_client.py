@@ -24,6 +24,8 @@ from tiered_kv import (
     BackendUnavailableError,
     BlockCache,
     BlockState,
+    CapacityError,
+    ClosedError,
     ConfigurationError,
     ConnectedKV,
     CPULoadStoreSpec,
@@ -42,7 +44,7 @@ from tiered_kv import (
 from tiered_kv.cache.tiered_kv import TierCalls
 from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.attachment import Attachment, Line
-from tiered_kv.host.connection import FarSide
+from tiered_kv.host.connection import Attempts, Begun, FarSide
 from tiered_kv.host.protocol import Answered, Attach, Attached, Health, Keys, Slab
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
@@ -817,6 +819,30 @@ async def test_tiers_are_known_while_no_server_is_there(tmp_path: Path) -> None:
     assert not (await kv.prefetch(KEYS)).num_blocks
     assert not kv.membership(KEYS, tier="nvme").any()
     await client.__aexit__(None, None, None)
+
+
+async def test_an_attempt_to_attach_again_is_made_again_however_it_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its pauses are those of any: a server that is about to end, or a lack of descriptors, is no other case."""
+    begin = Attempts.begin
+    left = [OSError(errno.EMFILE, os.strerror(errno.EMFILE)), ClosedError("ends"), CapacityError("full")]
+
+    async def fails(attempts: Attempts) -> Begun:
+        if left:
+            raise left.pop()
+        return await begin(attempts)
+
+    with serving(tmp_path, cpu(24)) as server:
+        client = attached(server)
+        kv = await client.__aenter__()
+    await until(lambda: not kv.is_attached)
+    monkeypatch.setattr(Attempts, "begin", fails)
+    with serving(tmp_path, cpu(24)):
+        await until(lambda: kv.is_attached)
+        await client.__aexit__(None, None, None)
+    assert not left
+    assert "background.failed" not in caplog.text
 
 
 class Near(CPUDevice):

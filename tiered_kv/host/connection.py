@@ -37,6 +37,7 @@ from tiered_kv.values.errors import (
     ClosedError,
     ConfigurationError,
     LayoutMismatchError,
+    TieredKVError,
     in_words,
 )
 from tiered_kv.values.events import DeviceFailed, Emit
@@ -425,8 +426,8 @@ class Connection:
                     self._attach(here, await self._attempts.begin())
                     pause_s = FIRST_PAUSE_S
                     log("info", "host.attached_again", path=self.path)
-                except (BackendUnavailableError, ConfigurationError) as error:
-                    if isinstance(error, ConfigurationError):
+                except (TieredKVError, OSError) as error:  # whatever it is, the next attempt may go well
+                    if not isinstance(error, BackendUnavailableError):
                         log("error", "host.not_attached", path=self.path, error=str(error))
                     await asyncio.sleep(pause_s)
                     pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
