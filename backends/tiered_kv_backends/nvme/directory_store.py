@@ -291,14 +291,17 @@ class DirectoryStore:
         Raises:
             BackendUnavailableError: The disk is too small, or fails. To be as it was it has to be resized again.
         """
+        growing = [files for files in self._groups if files.slab.shape.num_slots(num_blocks) > len(files.states)]
+        if erasing := {each for files in growing for each in files.erasures}:
+            await asyncio.wait(erasing)  # of slots that were given up meanwhile: what is put there would be erased
         with self._translated(f"resize {self.path}"):
             await self._run(self._clerk, self._files.resize, num_blocks)
         for files in self._groups:
             files.resize_states()
         with self._translated(f"resize {self.path}"):  # what was erased behind the end meanwhile
             await self._run(self._clerk, self._files.cut_off)
-        for erasing in [each for files in self._groups for each in files.erasures]:
-            erasing.add_done_callback(self._cut_off)
+        for each in {each for files in self._groups for each in files.erasures}:
+            each.add_done_callback(self._cut_off)
 
     def _cut_off(self, _: "asyncio.Future[None]") -> None:
         """Have files end with their slots again: something was erased behind these. If it fails the next start does."""
