@@ -40,6 +40,18 @@ def test_a_few_failures_in_a_row_open_it_and_one_success_between_does_not() -> N
     assert breaker.is_open
 
 
+def test_what_is_only_done_by_hand_is_well_once_others_are() -> None:
+    """A resize for which a disk has no room is repeated by nobody: it must not be said to be out of use for good."""
+    breaker = Breaker(Clock(), random.Random(1))
+    for _ in range(3):
+        breaker.begin("resize")
+        breaker.failed("resize")
+    assert breaker.is_tripped
+    breaker.begin("checkpoint")
+    breaker.succeeded("checkpoint")
+    assert not breaker.is_tripped
+
+
 def test_a_pause_ends_with_one_probe() -> None:
     """While the probe is under way nobody else calls; if it goes well everyone may."""
     clock = Clock()

@@ -14,7 +14,9 @@ _LONGEST_PAUSE_S: Final = 3.5
 """So that a tier that is well again is in use again within five seconds, jitter and the probe itself included."""
 _JITTER: Final = 0.2
 _HALF_LIFE_S: Final = 1.0
-_UPKEEP: Final = frozenset({"forget", "checkpoint", "resize"})
+_BY_HAND: Final = "resize"
+"""Nobody repeats it: that others of its breaker go well has to do."""
+_UPKEEP: Final = frozenset({"forget", "checkpoint", _BY_HAND})
 
 
 class Breaker:
@@ -67,7 +69,7 @@ class Breaker:
     def succeeded(self, kind: str) -> None:
         """A call went well."""
         self._num_failures[kind] = 0
-        self._opened_by.discard(kind)
+        self._opened_by -= {kind, _BY_HAND}
         self._ends(kind)
         if not self._opened_by:
             self._pause_s = 0.0

@@ -137,6 +137,10 @@ class _Foreign:
     num_bytes: int
 
 
+_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+"""What a disk says that has no more room, of its own or for whoever this is."""
+
+
 @dataclass(frozen=True)
 class DirectoryShape(RecordShape):
     """Records of which each of several directories has a part: all together have a tier's slots, and no more."""
@@ -266,7 +270,7 @@ class Directory:
                 if error.errno in {errno.EOPNOTSUPP, errno.EINVAL}:
                     files().ftruncate(fd, offset + num_bytes)  # a filesystem that cannot preallocate
                     break
-                if error.errno != errno.ENOSPC or not self._foreign:
+                if error.errno not in _FULL or not self._foreign:
                     files().ftruncate(fd, offset)
                     raise
                 self._reclaim_oldest()
@@ -512,7 +516,6 @@ def explained(
 
 
 PROBE: Final = "probe"
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 
 
 def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], spare: str) -> tuple[int, str]:

@@ -145,7 +145,11 @@ class Ledger:
         self._lock = system().lock()
         self.bytes_written = 0
         self.is_blank = False
-        self.num_slots = files().fstat(fd).st_size // ENTRY.itemsize
+        try:
+            self.num_slots = files().fstat(fd).st_size // ENTRY.itemsize
+        except BaseException:
+            files().close(fd)
+            raise
 
     @staticmethod
     def num_bytes(num_slots: int) -> int:

@@ -67,9 +67,13 @@ class Slab:
         self.num_slots = num_slots
         self.call_blocks = max(1, min(_MAX_CALL_BYTES // shape.stride_bytes, _MAX_CALL_BLOCKS))
         self._fd = fd
-        num_whole = files().fstat(fd).st_size // shape.stride_bytes
-        self.num_allocated = min(num_whole, num_slots)
-        files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
+        try:
+            num_whole = files().fstat(fd).st_size // shape.stride_bytes
+            self.num_allocated = min(num_whole, num_slots)
+            files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
+        except BaseException:
+            files().close(fd)
+            raise
 
     @property
     def is_removed(self) -> bool:

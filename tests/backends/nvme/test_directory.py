@@ -502,6 +502,81 @@ async def test_a_running_tier_gives_back_what_it_shrinks_by(tmp_path: Path) -> N
         assert await tier.verified(tier.recovered(num_slots)) == [Outcome.HIT] * 5
 
 
+async def test_what_grows_again_waits_for_what_is_being_erased_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread erases slots that are given up and come back meanwhile: what is put there would be erased."""
+    erase, is_erasing, may_go_on = slab.Slab.erase, threading.Event(), threading.Event()
+
+    def late(one: slab.Slab, slots: list[int], how: Any) -> None:  # noqa: ANN401 - as it is called
+        is_erasing.set()
+        assert may_go_on.wait(30)
+        erase(one, slots, how)
+
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+        with monkeypatch.context() as patch:
+            patch.setattr(slab.Slab, "erase", late)
+            forgetting = asyncio.ensure_future(tier.backend.forget(0, np.array([6, 7])))
+            await asyncio.to_thread(is_erasing.wait)
+            await tier.backend.resize(4)
+            growing = asyncio.ensure_future(tier.backend.resize(tier.found.num_slots))
+            await asyncio.wait({growing}, timeout=0.1)
+            assert not growing.done()
+            may_go_on.set()
+            await asyncio.gather(growing, forgetting)
+        assert await tier.write({6: 60, 7: 70}) == [Outcome.STORED] * 2
+        assert await tier.verified({6: 60, 7: 70}) == [Outcome.HIT] * 2
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
+async def test_other_models_make_room_where_a_quota_is_reached(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """As where the disk is full."""
+    async with open_tier(tmp_path, model="b", capacity=16 * MIB) as tier:
+        await tier.write(count_up(20))
+    other, allocate = slab_of(tmp_path, "b"), os.posix_fallocate
+
+    def limited(fd: int, offset: int, num_bytes: int) -> None:
+        if other.exists():
+            raise OSError(code, os.strerror(code))
+        allocate(fd, offset, num_bytes)
+
+    async with open_tier(tmp_path, model="a", capacity=16 * MIB) as tier:
+        monkeypatch.setattr(os, "posix_fallocate", limited)
+        assert await tier.write({0: 0}) == [Outcome.STORED]
+        assert tier.backend.describe()["reclaimed_fingerprints"] == 1
+
+
+async def test_a_tier_that_does_not_open_leaves_no_descriptor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, for as long as it takes."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(3))
+    cut = os.ftruncate
+
+    def named(fd: int) -> str:
+        return os.readlink(f"/proc/self/fd/{fd}")  # noqa: PTH115 - of a number
+
+    def fails(fd: int, length: int) -> None:
+        if named(fd).endswith("slab"):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        cut(fd, length)
+
+    def open_slabs() -> list[str]:
+        found = []
+        for fd in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers
+            with contextlib.suppress(OSError):  # that of the listing
+                found.append(named(int(fd)))
+        return [each for each in found if str(tmp_path) in each]
+
+    monkeypatch.setattr(os, "ftruncate", fails)
+    for _ in range(3):
+        with pytest.raises(ConfigurationError, match="Input/output error"):
+            await open_tier(tmp_path).__aenter__()
+    assert open_slabs() == []
+
+
 async def test_what_is_erased_while_it_is_given_up_takes_no_room(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
