@@ -13,6 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, TypeVarTuple
@@ -446,13 +447,18 @@ class Jobs(JobBook):
             self._soon(self._answer, job, lambda underway: underway.take(*answer))
 
     def _soon(self, call: Callable[[*Ts], None], *args: *Ts) -> None:
-        self._calls.append(partial(call, *args))
-        self._loop_calls.call(self._call_next)
+        self._calls.append(made := partial(call, *args))
+        try:
+            self._loop_calls.call(self._call_next)
+        except BaseException:  # an interrupt: else each later wake-up would make the call before its own
+            with suppress(ValueError):
+                self._calls.remove(made)
+            raise
 
     # On the event loop.
 
     def _call_next(self) -> None:
-        for _ in range(len(self._calls)):  # of one that an interrupt ended before it was told of, too
+        if self._calls:  # else `close` has made the call
             self._calls.popleft()()
 
     def answers(self) -> "list[asyncio.Future[None]]":
