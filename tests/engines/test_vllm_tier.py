@@ -81,6 +81,11 @@ def test_beside_two_stores_others_wait_and_go_together(scenarios: Answer) -> Non
     assert answer["ended"] == [[number, True] for number in range(6)]
 
 
+def test_a_job_that_cannot_begin_ends(scenarios: Answer) -> None:
+    """Whatever keeps it from that, a lack of memory too: vLLM waits for each."""
+    assert scenarios["cannot_begin"] == [[0, False], [1, False]]
+
+
 def test_a_request_is_counted_once_in_our_metrics(scenarios: Answer) -> None:
     """What it looked up, and why chunks were not found, also where vLLM asks again and again."""
     one = {"asked": 8.0, "never stored": 4.0}

@@ -280,6 +280,24 @@ def stores_wait(folder: pathlib.Path) -> Any:
 
 
 @scenario
+def cannot_begin(folder: pathlib.Path) -> Any:
+    """A job that cannot be begun, whatever keeps it from that, ends: vLLM waits for each."""
+    tiering = Tiering(nvme(folder), num_chunks=8, chunk_bytes=CHUNK)
+
+    def refuse(*args: object, **kwargs: object) -> Any:
+        raise MemoryError
+
+    tiering.tier.kv.cache.start_load = tiering.tier.kv.cache.start_store = refuse
+    keys = keys_of(1)
+    tiering.tier.submit_load(SimpleNamespace(job_id=0, keys=keys, chunk_ids=[0], is_promotion=True))
+    tiering.tier.submit_store(SimpleNamespace(job_id=1, keys=keys, chunk_ids=[0], is_promotion=False))
+    tiering.tier.drain_jobs()
+    ended = sorted((each.job_id, each.success) for each in tiering.tier.get_finished_jobs())
+    tiering.close()
+    return ended
+
+
+@scenario
 def counted(folder: pathlib.Path) -> Any:
     """What requests look up is in the metrics of the cache, once for each request however often it is asked for."""
     os.environ["TIERED_KV_METRICS"] = "true"

@@ -299,3 +299,8 @@ class Store:
     def names(self) -> frozenset[str]:
         """The requests, by name."""
         return frozenset(each.request.request_id for each in self.tracked)
+
+    @property
+    def held(self) -> "list[Due]":
+        """Those of it that its requests still have: not what was preempted since."""
+        return [due for due in self.dues if self in due.tracked.stores]

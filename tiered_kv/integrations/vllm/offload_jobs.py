@@ -20,7 +20,6 @@ from vllm.v1.kv_offload.base import LookupResult, get_offload_block_hash, get_of
 from vllm.v1.kv_offload.tiering.base import JobResult
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.values.errors import TieredKVError
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
@@ -176,7 +175,7 @@ class OffloadJobs:
         try:
             keys, into = self._all_of(together)
             handle = self._cache.start_load(keys, into, deadline_s=left_s, gaps=len(together) > 1)
-        except TieredKVError:
+        except BaseException:  # whatever it is, vLLM waits for each job
             self._end_load(load, together, None)
             raise  # for the log
         handle.when_done(lambda ended: self._end_load(load, together, _result_of(ended)))
@@ -198,7 +197,7 @@ class OffloadJobs:
     def _store(self, store: object, together: list[_Asked]) -> None:
         try:
             handle = self._cache.start_store(*self._all_of(together))
-        except TieredKVError:
+        except BaseException:
             self._end_store(store, together, None)
             raise  # for the log
         handle.when_done(lambda ended: self._end_store(store, together, _result_of(ended)))

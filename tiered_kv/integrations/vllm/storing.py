@@ -7,7 +7,7 @@ keeps those of a request until the workers say that they are copied, and those t
 """
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from itertools import chain, takewhile
@@ -269,6 +269,8 @@ class PendingStores:
             return outcomes
         store.num_unanswered -= 1
         if not store.num_unanswered:
+            if not store.num_whole:
+                _have_again(store.held)
             self._let_go(store)
             if store.is_counted:
                 del self._stores[outcomes.job]
@@ -307,14 +309,16 @@ class PendingStores:
     def pass_over(self) -> None:
         """Drop what is due, and what workers are copying: it may not be what it is named by.
 
-        What a request has of it after its next step is; so that is due again then.
+        What a request has of it after its next step is; so that is due again then. Of what is being copied once that
+        has ended: a plan made before leaves out what a copy is bringing.
         """
-        held = [due for store in self._stores.values() for due in store.dues if store in due.tracked.stores]
-        for due in (*self._due, *held):
-            due.tracked.num_stored = min(due.tracked.num_stored, due.first * due.group.block_size)
-        self.forget()
+        _have_again(self._due)
         for store in self._stores.values():
-            store.num_whole = 0
+            if store.is_told:
+                store.num_whole = 0
+            else:
+                _have_again(store.held)
+        self.forget()
 
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
         gathered = self._known(gathered)
@@ -432,6 +436,12 @@ class PendingStores:
             yield from due.block_ids[: due.num_held]
         for store in self._stores.values():
             yield from store.nobodys
+
+
+def _have_again(dues: Iterable[Due]) -> None:
+    """Have what running requests have of it stored by a step to come."""
+    for due in dues:
+        due.tracked.num_stored = min(due.tracked.num_stored, due.first * due.group.block_size)
 
 
 def _num_first(block_ids: list[int], written: AbstractSet[int]) -> int:
