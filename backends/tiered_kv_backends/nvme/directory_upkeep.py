@@ -219,8 +219,9 @@ def cut_left(path: Path, capacity_bytes: int) -> bool:
             for folder in folders_in(fd):
                 folder_fd = open_folder(fd, folder)
                 opened.callback(files().close, folder_fd)
-                slab, ledger = open_file(folder_fd, "slab"), Ledger(open_file(folder_fd, "ledger"), Order())
+                slab = open_file(folder_fd, "slab")
                 opened.callback(files().close, slab)
+                ledger = Ledger(open_file(folder_fd, "ledger"), Order())
                 opened.callback(ledger.close)
                 size = files().fstat(slab).st_size
                 found.append((slab, size, ledger, _shape_in(slab, size, bytes.fromhex(folder[:64]))))

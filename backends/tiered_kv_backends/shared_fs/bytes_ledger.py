@@ -373,9 +373,11 @@ class DirectoryRoom:
             taken = await self._threads.run(self._ledger.take, wanted, before) or 0
         except BlockingIOError:
             taken, self._num_blocked = 0, self._num_blocked + 1
-        except OSError as error:
+        except BaseException as error:  # cancelled too: what is taken all the same the next sweep finds unused
             self.unwritten -= wanted
-            raise BackendUnavailableError(f"{self._root}: {text_of(error)}") from error
+            if isinstance(error, OSError):
+                raise BackendUnavailableError(f"{self._root}: {text_of(error)}") from error
+            raise
         self.unwritten -= wanted - taken
         self._allowance += taken
         self._allowance_until = self._clock() + ALLOWANCE_S

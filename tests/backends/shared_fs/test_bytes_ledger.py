@@ -188,6 +188,33 @@ async def test_room_is_taken_ahead_and_used_again(root: str, clock: Clock) -> No
     assert [unwritten for unwritten, _ in books_of(ledger).writers.values()] == [0]
 
 
+class StuckTaking(AtOnce):
+    """Workers that end no call of the ledger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_stuck = asyncio.Event()
+
+    def run(self, function: Callable[..., Any], *args: object) -> "asyncio.Future[Any]":
+        """Begin a call."""
+        if not isinstance(getattr(getattr(function, "func", function), "__self__", None), ByteLedger):
+            return super().run(function, *args)
+        self.is_stuck.set()
+        return asyncio.get_running_loop().create_future()
+
+
+async def test_a_write_that_is_given_up_while_it_takes_room_has_none(root: str, clock: Clock) -> None:
+    """Else each of them would take from the capacity for as long as the process lives."""
+    workers = StuckTaking()
+    room = room_in(root, clock, ledger_in(root, clock), workers)
+    taking = asyncio.create_task(room.take(blocks(2), lambda: None))
+    await workers.is_stuck.wait()
+    assert room.unwritten
+    taking.cancel()
+    await asyncio.wait({taking})
+    assert (taking.cancelled(), room.unwritten) == (True, 0)
+
+
 async def test_room_that_lies_unused_is_taken_anew(root: str, clock: Clock) -> None:
     """After a minute others may take this process for dead, and a sweep no longer counts what it had taken."""
     ledger = ledger_in(root, clock)
