@@ -332,6 +332,33 @@ async def test_a_signal_begins_it_and_handlers_are_put_back() -> None:
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.parametrize("first_to_end", [0, 1])
+async def test_a_signal_begins_it_for_every_cache_of_the_program(first_to_end: int) -> None:
+    """In whichever order they end; in the end who had the signal before has it again."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        async with open_cache(CPU, engine=Engine()) as one, open_cache(CPU, engine=Engine()) as two:
+            blocks = [one.drain_on(signal.SIGTERM), two.drain_on(signal.SIGTERM)]
+            both = [block.__enter__() for block in blocks]
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert [await draining.wait() for draining in both] == [True, True]
+            for block in blocks:
+                block.__exit__(None, None, None)
+            blocks = [one.drain_on(signal.SIGTERM), two.drain_on(signal.SIGTERM)]
+            both = [block.__enter__() for block in blocks]
+            blocks.pop(first_to_end).__exit__(None, None, None)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await both[1 - first_to_end].wait()
+            assert not both[first_to_end].begun.is_set()
+            blocks.pop().__exit__(None, None, None)
+        assert not seen
+        os.kill(os.getpid(), signal.SIGTERM)
+        await until(lambda: seen == [signal.SIGTERM])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def test_a_drain_that_is_closed_over_does_not_claim_to_be_done() -> None:
     """Who closes the cache meanwhile ends it; the transfers end as closing ends them."""
     engine, disk = Engine(), ScriptedSlotBackend(name="disk")

@@ -5,6 +5,7 @@ import signal
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from anyio import move_on_after
 
@@ -89,18 +90,40 @@ def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s
         raise ConfigurationError("drain_on() is called in the main thread: Python handles signals nowhere else")
     loop = asyncio.get_running_loop()
     draining = Draining(cache, timeout_s)
-
-    def on_signal(*_: object) -> None:
-        for each in signals:
-            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
-        loop.call_soon_threadsafe(draining.begin)
-
-    former = {each: signal.signal(each, on_signal) for each in signals}
+    handler = _Handler(signals, lambda: loop.call_soon_threadsafe(draining.begin))
     try:
         yield draining
     finally:
-        for each, handler in former.items():
-            signal.signal(each, signal.SIG_DFL if handler is None else handler)
+        handler.end()
+
+
+class _Handler:
+    """Handles signals for one cache, and then for those whose turn it was before: a program may have several."""
+
+    def __init__(self, signals: tuple[signal.Signals, ...], begin: Callable[[], object]) -> None:
+        self._begin = begin
+        self._has_ended = False
+        self._former = {each: signal.signal(each, self) for each in signals}
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        """Handle one; the next of any that is handled here does what it does by default."""
+        for each in self._former:
+            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+        if not self._has_ended:
+            self._begin()
+        if isinstance(former := self._former[signal.Signals(number)], _Handler):
+            former(number, frame)
+
+    def end(self) -> None:
+        """Put back who handled them before, but where somebody does by now for whom that is done then."""
+        self._has_ended = True
+        for each, former in self._former.items():
+            now = signal.getsignal(each)
+            if now is not self and isinstance(now, _Handler):
+                continue
+            while isinstance(former, _Handler) and former._has_ended:  # noqa: SLF001 - one of these
+                former = former._former[each]  # noqa: SLF001, PLW2901 - likewise
+            signal.signal(each, signal.SIG_DFL if former is None else former)
 
 
 def begin_to_close(seat: Seat) -> "asyncio.Task[None]":

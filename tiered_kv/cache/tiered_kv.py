@@ -557,7 +557,7 @@ class TieredKV(TierCalls):
         """Drain when a signal comes: ``with kv.drain_on(signal.SIGTERM) as draining: await draining.wait()``.
 
         A second signal does what it does by default: it ends the process. For an event loop in the main thread. While
-        the block lasts, handlers set before are not called; leaving it puts them back.
+        the block lasts, handlers set before are not called, but those of other caches; leaving it puts them back.
         """
         seat = self._open()
         check_seconds("timeout_s", timeout_s)
