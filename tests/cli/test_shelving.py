@@ -162,6 +162,22 @@ async def test_all_directories_of_a_tier_are_looked_into(tmp_path: Path) -> None
     assert (await answer("delete", *there, "--tenant", "none", "--yes"))["num_blocks"] == NUM_BLOCKS
 
 
+async def test_the_models_of_a_host_lie_below_its_tiers_directory(tmp_path: Path) -> None:
+    """Where its server keeps each in one of its own; nothing is deleted while a cache has one open."""
+    where, engine = tmp_path / "kv", Engine()
+    for name in ("a" * 32, "b" * 32):
+        await fill({"medium": "nvme", "path": where / name, "capacity": "16MiB"})
+    (where / ("c" * 32)).mkdir()
+    for place in (str(where), f"file://{where}?capacity=1GiB"):
+        assert sum(each["num_blocks"] for each in await answer("inspect", place)) == 4 * NUM_BLOCKS
+        assert (await answer("verify", place))["num_good"] == 4 * NUM_BLOCKS
+    delete = ("delete", str(where), "--tenant", "none", "--yes")
+    async with open_cache(CPU, {"medium": "nvme", "path": where / ("b" * 32), "capacity": "16MiB"}, engine=engine):
+        refused = await run(*delete)
+        assert (refused.exit_code, "is open in a cache" in " ".join(refused.stderr.split())) == (2, True)
+    assert (await answer(*delete))["num_blocks"] == 2 * NUM_BLOCKS
+
+
 @pytest.mark.parametrize(("medium", "scheme"), [("nvme", "file"), ("shared_fs", "shared-fs")])
 async def test_a_url_need_not_say_how_much_a_tier_holds(medium: str, scheme: str, tmp_path: Path) -> None:
     """Only a cache asks for that. A URL of the settings, which says it, does as well."""

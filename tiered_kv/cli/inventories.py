@@ -26,6 +26,8 @@ from tiered_kv.values.keys import BlockKey
 _NVME_FOLDER: Final = re.compile(r"[0-9a-f]{64}(-\d+of\d+)?")
 _FOLDER: Final = re.compile(r"[0-9a-f]+(-\d+of\d+)?|replicated|\d+of\d+")
 """What a tier calls its folders; others in its place, as lost+found, are nobody's here."""
+_MODELS_FOLDER: Final = re.compile(r"[0-9a-f]{32}")
+"""Where a host's server keeps a model: a tier's directory below that of its settings."""
 _SHARED_FILE: Final = re.compile(
     r"(?P<path>[0-9a-f]{64}/[0-9a-f]{32}/(replicated|[0-9]+of[0-9]+)/[0-9a-f]{32})/[0-9a-f]+/[0-9a-f]{64}"
 )
@@ -76,6 +78,10 @@ class DirectoryInventory(Inventory):
         self.missing = tuple(root for root in roots if not root.is_dir())
         self._roots = [root for root in roots if root not in self.missing]
         self._locks: dict[Path, int] = {}
+
+    def is_a_tiers(self) -> bool:
+        """Say whether a tier has used one of them."""
+        return any(map(_is_a_tiers, self._roots))
 
     async def found(self) -> AsyncIterator[list[Found]]:
         """Walk them, and read the headers of an NVMe tier's records: names there tell nothing."""
@@ -152,11 +158,11 @@ async def open_directories(roots: Sequence[Path], *, to_delete: bool) -> AsyncIt
     Raises:
         ConfigurationError: None is there; or it is to be deleted from, and not all are, or a cache has one open.
     """
-    inventory = DirectoryInventory(roots)
+    inventory = DirectoryInventory([each for root in roots for each in _with_models(root)])
     if len(inventory.missing) == len(roots):
         named = _listed(roots)
         raise ConfigurationError(f"{named}: give the path of an nvme or shared_fs tier, or a tier's URL")
-    if not any(_is_a_tiers(root) for root in roots):
+    if not inventory.is_a_tiers():
         named = ", ".join(map(str, roots))
         raise ConfigurationError(f"no nvme or shared_fs tier has used {named}: give its path, or a tier's URL")
     try:
@@ -165,6 +171,14 @@ async def open_directories(roots: Sequence[Path], *, to_delete: bool) -> AsyncIt
         yield inventory
     finally:
         inventory.close()
+
+
+def _with_models(root: Path) -> Iterator[Path]:
+    """Yield a directory, and those below it of the models of a host's server."""
+    yield root
+    for each in sorted(root.iterdir()) if root.is_dir() else ():
+        if _MODELS_FOLDER.fullmatch(each.name) and each.is_dir() and not each.is_symlink() and _is_a_tiers(each):
+            yield each
 
 
 def _is_a_tiers(root: Path) -> bool:
