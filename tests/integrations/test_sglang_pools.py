@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -133,6 +134,29 @@ def test_windows_are_loaded_byte_for_byte_and_a_hole_ends_them(windows: Windows)
     assert windows.storage.batch_get_v2([moved("swa", [6, 7, 8, 9], at(10, 11, 12, 13))]) == {
         "swa": [True, True, False, False]
     }
+
+
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_what_was_begun_has_ended_when_a_call_raises(
+    windows: Windows, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang has its pages back then, and gives them to others."""
+    told: list[str] = []
+
+    def wait() -> None:
+        told.append("waited")
+        raise OSError
+
+    def submit(keys: BlockKeys, _: object) -> Any:  # noqa: ANN401 - a ticket
+        if keys.group:
+            raise ValueError("no such pages")
+        return SimpleNamespace(cancel=lambda: told.append("cancelled"), wait=wait)
+
+    monkeypatch.setattr(windows.storage.kv, f"submit_{way}", submit)
+    move = windows.storage.batch_get_v2 if way == "load" else windows.storage.batch_set_v2
+    with pytest.raises(ValueError, match="no such pages"):
+        move([moved("kv", [6, 7], at(1, 2)), moved("swa", [6, 7], at(1, 2))])
+    assert told == ["cancelled", "waited"]
 
 
 def test_what_does_not_fit_is_answered_with_no(windows: Windows) -> None:

@@ -12,8 +12,8 @@ them for a tier: what does not arrive, or find room, is answered with False, and
 import asyncio
 import hashlib
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -234,6 +234,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         for transfer in pool_transfers or ():
             if (pool := self._pools.get(str(transfer.name))) is None:
                 return nothing  # of a pool that nobody has registered nothing was stored
+            if not pool.parts:
+                continue  # it only numbers pages, and has them all
             if transfer.hit_policy == _ALL_PAGES:
                 whole[transfer.name] = pool.keys(keys, start)
             elif transfer.hit_policy == _TRAILING_PAGES:
@@ -353,12 +355,13 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         """Load pages of several pools, all at once; say of each pool which are in place."""
         if (kv := self.kv) is None:
             return [[False] * len(hashes) for _, hashes, _ in wanted]
-        begun = [self._begin(kv.submit_load, each, _start(extra_info)) for each in wanted]
         answers = []
-        for (_, hashes, _), moves in zip(wanted, begun, strict=True):
-            loaded = [_ended(ticket) for _, ticket in moves or ()]
-            num_pages = min((0 if each is None else each.num_blocks for each in loaded), default=len(hashes))
-            answers.append([number < num_pages and moves is not None for number in range(len(hashes))])
+        with _none_left() as tickets:
+            begun = [self._begin(kv.submit_load, each, _start(extra_info), tickets) for each in wanted]
+            for (_, hashes, _), moves in zip(wanted, begun, strict=True):
+                loaded = [_ended(ticket) for _, ticket in moves or ()]
+                num_pages = min((0 if each is None else each.num_blocks for each in loaded), default=len(hashes))
+                answers.append([number < num_pages and moves is not None for number in range(len(hashes))])
         return answers
 
     def _store(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
@@ -367,23 +370,28 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             return [[False] * len(hashes) for _, hashes, _ in wanted]
         # What another rank has as well is written by one of them, for all.
         mine = [self._config.is_storage_writer or bool(pool and pool.rank) for pool in map(self._pool_of, wanted)]
-        begun = [
-            self._begin(kv.submit_store, each, _start(extra_info)) if is_mine else []
-            for each, is_mine in zip(wanted, mine, strict=True)
-        ]
         answers = []
-        for (_, hashes, _), moves in zip(wanted, begun, strict=True):
-            is_kept = np.full(len(hashes), moves is not None)
-            for keys, ticket in moves or ():
-                is_kept &= _kept(kv, keys, _ended(ticket))
-            answers.append(is_kept.tolist())
+        with _none_left() as tickets:
+            begun = [
+                self._begin(kv.submit_store, each, _start(extra_info), tickets) if is_mine else []
+                for each, is_mine in zip(wanted, mine, strict=True)
+            ]
+            for (_, hashes, _), moves in zip(wanted, begun, strict=True):
+                is_kept = np.full(len(hashes), moves is not None)
+                for keys, ticket in moves or ():
+                    is_kept &= _kept(kv, keys, _ended(ticket))
+                answers.append(is_kept.tolist())
         return answers
 
     def _pool_of(self, wanted: _Pages) -> HostPool | None:
         return self._pools.get(wanted[0])
 
     def _begin(
-        self, submit: Callable[[BlockKeys, CPULoadStoreSpec], Ticket[T]], wanted: _Pages, start: int
+        self,
+        submit: Callable[[BlockKeys, CPULoadStoreSpec], Ticket[T]],
+        wanted: _Pages,
+        start: int,
+        tickets: list[Ticket[Any]],
     ) -> list[tuple[BlockKeys, Ticket[T] | None]] | None:
         """Begin to move pages of one pool, each part by itself; None where SGLang's slots are not of these pages."""
         _, hashes, host_indices = wanted
@@ -396,6 +404,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             ticket = None
             with suppress(ClosedError):
                 ticket = submit(keys, spec)
+                tickets.append(ticket)
             begun.append((keys, ticket))
         return begun
 
@@ -414,6 +423,21 @@ def _by_pool(transfers: Sequence[Any], answers: Sequence[list[bool]]) -> dict[An
     for transfer, answer in zip(transfers, answers, strict=True):
         by_pool.setdefault(transfer.name, []).extend(answer)
     return by_pool
+
+
+@contextmanager
+def _none_left() -> Iterator[list[Ticket[Any]]]:
+    """Yield a list for transfers; what is raised is raised once all of them have ended: SGLang has its pages back."""
+    tickets: list[Ticket[Any]] = []
+    try:
+        yield tickets
+    except BaseException:
+        for ticket in tickets:
+            ticket.cancel()
+        for ticket in tickets:
+            with suppress(Exception):
+                ticket.wait()
+        raise
 
 
 def _ended(ticket: Ticket[T] | None) -> T | None:
