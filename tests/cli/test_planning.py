@@ -141,6 +141,8 @@ def test_without_matplotlib_a_picture_names_its_extra(monkeypatch: pytest.Monkey
         (["--medium", "cpu"], "write NAME=PRICE@RATE"),
         (["--medium", "cpu=1@fast"], "write NAME=PRICE@RATE"),
         (["--medium", "cpu=1@24Gbit"], "write NAME=PRICE@RATE, the rate in bytes a second, e.g. nvme=0.1@3GB"),
+        (["--medium", "nvme=1@1GB", "--medium", "cpu=1@9GB"], "media: tiers go fastest first"),
+        (["--medium", "nvme=1@1GB", "--medium", "nvme=1@2GB"], "media: tiers need names of their own"),
         (["--prices", "/no/such/file"], "No such file"),
         (["--policy", "best"], "policy must be one of"),
         (["--token-bytes", "9" * 60], "--token-bytes must be a size"),

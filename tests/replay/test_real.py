@@ -2,13 +2,14 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tiered_kv import CacheLimits, ConfigurationError, CPUTier, TieredKVSettings, TierSettings
 from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.settings.chain_settings import tier_from
-from tiered_kv.traces import Trace, agents, chat
+from tiered_kv.traces import Request, Trace, agents, chat
 
 BLOCK = 4096
 COST = BlockCost(token_bytes=8, prefill_tokens_a_s=1e4)
@@ -46,6 +47,27 @@ async def test_what_is_imagined_is_what_a_cache_does(tmp_path: Path) -> None:
     assert report.tiers[1].hits > 0
     assert report.tiers[1].evicted_blocks > 0
     assert report.wrong_blocks == 0
+
+
+async def test_tiers_are_told_by_their_names(tmp_path: Path) -> None:
+    """Host memory is in the cache's books where no tier keeps anything there, and memory may have another name."""
+    trace, (_, disk) = chat(num_requests=40), two_tiers(tmp_path, "lru")
+    for tiers in (
+        (disk.model_copy(update={"policy": "lru"}),),
+        (CPUTier(capacity=40 * BLOCK, name="hot", policy="lru"),),
+    ):
+        report = await done(trace, *tiers)
+        assert report.tiers_hit_rate == report.hit_rate > 0
+        assert report == imagined(trace, report, *tiers)
+
+
+async def test_a_trace_without_blocks_is_no_fault_of_a_tier() -> None:
+    """Imagined or not."""
+    trace = Trace("empty", [Request(0.0, np.array([], np.int64), 5)], 16)
+    with pytest.raises(ConfigurationError, match="no request of the trace has a block"):
+        await done(trace, CPUTier(capacity=40 * BLOCK))
+    with pytest.raises(ConfigurationError, match="no request of the trace has a block"):
+        replay(trace, tier_plans(["cpu=1GiB"], "lru"), COST)
 
 
 @pytest.mark.parametrize("policy", ["lhd", "mq", "arc"])

@@ -1,3 +1,4 @@
+import dataclasses
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -228,6 +229,15 @@ def test_agents_that_say_when_they_are_back_find_all_in_memory() -> None:
     assert right >= boundless - 0.02
     assert wrong >= without - 0.01
     assert without < boundless - 0.05, "there is something to gain"
+
+
+def test_who_comes_back_is_told_by_prompts_where_a_trace_does_not_say() -> None:
+    """Else all requests would be one conversation, which is back at once, and hints that are right would be wrong."""
+    trace = SYNTHETIC["agents"](num_requests=300)
+    nameless = Trace("nameless", [dataclasses.replace(each, session=None) for each in trace.requests], trace.block_size)
+    plans = [memory(trace.num_blocks // 4, policy="lhd"), storage(None)]
+    said, told = (replay(each, plans, COST_OF_LARGE, hints="right").tiers[0].hit_rate for each in (trace, nameless))
+    assert told == pytest.approx(said, abs=0.01)
 
 
 def test_storage_has_what_memory_has_lost_and_the_engine_never_dropped_is_nowhere_else() -> None:

@@ -55,6 +55,15 @@ def test_conversations_are_told_by_their_prompts_where_the_trace_does_not_say() 
     assert wrong < 0.05 * len(trace.requests)
 
 
+@pytest.mark.parametrize("session", range(6))
+def test_of_few_long_conversations_one_is_looked_at(session: int) -> None:
+    """Whichever number it has; where it is the only one, it is the whole trace."""
+    requests = [Request(float(n), np.arange(n * 10, n * 10 + 10), 160, session=session) for n in range(50)]
+    trace = Trace("one", [*requests, replace(requests[0], at_s=50.0)], 16)
+    curve = Survey(trace, "mq", lru_curve(trace), most_blocks=100).explore()
+    assert curve.at(trace.num_blocks) == pytest.approx(10 / 510)
+
+
 def test_a_size_that_was_served_is_exact() -> None:
     """So a plan serves the sizes that it chooses; a second time costs nothing."""
     trace = chat(num_requests=60)

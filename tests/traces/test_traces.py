@@ -179,7 +179,7 @@ def test_synthetic_traces_go_by_name() -> None:
     for wrong in ("?num_requests=many", "?requests=5", "?seed"):
         with pytest.raises(ConfigurationError, match="numbers for any of seed=0"):
             open_trace(f"synthetic:chat{wrong}")
-    for wrong in ("num_requests=0", "per_s=0", "per_s=-1", "per_s=nan"):
+    for wrong in ("num_requests=0", "per_s=0", "per_s=-1", "per_s=nan", "think_s=0"):
         with pytest.raises(ConfigurationError, match="must be more than 0"):
             open_trace(f"synthetic:chat?{wrong}")
     for beyond in ("zipf?exponent=-400", "zipf?exponent=inf", "batches?mean_batch=inf", "chat?think_s=nan"):

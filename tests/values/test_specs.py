@@ -79,6 +79,7 @@ def test_specs_differ_where_anything_differs() -> None:
         ([True], "of bool"),
         ([[1]], r"shape \(1, 1\)"),
         (["1"], "flat sequence of ints"),
+        (np.array([1, 2], dtype=object), r"got an array of objects: pass .astype\('int64'\)"),
         (3, "flat sequence of ints, got int"),
         (None, "got NoneType"),
         ([[1], [2, 3]], "got lists of several lengths"),

@@ -178,6 +178,11 @@ def _medium(text: str, measured: Mapping[str, ByteSize]) -> Medium:
     name, _, rest = text.partition("=")
     price, _, rate = rest.partition("@")
     rate, _, policy = rate.partition(":")
+    if measured and not rate and name not in measured:
+        of = ", ".join(measured)
+        raise ConfigurationError(
+            f"--medium {text}: the bench has no rate of {name!r}, but of {of}: write NAME=PRICE@RATE"
+        )
     try:
         fields = {
             "name": name,

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, fi
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.report import GIB
 from tiered_kv.replay.simulated import BlockCost
-from tiered_kv.replay.simulated_chain import TierPlan
+from tiered_kv.replay.simulated_chain import NO_BLOCK, TierPlan, check_order
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.setting_errors import check_size, line, problems
 from tiered_kv.traces import Trace
@@ -79,6 +79,12 @@ class Prices(BaseModel):
         max_length=_MOST_MEDIA,
     )
     """Fastest first. What stands here is an example to be replaced by one's own."""
+
+    @field_validator("media")
+    @classmethod
+    def _check_media(cls, media: tuple[Medium, ...]) -> tuple[Medium, ...]:
+        check_order([medium.name for medium in media])
+        return media
 
     @classmethod
     def from_toml(cls, path: Path) -> "Prices":
@@ -173,7 +179,7 @@ def choices(trace: Trace, curves: Mapping[str, Curve], prices: Prices, cost: Blo
         ConfigurationError: The trace takes no time, so that nothing can be said of a month, or has no blocks.
     """
     if not trace.num_references:
-        raise ConfigurationError("no request of the trace has a block: there is nothing to keep")
+        raise ConfigurationError(NO_BLOCK)
     if not trace.seconds:
         raise ConfigurationError("all requests of the trace came at once: a plan needs to know how many come in a day")
     best: dict[tuple[str, ...], Choice] = {}

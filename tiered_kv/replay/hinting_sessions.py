@@ -8,6 +8,7 @@ import numpy as np
 
 from tiered_kv.cache.hinted import Favours
 from tiered_kv.replay.simulated_chain import SimulatedChain
+from tiered_kv.replay.surveys import sessions_of
 from tiered_kv.traces import Request, Trace, names_of
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names, rows_of
@@ -33,10 +34,10 @@ class SimulatedHints:
         self._is_right = are == "right"
         self._chance = Random(0)  # noqa: S311 - nothing is secret here
         self._back_s: list[float | None] = []
-        following: dict[object, float] = {}
-        for request in reversed(trace.requests):
-            self._back_s.append(following.get(request.session))
-            following[request.session] = request.at_s
+        following: dict[int, float] = {}
+        for request, session in reversed([*zip(trace.requests, sessions_of(trace), strict=True)]):
+            self._back_s.append(following.get(session))
+            following[session] = request.at_s
         self._back_s.reverse()
         waits = [b - r.at_s for r, b in zip(trace.requests, self._back_s, strict=True) if b is not None]
         self._waits_s = waits or [1.0]

@@ -23,8 +23,8 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.memory.host import check_host_memory
 from tiered_kv.replay.report import DAY_S, ReplayReport, TierReport
 from tiered_kv.replay.simulated import BlockCost
-from tiered_kv.replay.simulated_chain import TierPlan
-from tiered_kv.settings.chain_settings import tier_from
+from tiered_kv.replay.simulated_chain import NO_BLOCK, TierPlan
+from tiered_kv.settings.chain_settings import tier_from, tier_name
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings, paths_of
@@ -91,7 +91,10 @@ async def really(
     """
     if real_cost.token_bytes % 8:
         raise ConfigurationError(f"tokens of a real replay take a multiple of 8 bytes, got {real_cost.token_bytes}")
-    engine = _Engine(trace, real_cost, "cuda" if any(tier.medium == "gpu" for tier in tiers) else "cpu")
+    if not trace.num_blocks:
+        raise ConfigurationError(NO_BLOCK)
+    memory = [tier_name(tier) for tier in tiers if tier.medium in OWN_MEDIA]
+    engine = _Engine(trace, real_cost, "cuda" if any(tier.medium == "gpu" for tier in tiers) else "cpu", memory)
     model = ModelIdentity(f"replay-{secrets.token_hex(8)}", weights="none")
     scales = _Scales(trace.block_size * cost.token_bytes, trace.block_size * real_cost.token_bytes, speed)
     with TemporaryDirectory(prefix=".tiered-kv-replay-", dir=_beside(tiers)) as folder:
@@ -105,7 +108,8 @@ async def really(
                     await asyncio.sleep(max(0.0, started + request.at_s / speed - time.monotonic()))
                     await engine.serve(kv, request.ids, request.input_tokens)
                     on_request(number)
-                return engine.report(kv.stats().tiers, plans)
+                books = kv.stats()  # of which host memory is one, also where no tier keeps anything there
+                return engine.report([books[plan.name] for plan in plans], plans)
             finally:
                 if not all(isinstance(tier, BookedTierSettings) for tier in own):
                     for request in trace.requests:
@@ -152,7 +156,7 @@ class _Engine:
         pool: Of the longest prompt, ``(num_blocks, 2, N, 1, D)``.
     """
 
-    def __init__(self, trace: Trace, cost: BlockCost, device: str) -> None:
+    def __init__(self, trace: Trace, cost: BlockCost, device: str, memory: Sequence[str]) -> None:
         longest = max((len(each.ids) for each in trace.requests), default=1)
         head_dim = cost.token_bytes // 4
         group = KVGroup(1, 1, head_dim, "bfloat16", trace.block_size)
@@ -163,6 +167,7 @@ class _Engine:
         self._words = self.pool.view(longest, -1).view(torch.int64)
         self._column = torch.arange(self._words.shape[1], device=device)
         self._trace, self._cost, self._payload_bytes = trace, cost, group.payload_bytes
+        self._memory = memory
         self._by_tier: Counter[str] = Counter()
         self._counts: Counter[str] = Counter()
         self._load_s = 0.0
@@ -184,7 +189,7 @@ class _Engine:
         self._load_s += loaded.seconds
         if start:
             self._counts["loads"] += 1
-            self._counts["in memory"] += start == sum(loaded.by_tier.get(tier, 0) for tier in OWN_MEDIA)
+            self._counts["in memory"] += start == sum(loaded.by_tier.get(tier, 0) for tier in self._memory)
         self._counts["saved tokens"] += min(start * self._trace.block_size, input_tokens)
         expected = torch.from_numpy(ids).to(self.pool.device)[:, None] * _ODD + self._column
         is_right = (self._words[:start] == expected[:start]).all(dim=1)
@@ -210,7 +215,7 @@ class _Engine:
             trace_s=trace.seconds,
             loads=self._counts["loads"],
             loads_in_memory=self._counts["in memory"],
-            tiers=tuple(map(self._report_of, books, plans)),
+            tiers=tuple(self._report_of(tier, plan) for tier, plan in zip(books, plans, strict=True)),
             is_real=True,
             wrong_blocks=self._counts["wrong"],
             load_s=self._load_s,

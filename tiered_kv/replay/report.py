@@ -14,7 +14,7 @@ class TierReport:
     Attributes:
         name: The tier.
         policy: Of eviction there.
-        capacity_blocks: How many it holds.
+        capacity_blocks: How many it holds; of an imagined tier, at most as many as the trace has.
         hits: Blocks that loads had from it.
         hit_rate: The same of all blocks asked for.
         read_bytes: Payloads read for loads and promotions.

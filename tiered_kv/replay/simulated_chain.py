@@ -31,6 +31,7 @@ from tiered_kv.values.results import TierRun, num_found
 _LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
 _EXPIRED_AT_ONCE: Final = 1 << 16
 _NO_BOUND: Final = 1 << 62
+NO_BLOCK: Final = "no request of the trace has a block: there is nothing to keep"
 _SIZE: Final = TypeAdapter(ByteSize)
 
 
@@ -96,13 +97,17 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
         if capacity is None and name in OWN_MEDIA:
             raise ConfigurationError(f"--tier {text}: memory has an end, write how much there is, e.g. {name}=16GiB")
         plans.append(TierPlan(name, capacity, own_policy or policy, is_memory=name in OWN_MEDIA))
-    names = [plan.name for plan in plans]
+    check_order([plan.name for plan in plans])
+    return plans
+
+
+def check_order(names: Sequence[str]) -> None:
+    """Raise `ConfigurationError` where tiers that are called by their media make no chain."""
     if len(set(names)) < len(names) or not all(names):
         raise ConfigurationError(f"tiers need names of their own, got {', '.join(map(repr, names))}")
     places = [{"gpu": 0, "cpu": 1}.get(name, 2) for name in names]
     if places != sorted(places):
         raise ConfigurationError(f"tiers go fastest first: gpu, cpu, then storage; got {', '.join(names)}")
-    return plans
 
 
 class SimulatedTier:
@@ -156,6 +161,8 @@ class SimulatedChain:
             for plan in plans
             if (slots := plan.num_slots(payload_bytes, num_blocks))
         ]
+        if not num_blocks:
+            raise ConfigurationError(NO_BLOCK)
         if not self.tiers:
             raise ConfigurationError(f"no tier holds a block of {payload_bytes:,} bytes")
         self.memory = [tier for tier in self.tiers if tier.plan.is_memory]

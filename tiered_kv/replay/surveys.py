@@ -123,11 +123,13 @@ class _Sample:
         ids = np.concatenate([each.ids for each in trace.requests])
         known, first, numbers, counts = np.unique(ids, return_index=True, return_inverse=True, return_counts=True)
         part = min(1.0, most_blocks / max(1, len(known)))
+        is_popular = (counts > len(ids) * part * _POPULAR) & (part < 1.0)
         is_chosen = np.full(len(known), fill_value=True)
         if part < 1.0:
             lengths = [len(each.ids) for each in trace.requests]
-            is_chosen = _mixed(np.repeat(np.fromiter(sessions_of(trace), np.int64), lengths)[first]) < part
-        is_popular = (counts > len(ids) * part * _POPULAR) & (part < 1.0)
+            mixed = _mixed(np.repeat(np.fromiter(sessions_of(trace), np.int64), lengths)[first])
+            least = mixed.min(where=~is_popular, initial=1.0)
+            is_chosen = mixed < max(part, np.nextafter(least, 2.0))  # of few long ones at least one
         is_chosen &= ~is_popular
         self._num_popular = int(np.count_nonzero(is_popular))
         self._part = np.count_nonzero(is_chosen) / max(1, len(known) - self._num_popular)  # by chance not quite `part`
@@ -146,6 +148,8 @@ class _Sample:
 
     def gain(self, size: int, policy: str | type[Policy]) -> float:
         """Return by how much a policy's hit rate is above LRU's in a tier of so many blocks of the whole trace."""
+        if not self.trace.num_blocks:
+            return 0.0  # nothing but what is popular
         num_slots = self._slots(size)
         plan = TierPlan("cpu", num_slots * _PAGE, policy, is_memory=True)
         chain = SimulatedChain([plan], payload_bytes=_PAGE, num_blocks=self.trace.num_blocks)

@@ -35,7 +35,7 @@ _UNITS_A_SECOND: Final[dict[Format, float]] = {"mooncake": 1e3, "bailian": 1.0}
 _GZIP_MAGIC: Final = b"\x1f\x8b"
 _MOST_LINE_BYTES: Final = 1 << 26
 _MOST: Final = 2**63 - 1
-_MAY_BE_ZERO = {"seed", "exponent", "jitter", "think_s", "tool_s"}
+_MAY_BE_ZERO = {"seed", "exponent", "jitter"}
 
 
 @dataclass(frozen=True, slots=True)

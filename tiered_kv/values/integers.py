@@ -60,5 +60,6 @@ def _described(values: object, array: NDArray[Any]) -> str:
         return f"{kind}: write list(...)" if kind in {"generator", "map", "set", "dict_keys"} else kind
     if array.dtype.kind != "O":
         return f"shape {array.shape} of {array.dtype}" + ": give one row of it" * (array.ndim > 1)
-    at, first = next((at, each) for at, each in enumerate(array.flat) if type(each) is not int or abs(each) >> 63)
-    return f"{first!r:.80} at position {at}"
+    wrong = ((at, each) for at, each in enumerate(array.flat) if type(each) is not int or abs(each) >> 63)
+    at, first = next(wrong, (-1, None))
+    return "an array of objects: pass .astype('int64')" if at < 0 else f"{first!r:.80} at position {at}"
