@@ -448,6 +448,26 @@ async def test_a_medium_that_says_it_fits_what_cannot_be_is_not_resized(num_bloc
         assert (await kv.lookup(prompt(8))).num_blocks == 8
 
 
+class SaysYes(ScriptedBackend):
+    """A medium whose lookup answers with bools."""
+
+    async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
+        """Say of each key whether it is there."""
+        found = await super().lookup(keys)
+        return [each is Outcome.HIT for each in found]  # type: ignore[misc]
+
+
+async def test_a_lookup_that_answers_no_outcomes_is_a_failed_call() -> None:
+    """Else nothing would ever be found there, and nobody would be told why."""
+    engine, emit = Engine(), Recorder()
+    async with open_cache(SaysYes(), engine=engine, emit=emit, limits=SMALL_LIMITS) as kv:
+        await keep(kv, engine, KEYS)
+        await kv.lookup(KEYS)
+        errors = [each.error for each in emit.of(TierFailed)]
+        assert errors
+        assert all("lookup answered " in each and each.endswith(", which is no Outcome") for each in errors)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [(lambda outcomes: outcomes[:-1], "3 outcomes for 4 blocks"), (lambda _: None, "no outcomes for 4 blocks")],

@@ -79,6 +79,22 @@ async def test_what_cannot_be_fixed_is_said_at_the_start(fixed: dict[str, int], 
             pass
 
 
+@pytest.mark.parametrize(
+    ("size", "why"), [("10%", "'10%' is no size"), ("8Gb", "is in bits"), (True, "True is no size")]
+)
+def test_what_is_fixed_is_a_size(size: object, why: str) -> None:
+    """As everywhere else: a part of a tier would be a few bytes, and nobody would be told."""
+    with pytest.raises(ConfigurationError, match=why):
+        TieredKVSettings(host={"fixed": {"m": {"cpu": size}}})
+
+
+async def test_memory_that_the_machine_can_never_give_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Else a server says that it is ready, and refuses every client."""
+    with pytest.raises(ConfigurationError, match=r"host memory are wanted, but this machine has .* GiB"):
+        async with TieredKVServer({"tiers": [cpu(1 << 40)], "host": {"socket": tmp_path / "s"}}):
+            pass
+
+
 def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Path) -> None:
     """Before anybody attaches; of several disks, only if that is so of all. Nothing is made where it can have one."""
     (tmp_path / "file").touch()

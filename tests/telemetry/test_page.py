@@ -143,6 +143,8 @@ async def test_why_a_prompt_is_not_there_by_tokens_and_by_hashes() -> None:
             hashes = [row.tobytes().hex() for row in keys.words]
             answer = (await client.post("/explain.json", json={"hashes": hashes})).json()
             assert [block["state"] for block in answer["blocks"]] == ["ready", "ready", "removed", "ready"]
+            refused = await client.post("/explain.json", json={"hashes": tokens})
+            assert "hashes are strings of hexadecimal digits, got 0" in refused.text
             answer = (await client.post("/explain.json", json={"tokens": tokens, "salt": "another"})).json()
             assert {block["state"] for block in answer["blocks"]} == {"never stored"}
 

@@ -133,5 +133,5 @@ def _default(field: FieldInfo) -> str:
         return "required"
     default = field.get_default(call_default_factory=True)
     if isinstance(default, tuple) and all(isinstance(each, BaseModel) for each in default):
-        return json.dumps([each.medium for each in default])
+        return json.dumps([f"{each.medium}://" for each in default])
     return json.dumps(default, default=str)

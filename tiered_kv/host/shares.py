@@ -28,6 +28,7 @@ from tiered_kv.cache.checks import metrics_of
 from tiered_kv.cache.tiered_kv import TieredKV, blocks_within, part_used
 from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
+from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.settings import TieredKVSettings
@@ -168,6 +169,11 @@ class DividedTier:
     paths: tuple[Path, ...]
     _settings: TierSettings
 
+    @property
+    def is_memory(self) -> bool:
+        """Whether it is in host memory, of which models get their parts."""
+        return isinstance(self._settings, CPUTier)
+
     @classmethod
     def of(cls, settings: TierSettings) -> "DividedTier":
         """Look at one tier."""
@@ -300,11 +306,13 @@ class Shares:
 
         Raises:
             ConfigurationError: A tier cannot be a server's, or have a directory, or what is fixed for models is more
-                than there is.
+                than there is; or memory is wanted that the machine can never give: no client could attach.
         """
         self._settings = settings
         self._emit = emit
         self._tiers = tiers_in(settings)
+        of_tiers = sum(tier.capacity for tier in self._tiers if tier.is_memory)
+        check_host_memory(of_tiers + settings.limits.bounce, ever=True)
         self._owned = [tier for tier in self._tiers if tier.capacity]
         self._tasks = Tasks()
         self._changed = asyncio.Event()

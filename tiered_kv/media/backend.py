@@ -362,6 +362,8 @@ class Backend(_Tier):
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
         outcomes = await self.lookup(keys)
+        if odd := [each for each in outcomes if not isinstance(each, Outcome)]:
+            raise TypeError(f"lookup answered {odd[0]!r:.80}, which is no Outcome")
         end = next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
         return CutPrefix(end) if Outcome.FAILED in outcomes[end : end + 1] else end
 

@@ -527,11 +527,12 @@ _CAP_IPC_LOCK: Final = 1 << 14
 _LESS: Final = "give the cpu tier less capacity or lower limits.bounce"
 
 
-def check_host_memory(num_bytes: int, *, less: str = _LESS, root: Path = Path("/")) -> None:
+def check_host_memory(num_bytes: int, *, ever: bool = False, less: str = _LESS, root: Path = Path("/")) -> None:
     """Raise unless ``num_bytes`` more of host memory can be had. Where the machine does not say, nothing is checked.
 
     Args:
         num_bytes: What is about to be allocated, all together.
+        ever: Ask only whether it could be had if nobody else had any.
         less: What to change, for less of it.
         root: Where ``proc`` and ``sys`` are.
 
@@ -539,10 +540,14 @@ def check_host_memory(num_bytes: int, *, less: str = _LESS, root: Path = Path("/
         ConfigurationError: It exceeds a limit. Every limit it exceeds is named, in GiB, with what to change.
     """
     problems = []
-    if num_bytes > (available := _available(root / "proc/meminfo")):
-        problems.append(f"{_gib(available)} are available on this machine: {less}, or end other processes")
+    if num_bytes > (available := _in_meminfo("MemTotal" if ever else "MemAvailable", root / "proc/meminfo")):
+        problems.append(
+            f"this machine has {_gib(available)}: {less}"
+            if ever
+            else f"{_gib(available)} are available on this machine: {less}, or end other processes"
+        )
     for path, limit, used in _cgroups(root):
-        if num_bytes > limit - used:
+        if num_bytes > limit - (0 if ever else used):
             advice = f"raise it (docker --memory, Kubernetes resources.limits.memory, systemd MemoryMax) or {less}"
             problems.append(f"the control group {path} is limited to {_gib(limit)}, {_gib(used)} in use: {advice}")
     if problems:
@@ -561,9 +566,9 @@ def doubt_of_page_locking(num_bytes: int, *, root: Path = Path("/")) -> str:
     return f"{_gib(num_bytes)} are to be pinned, locked memory (RLIMIT_MEMLOCK) is limited to {_gib(limit)}: {advice}"
 
 
-def _available(meminfo: Path) -> float:
+def _in_meminfo(name: str, meminfo: Path) -> float:
     for line in files().lines(meminfo):
-        if line.startswith("MemAvailable:"):
+        if line.startswith(f"{name}:"):
             return int(line.split()[1]) * 1024
     return float("inf")
 

@@ -182,9 +182,12 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
         is_owned = isinstance(tier, OwnedTierSettings)
         for path in paths_of(tier):
-            other, is_others_alone = taken.setdefault(path.resolve(), (name, is_owned))
-            if other != name and (is_owned or is_others_alone):
-                what = f"tier {name!r} has the directory of tier {other!r}: each needs its own"
+            here = path.resolve()
+            for there, (other, is_others_alone) in taken.items():
+                are_apart = other == name or not (here.is_relative_to(there) or there.is_relative_to(here))
+                if not are_apart and (is_owned or is_others_alone):
+                    what = f"tier {name!r} has the directory of tier {other!r}, or one in it: each needs its own"
+            taken.setdefault(here, (name, is_owned))
         what = what or _policy_problem(tier)
         if what:
             raise located([(("tiers", place), what)])

@@ -23,6 +23,7 @@ from pydantic import (
     Field,
     SecretStr,
     ValidationError,
+    field_validator,
     model_validator,
 )
 from pydantic.fields import FieldInfo
@@ -158,9 +159,15 @@ class TieredKVSettings(InWords, BaseSettings):
     host: HostSettings = HostSettings()
     """How a server of one cache for a host listens: see [One cache for a host](../how-to/host.md)."""
 
+    @field_validator("page_hints_token")
+    @classmethod
+    def _check_token(cls, token: SecretStr) -> SecretStr:
+        checked_token(token.get_secret_value())
+        return token
+
     @model_validator(mode="after")
     def _check_hints(self) -> Self:
-        if checked_token(self.page_hints_token.get_secret_value()) and not self.page:
+        if self.page_hints_token.get_secret_value() and not self.page:
             raise ValueError("page_hints_token is for a page: set page too")
         return self
 
@@ -192,7 +199,7 @@ class TieredKVSettings(InWords, BaseSettings):
         """
         if isinstance(given, cls):
             return given
-        if given is None or isinstance(given, Mapping):
+        if given is None or (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
             return cls(**dict(given or {}))
         advice = ""
         if isinstance(given, str | os.PathLike):

@@ -4,6 +4,7 @@
 reads none of them.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal, Self
@@ -12,7 +13,7 @@ from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 from pydantic import ByteSize, Field, field_validator, model_validator
 
 from tiered_kv.settings.encryption import Encryption
-from tiered_kv.settings.setting_errors import Checked
+from tiered_kv.settings.setting_errors import Checked, check_size
 from tiered_kv.values.errors import ConfigurationError
 
 AtLeastOne = Annotated[int, Field(ge=1)]
@@ -95,6 +96,14 @@ class HostSettings(Checked):
             raise ValueError(f"{mode!r} are no permissions: write three octal digits, e.g. '660'")
         return mode
 
+    @field_validator("fixed", mode="before")
+    @classmethod
+    def _check_fixed(cls, fixed: object) -> object:
+        of_models = fixed.values() if isinstance(fixed, Mapping) else ()
+        for given in [size for of in of_models if isinstance(of, Mapping) for size in of.values()]:
+            check_size(given)
+        return fixed
+
     @field_validator("weights")
     @classmethod
     def _check_weights(cls, weights: dict[str, float]) -> dict[str, float]:
@@ -144,7 +153,9 @@ class TierSettings(Checked):
         parts, pairs = split_tier_url(url)
         values: dict[str, Any] = dict(pairs)
         if len(values) != len(pairs) or "medium" in values:
-            raise ConfigurationError(f"a {parts.scheme} URL names a field twice, or its medium")
+            twice = next((name for name in values if [each for each, _ in pairs].count(name) > 1), "")
+            what = f"{twice!r:.80} twice" if twice else "its medium, which the scheme says"
+            raise ConfigurationError(f"a {parts.scheme} URL names {what}")
         if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
             raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
         if "url" in cls.model_fields:
@@ -261,7 +272,10 @@ def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
     if is_url and "_" in scheme and scheme.isidentifier():
         raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
     if not parts.scheme or "://" not in url:
-        raise ConfigurationError("a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'")
+        given = "" if set("@=?") & set(url) else f", not like {url!r:.80}"  # else there may be a secret in it
+        advice = f": of a class write {{'medium': {url!r:.80}}}" if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", url) else ""
+        what = f"a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'{given}{advice}"
+        raise ConfigurationError(what)
     if parts.fragment:  # where a part of a password may be, which messages would show
         raise ConfigurationError("what is behind the '#' of a tier's URL would be lost: write %23")
     return parts, parse_qsl(parts.query, keep_blank_values=True)

@@ -541,5 +541,6 @@ class CacheStatistics:
     def __getitem__(self, tier: str) -> TierStatistics:
         named = {each.tier: each for each in self.tiers}
         if tier not in named:
-            raise KeyError(f"no tier {tier!r} here; there are {', '.join(named)}")
+            known = f"there are {', '.join(named)}" if named else "there are none while a host's server is away"
+            raise KeyError(f"no tier {tier!r} here; {known}")
         return named[tier]

@@ -302,6 +302,8 @@ def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKe
         if not isinstance(group, int) or not 0 <= group < len(sizes) or not isinstance(salt, str):
             raise ConfigurationError(f"group is a number below {len(sizes)}, and salt a string")
         if "hashes" in asked:
+            if odd := [each for each in asked["hashes"] if not isinstance(each, str)]:
+                raise ConfigurationError(f"hashes are strings of hexadecimal digits, got {odd[0]!r:.80}")
             hashes = [bytes.fromhex(each) for each in asked["hashes"]]
             return BlockKeys.from_hashes(hashes, block_size=sizes[group], salt=salt, group=group), asked
         return hash_blocks(asked.get("tokens", ()), block_size=sizes[group], salt=salt, group=group), asked
