@@ -16,7 +16,7 @@ from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, 
 from tiered_kv.memory.host import HostSlab, PageLocking
 from tiered_kv.testing.ordering import Actor, Clock, Ordering, Race, Region
 from tiered_kv.values.errors import ClosedError, ConfigurationError
-from tiered_kv.values.events import Emit
+from tiered_kv.values.events import Emit, Event
 
 
 class ScriptedEvent:
@@ -159,8 +159,11 @@ class ScriptedDevice(Device):
         return stream
 
     def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking:
-        locking = PageLocking(slab, reason="scripted", emit=emit)
+        told: list[Event] = []
+        locking = PageLocking(slab, reason="scripted", emit=told.append)
         locking.wait()
+        for event in told:  # here, as its own thread has no turn of any script
+            emit(event)
         return locking
 
 
