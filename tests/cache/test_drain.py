@@ -343,8 +343,10 @@ async def test_a_signal_begins_it_for_every_cache_of_the_program(first_to_end: i
             both = [block.__enter__() for block in blocks]
             os.kill(os.getpid(), signal.SIGTERM)
             assert [await draining.wait() for draining in both] == [True, True]
-            for block in blocks:
+            for block in reversed(blocks) if first_to_end else blocks:
+                assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, "a second signal ends the process"
                 block.__exit__(None, None, None)
+            assert signal.getsignal(signal.SIGTERM) not in {signal.SIG_DFL, before}
             blocks = [one.drain_on(signal.SIGTERM), two.drain_on(signal.SIGTERM)]
             both = [block.__enter__() for block in blocks]
             blocks.pop(first_to_end).__exit__(None, None, None)

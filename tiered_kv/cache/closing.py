@@ -6,6 +6,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any, Final
 
 from anyio import move_on_after
 
@@ -102,28 +103,38 @@ class _Handler:
 
     def __init__(self, signals: tuple[signal.Signals, ...], begin: Callable[[], object]) -> None:
         self._begin = begin
-        self._has_ended = False
-        self._former = {each: signal.signal(each, self) for each in signals}
+        self._has_come = False
+        self._former: dict[signal.Signals, Any] = {}
+        _open_handlers.append(self)
+        for each in signals:
+            self._former[each] = signal.getsignal(each)
+            signal.signal(each, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle one; the next of any that is handled here does what it does by default."""
+        self._has_come = True
         for each in self._former:
             signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
-        if not self._has_ended:
+        if self in _open_handlers:
             self._begin()
         if isinstance(former := self._former[signal.Signals(number)], _Handler):
             former(number, frame)
 
     def end(self) -> None:
-        """Put back who handled them before, but where somebody does by now for whom that is done then."""
-        self._has_ended = True
+        """Put back who handled them before; where another cache has taken one since, that does it when it ends."""
+        later = _open_handlers[_open_handlers.index(self) + 1 :]
+        _open_handlers.remove(self)
         for each, former in self._former.items():
-            now = signal.getsignal(each)
-            if now is not self and isinstance(now, _Handler):
+            if any(each in handler._former for handler in later):  # noqa: SLF001 - one of these
                 continue
-            while isinstance(former, _Handler) and former._has_ended:  # noqa: SLF001 - one of these
+            while isinstance(former, _Handler) and former not in _open_handlers:
                 former = former._former[each]  # noqa: SLF001, PLW2901 - likewise
-            signal.signal(each, signal.SIG_DFL if former is None else former)
+            if not (isinstance(former, _Handler) and former._has_come):  # noqa: SLF001 - likewise: it is by default
+                signal.signal(each, signal.SIG_DFL if former is None else former)
+
+
+_open_handlers: Final[list[_Handler]] = []
+"""The latest last. For the main thread."""
 
 
 def begin_to_close(seat: Seat) -> "asyncio.Task[None]":
