@@ -361,6 +361,25 @@ async def test_a_signal_begins_it_for_every_cache_of_the_program(first_to_end: i
         signal.signal(signal.SIGTERM, before)
 
 
+async def test_who_comes_as_another_drains_gives_the_signal_back_to_whom_that_had_it_from() -> None:
+    """And a signal that is named twice is one."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    users = signal.getsignal(signal.SIGTERM)
+    try:
+        async with open_cache(CPU, engine=Engine()) as one, open_cache(CPU, engine=Engine()) as two:
+            first, second = one.drain_on(signal.SIGTERM, signal.SIGTERM), two.drain_on(signal.SIGTERM)
+            draining = first.__enter__()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert await draining.wait()
+            second.__enter__()
+            first.__exit__(None, None, None)
+            assert signal.getsignal(signal.SIGTERM) is not users
+            second.__exit__(None, None, None)
+            assert signal.getsignal(signal.SIGTERM) is users
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 async def test_a_drain_that_is_closed_over_does_not_claim_to_be_done() -> None:
     """Who closes the cache meanwhile ends it; the transfers end as closing ends them."""
     engine, disk = Engine(), ScriptedSlotBackend(name="disk")

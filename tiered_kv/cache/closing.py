@@ -99,38 +99,48 @@ def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s
 
 
 class _Handler:
-    """Handles signals for one cache, and then for those whose turn it was before: a program may have several."""
+    """Handles signals for one cache, and then for those whose turn it was before: a program may have several.
+
+    Attributes:
+        former: Who has handled each of them before.
+        has_come: Whether one of them has.
+    """
 
     def __init__(self, signals: tuple[signal.Signals, ...], begin: Callable[[], object]) -> None:
         self._begin = begin
-        self._has_come = False
-        self._former: dict[signal.Signals, Any] = {}
+        self.has_come = False
+        self.former: dict[signal.Signals, Any] = {}
         _open_handlers.append(self)
-        for each in signals:
-            self._former[each] = signal.getsignal(each)
+        for each in dict.fromkeys(signals):
+            come = [other for other in _open_handlers if each in other.former and other.has_come]
+            self.former[each] = come[-1] if come else signal.getsignal(each)
             signal.signal(each, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         """Handle one; the next of any that is handled here does what it does by default."""
-        self._has_come = True
-        for each in self._former:
-            signal.signal(each, signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL)
+        self.has_come = True
+        for each in self.former:
+            signal.signal(each, _by_default(each))
         if self in _open_handlers:
             self._begin()
-        if isinstance(former := self._former[signal.Signals(number)], _Handler):
+        if isinstance(former := self.former[signal.Signals(number)], _Handler):
             former(number, frame)
 
     def end(self) -> None:
         """Put back who handled them before; where another cache has taken one since, that does it when it ends."""
         later = _open_handlers[_open_handlers.index(self) + 1 :]
         _open_handlers.remove(self)
-        for each, former in self._former.items():
-            if any(each in handler._former for handler in later):  # noqa: SLF001 - one of these
+        for each, former in self.former.items():
+            if any(each in handler.former for handler in later):
                 continue
             while isinstance(former, _Handler) and former not in _open_handlers:
-                former = former._former[each]  # noqa: SLF001, PLW2901 - likewise
-            if not (isinstance(former, _Handler) and former._has_come):  # noqa: SLF001 - likewise: it is by default
-                signal.signal(each, signal.SIG_DFL if former is None else former)
+                former = former.former[each]  # noqa: PLW2901 - of an ended one
+            is_by_default = former is None or (isinstance(former, _Handler) and former.has_come)
+            signal.signal(each, _by_default(each) if is_by_default else former)
+
+
+def _by_default(each: signal.Signals) -> Any:  # noqa: ANN401 - what `signal` takes
+    return signal.default_int_handler if each is signal.SIGINT else signal.SIG_DFL
 
 
 _open_handlers: Final[list[_Handler]] = []
