@@ -141,7 +141,7 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
         ([7], "tiers[0]: a tier is a TierSettings, a dict with 'medium' or a URL, not int"),
         ([{"capacity": 1}], "tiers[0]: a tier needs its medium: write e.g. {'medium': 'cpu'"),
         (["/mnt/kv"], "'file:///mnt/kv?capacity=1TiB', not like '/mnt/kv'"),
-        (["mine:Store"], "not like 'mine:Store': of a class write {'medium': 'mine:Store'}"),
+        (["mine:Store"], "1TiB': for a class of yours write {'medium': 'package.module:Class'}"),
         (["file://mnt/kv?capacity=1TiB"], "tiers[0]: three slashes begin a path: write file:///mnt/kv"),
         (["file://kv?capacity=1TiB"], "file:///kv, or, of a relative one, a dict with 'path': 'kv'"),
         (["shared_fs:///mnt/kv?capacity=1TiB"], "tiers[0]: a URL's scheme has no underscores: write shared-fs://"),
@@ -457,6 +457,10 @@ def test_no_secret_is_shown(fake_media: None) -> None:
         PASSWORD not in f"{settings!r} {settings} {settings.tiers} {settings.model_dump()} {settings.model_dump_json()}"
     )
     wrong: list[Any] = [
+        f"redis:/user:{PASSWORD}%40host:6379",
+        f"s3:name:{PASSWORD}/bucket",
+        PASSWORD,
+        f"file:///kv?{PASSWORD}&{PASSWORD}",
         {**good, "retries": "x"},
         {**good, "passwrd": PASSWORD},
         {**good, "password": [PASSWORD]},

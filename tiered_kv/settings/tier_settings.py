@@ -154,7 +154,8 @@ class TierSettings(Checked):
         values: dict[str, Any] = dict(pairs)
         if len(values) != len(pairs) or "medium" in values:
             twice = next((name for name in values if [each for each, _ in pairs].count(name) > 1), "")
-            what = f"{twice!r:.80} twice" if twice else "its medium, which the scheme says"
+            said = repr(twice) if twice in cls.model_fields else "a field"  # else it may be a part of a password
+            what = f"{said} twice" if twice else "its medium, which the scheme says"
             raise ConfigurationError(f"a {parts.scheme} URL names {what}")
         if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
             raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
@@ -272,9 +273,11 @@ def split_tier_url(url: str) -> tuple[SplitResult, list[tuple[str, str]]]:
     if is_url and "_" in scheme and scheme.isidentifier():
         raise ConfigurationError(f"a URL's scheme has no underscores: write {scheme.replace('_', '-')}://")
     if not parts.scheme or "://" not in url:
-        given = "" if set("@=?") & set(url) else f", not like {url!r:.80}"  # else there may be a secret in it
-        advice = f": of a class write {{'medium': {url!r:.80}}}" if re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", url) else ""
-        what = f"a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'{given}{advice}"
+        what = "a tier's URL looks like 'cpu://?capacity=32GiB' or 'file:///mnt/kv?capacity=1TiB'"
+        if re.fullmatch(r"[~.]{0,2}/[\w./ -]*", url):  # of all else a part may be a secret
+            what = f"{what}, not like {url!r:.80}"
+        elif re.fullmatch(r"[\w.]+:[A-Za-z_]\w*", url):
+            what = f"{what}: for a class of yours write {{'medium': 'package.module:Class'}}"
         raise ConfigurationError(what)
     if parts.fragment:  # where a part of a password may be, which messages would show
         raise ConfigurationError("what is behind the '#' of a tier's URL would be lost: write %23")
