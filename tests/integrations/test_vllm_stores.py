@@ -368,6 +368,23 @@ def test_what_is_due_of_a_preempted_request_is_stored(num_steps: int, num_ranks:
         engine.settle()
 
 
+def test_what_others_have_behind_what_was_overwritten_is_stored_again() -> None:
+    """Of a job of several requests what comes behind the blocks of one that was preempted counts as not copied."""
+    with opened(ROOMY, num_blocks=20, writes_first=True) as engine:
+        copies = Copies(engine)
+        requests = [engine.ask(name, 4 * BLOCK_SIZE + 1, 14) for name in ("one", "two", "three")]
+        while not copies.num_held:
+            step_settled(engine, 1)
+        engine.preempt("two")
+        engine.ask("four", 8 * BLOCK_SIZE, 1)
+        engine.waiting.rotate(1)
+        copies.end()  # the workers wait for it as they hear who was preempted
+        engine.settle()
+        engine.settle_copies()
+        engine.settle_loop()
+        assert [found(engine, each) for each in requests] == [(each.num_tokens - 1) // BLOCK_SIZE for each in requests]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("is_async", [False, True], ids=["at once", "async"])
 @pytest.mark.parametrize("num_ranks", [1, 2])

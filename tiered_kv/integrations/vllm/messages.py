@@ -6,6 +6,7 @@ What the scheduler's side of the connector knows of a request, and of its loads 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, Self
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -300,7 +301,9 @@ class Store:
         """The requests, by name."""
         return frozenset(each.request.request_id for each in self.tracked)
 
-    @property
-    def held(self) -> "list[Due]":
-        """Those of it that its requests still have: not what was preempted since."""
-        return [due for due in self.dues if self in due.tracked.stores]
+    def held_behind(self, num_blocks: int) -> "list[Due]":
+        """Return those of it that its requests still have, not preempted since, and not all in its first blocks."""
+        ends = accumulate(len(due.block_ids) for due in self.dues)
+        return [
+            due for due, end in zip(self.dues, ends, strict=True) if end > num_blocks and self in due.tracked.stores
+        ]

@@ -269,8 +269,8 @@ class PendingStores:
             return outcomes
         store.num_unanswered -= 1
         if not store.num_unanswered:
-            if not store.num_whole:
-                _have_again(store.held)
+            if store.num_whole < store.num_blocks:
+                _have_again(store.held_behind(store.num_whole))
             self._let_go(store)
             if store.is_counted:
                 del self._stores[outcomes.job]
@@ -317,7 +317,7 @@ class PendingStores:
             if store.is_told:
                 store.num_whole = 0
             else:
-                _have_again(store.held)
+                _have_again(store.held_behind(0))
         self.forget()
 
     def _begin(self, group: EngineGroup, gathered: list[Due]) -> None:
