@@ -385,6 +385,31 @@ def test_a_batch_that_goes_on_without_tiers_has_all_its_pages(model: Model, expe
     model.destroy_cached_continuous_batching_manager()
 
 
+def test_a_batch_that_was_kept_idle_has_the_tiers_of_the_next_block(model: Model) -> None:
+    """Whose methods are not taken for the cache's own, nor taken away by those of the block before."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    asked = GenerationConfig(max_new_tokens=1, do_sample=False, eos_token_id=-1, pad_token_id=0)  # type: ignore[no-untyped-call]  # transformers' is not
+    settings = {"tiers": ["cpu://?capacity=4MiB"]}
+    others = [[5 + (i * 11 + j * 17) % 250 for i in range(4 * SIZE)] for j in range(3)]
+
+    def answered(prompts: list[list[int]]) -> Any:  # noqa: ANN401 - transformers'
+        manager = model.init_continuous_batching(generation_config=asked, continuous_batching_config=config)
+        manager.start()
+        for _ in manager.add_requests(prompts):
+            next(iter(manager))
+        return manager
+
+    with open_tiered(model, settings, block_size=SIZE):
+        manager = answered(PROMPTS)
+    manager.stop(keep_for_next_session=True)
+    with open_tiered(model, settings, block_size=SIZE) as tiered:
+        manager = answered(others)
+        manager.stop(keep_for_next_session=True)
+        tiered.kv.flush()
+        assert [tiered.kv.lookup(hash_blocks(each, block_size=SIZE)).num_blocks for each in others] == [4] * 3
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_pages_of_a_batch_that_is_over_are_free(model: Model, tmp_path: Path) -> None:
     """Whoever generates by many batches has the memory of one: the last one's pages go before others are made."""
     alive = weakref.WeakSet[torch.Tensor]()

@@ -13,7 +13,7 @@ import torch
 from torch import distributed
 from transformers import GenerationConfig, PreTrainedModel, Qwen3NextConfig, Qwen3NextForCausalLM
 
-from tiered_kv import hash_blocks
+from tiered_kv import ClosedError, hash_blocks
 from tiered_kv.integrations.transformers import open_tiered
 
 pytestmark = pytest.mark.slow
@@ -61,7 +61,8 @@ def test_ranks_load_their_heads_as_far_as_all_have_them(tmp_path: Path) -> None:
     expected = generate(made())
     for rank in (0, 1):
         found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found == [[expected, 0], [expected, 32], [expected, 16], [expected, 0]]
+        served = [[expected, 0], [expected, 32], [expected, 16], [expected, 0]]
+        assert found == [*served, [[], [0, -1][rank]]], "and none waits for one that raises"
 
 
 def serve(rank: int, folder: Path) -> list[tuple[list[int], int]]:
@@ -71,7 +72,7 @@ def serve(rank: int, folder: Path) -> list[tuple[list[int], int]]:
 
     config, _, mesh = PreTrainedModel.prepare_distribute_model(DistributedConfig(tp_size=2))
     model = PreTrainedModel.maybe_distribute_model(made(), config, mesh)
-    found = []
+    found: list[tuple[list[int], int]] = []
     for turn, of_rank in enumerate([rank, rank, rank, 1 - rank]):
         storage = f"file://{folder}/{of_rank}?capacity=32MiB"
         with open_tiered(model, {"tiers": ["cpu://?capacity=4MiB", storage]}, weights="w", block_size=SIZE) as tiered:
@@ -80,6 +81,14 @@ def serve(rank: int, folder: Path) -> list[tuple[list[int], int]]:
             past = tiered.past(torch.tensor([PROMPT]))
             found.append((generate(model, past), past.num_loaded_tokens[0]))
         distributed.barrier()  # before another rank opens this folder
+    storage = f"file://{folder}/{rank}?capacity=32MiB"
+    with open_tiered(model, {"tiers": ["cpu://?capacity=4MiB", storage]}, weights="w", block_size=SIZE) as tiered:
+        if rank == 1:
+            tiered.kv.call(tiered.kv.cache.aclose)
+        try:
+            found.append(([], tiered.past(torch.tensor([PROMPT])).num_loaded_tokens[0]))
+        except ClosedError:
+            found.append(([], -1))
     return found
 
 

@@ -137,6 +137,8 @@ class TieredBlocks:
         self.is_over = False
         self._storing: list[tuple[StoreTicket, list[int]]] = []  # each block has a reference until it is stored
         self._names = ("search_prefix_match", "mark_complete_blocks", "evict_cached_blocks")
+        if isinstance(last := getattr(cache.search_prefix_match, "__self__", None), TieredBlocks):
+            last.leave()  # it was over while its loop was idle, which was kept then
         self._search, self._mark, self._evict = (getattr(cache, name) for name in self._names)
         shape = [group.axis_sizes[axis] for axis in "LPNHD"]
         blocks = self._allocator._copy_view.view(cache.dtype).view(-1, *shape)  # noqa: SLF001 - there is no other
@@ -147,7 +149,8 @@ class TieredBlocks:
     def leave(self) -> bool:
         """Leave the cache as it was found, in its loop's thread or when that has ended; say if it has blocks back."""
         for name in self._names:
-            vars(self._cache).pop(name, None)
+            if getattr(vars(self._cache).get(name), "__self__", None) is self:  # not those of the next one's
+                del vars(self._cache)[name]
         return self.let_go(wait=True)
 
     def let_go(self, *, wait: bool = False) -> bool:

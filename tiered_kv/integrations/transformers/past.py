@@ -326,19 +326,21 @@ class TieredCache(DynamicCache):
             [staging.keys(part, tokens[pad : width - 1].numpy()) for part in parts]
             for tokens, pad in zip(self._prompts, self._pads, strict=True)
         ]
-        there = staging.ranks.agree(
-            [[self._there(*each) for each in zip(parts, of_row, strict=True)] for of_row in keys]
-        )
+        there = [[np.zeros(len(each), np.bool_) for each in of_row] for of_row in keys]
+        with staging.ranks.before_agreeing(there):
+            there = [[self._there(*each) for each in zip(parts, of_row, strict=True)] for of_row in keys]
+        there = staging.ranks.agree(there)
         found, length, arrived = 0, self._longest(there), list[Tensor]()
         while length:
-            arrived = [part.empty(len(self._pads), length, device) for part in parts]
-            for row, pad in enumerate(self._pads):
-                for part, each, mask, into in zip(parts, keys[row], there[row], arrived, strict=True):
-                    num_tokens = max(0, length - pad)
-                    first, stop = part.first(num_tokens), -(-num_tokens // staging.block_size)
-                    with closing(staging.load(part, each[first:stop])) as pieces:  # lets go where a copy fails, too
-                        num_blocks = part.fill(into, row, num_tokens, pieces)
-                    mask[first + num_blocks : stop] = False  # these did not come
+            with staging.ranks.before_agreeing(there):
+                arrived = [part.empty(len(self._pads), length, device) for part in parts]
+                for row, pad in enumerate(self._pads):
+                    for part, each, mask, into in zip(parts, keys[row], there[row], arrived, strict=True):
+                        num_tokens = max(0, length - pad)
+                        first, stop = part.first(num_tokens), -(-num_tokens // staging.block_size)
+                        with closing(staging.load(part, each[first:stop])) as pieces:  # lets go where a copy fails
+                            num_blocks = part.fill(into, row, num_tokens, pieces)
+                        mask[first + num_blocks : stop] = False  # these did not come
             there = staging.ranks.agree(there)
             found, length = length, self._longest(there)
             if length == found or all(part.is_whole for part in parts):

@@ -1,5 +1,7 @@
 """The processes of a tensor parallel model: each stores and loads its heads, and all go on at one place."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -43,6 +45,19 @@ class Ranks:
                 f"a model is served whose {mesh.size()} processes are all tensor parallel, of these {ranks.size()} are"
             )
         return cls(Shard(ranks.get_local_rank(), ranks.size()), ranks.get_group(), model.device)
+
+    @contextmanager
+    def before_agreeing(self, there: list[list[Mask]]) -> Iterator[None]:
+        """Do what may raise on this rank alone: then it has nothing, and the others, which wait in `agree`, hear so.
+
+        Args:
+            there: As they give it to `agree`; only its lengths count.
+        """
+        try:
+            yield
+        except Exception:
+            self.agree([[np.zeros(len(mask), np.bool_) for mask in of_row] for of_row in there])
+            raise
 
     def agree(self, there: list[list[Mask]]) -> list[list[Mask]]:
         """Return for each row and part which blocks are there for all ranks, which call this together."""
