@@ -18,6 +18,18 @@ def test_a_tenant_has_its_share_and_all_have_theirs() -> None:
     assert favours.take("c", blocks, now_s=13, for_s=10) == 4
 
 
+def test_what_is_pinned_counts_for_all_of_its_time() -> None:
+    """Though it is used: else a tenant pins its share again and again. It is right once."""
+    favours, blocks = Favours(4, 100), [bytes([at]) for at in range(16)]
+    assert favours.take("a", blocks[:4], now_s=0, for_s=60, stays=True) == 4
+    for at in range(1, 4):
+        favours.use("a", blocks, now_s=at)
+        assert favours.take("a", blocks[4 * at :], now_s=at, for_s=60, stays=True) == 0
+    num_taken = favours.take("a", blocks[4:], now_s=61, for_s=60)
+    favours.use("a", blocks, now_s=62)
+    assert favours.take("a", blocks[4:], now_s=63, for_s=60) >= num_taken > 0
+
+
 def test_who_hints_wrongly_gets_less_and_who_is_right_again_gets_more() -> None:
     """By what became of blocks in their time; it is no matter of other tenants."""
     favours, at_s = Favours(64, 1_000), 0.0

@@ -118,7 +118,8 @@ class Hints:
             return
         now_s = asyncio.get_running_loop().time()
         self._see_capacity(now_s)
-        num_blocks = self._favours.take(salt, _named(keys), now_s=now_s, for_s=action.for_s)
+        stays = action.kind == "pin"  # whether it is used or not
+        num_blocks = self._favours.take(salt, _named(keys), now_s=now_s, for_s=action.for_s, stays=stays)
         self._favoured(num_blocks, len(keys) - num_blocks)
         if not num_blocks:
             return
@@ -153,6 +154,7 @@ class Favours:
     def __init__(self, most_each: int, most_all: int) -> None:
         self.allow(most_each, most_all)
         self._until: dict[str, dict[bytes, float]] = {}  # by tenant and block, on the caller's clock
+        self._staying: dict[tuple[str, bytes], bool] = {}  # of those that stay for their time, whether they were used
         self._judged: dict[str, _Judged] = {}  # the tenant used least recently first
         self._num_all = 0
         self._swept_s = -inf
@@ -163,8 +165,11 @@ class Favours:
         self._most_each = most_each
         self._most_all = most_all
 
-    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float) -> int:
-        """Favour the first of these blocks, as many as are allowed, for so long; return how many."""
+    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float, stays: bool = False) -> int:
+        """Favour the first of these blocks, as many as are allowed, for so long; return how many.
+
+        Until they are used, or for all of that time if they stay.
+        """
         if now_s - self._swept_s >= _SWEEP_S:
             self._sweep(now_s)
         favoured = self._until.setdefault(tenant, {})
@@ -180,6 +185,8 @@ class Favours:
                     break
                 self._num_all += 1
             favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
+            if stays:
+                self._staying.setdefault((tenant, block), False)
             num_taken += 1
         if not favoured:
             del self._until[tenant]
@@ -191,8 +198,14 @@ class Favours:
         if now_s - self._swept_s >= _SWEEP_S:
             self._sweep(now_s)
         favoured = self._until.get(tenant, {})
-        num_used = sum(favoured.pop(block, None) is not None for block in blocks)
-        self._num_all -= num_used
+        num_used = 0
+        for block in blocks:
+            if self._staying.get((tenant, block)) is False:
+                self._staying[tenant, block] = True
+                num_used += 1
+            elif (tenant, block) not in self._staying and favoured.pop(block, None) is not None:
+                self._num_all -= 1
+                num_used += 1
         self._judge(tenant, num_used, 0)
         if tenant in self._until and not favoured:
             del self._until[tenant]
@@ -202,8 +215,9 @@ class Favours:
         self._swept_s = now_s
         for tenant in list(self._until):
             left = {block: until for block, until in self._until[tenant].items() if until > now_s}
-            num_missed = len(self._until[tenant]) - len(left)
-            self._num_all -= num_missed
+            gone = self._until[tenant].keys() - left.keys()
+            self._num_all -= len(gone)
+            num_missed = sum(not self._staying.pop((tenant, block), False) for block in gone)
             if self._hears_of_uses:
                 self._judge(tenant, 0, num_missed)
             if left:
