@@ -264,6 +264,8 @@ def test_all_settings_are_made_of_what_says_them(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("TIERED_KV_TIERS", '["cpu://?capacity=2GiB"]')
     monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "1MiB")
     assert TieredKVSettings.of() == wanted
+    with pytest.raises(ConfigurationError, match="not dict with keys that are no strings"):
+        TieredKVSettings.of({1: 2})
 
 
 @pytest.mark.parametrize(

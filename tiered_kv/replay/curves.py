@@ -1,4 +1,6 @@
-"""LRU's hit rates at all sizes of a tier, exactly and from one pass over a trace.
+"""LRU's hit rates at all sizes of a tier, from one pass over a trace: exactly, if a request uses all of its prefix.
+
+A real one ends where a block was evicted: for a tier of a few prompts' blocks these rates are too good.
 
 A tier that evicts the least recently used block holds, at every size, the top of one and the same stack. So a block's
 depth in that stack, when it is asked for, is the smallest size that has it: R. L. Mattson et al., "Evaluation

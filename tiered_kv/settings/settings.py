@@ -204,6 +204,8 @@ class TieredKVSettings(InWords, BaseSettings):
         advice = ""
         if isinstance(given, str | os.PathLike):
             advice = ": TieredKVSettings.from_toml(path) reads a file"
+        elif isinstance(given, Mapping):
+            advice = " with keys that are no strings"
         elif isinstance(given, list | tuple):
             advice = ": TieredKV(tiers, ...) takes a list of tiers"
         raise ConfigurationError(

@@ -147,7 +147,7 @@ class Ledger:
         self.is_blank = False
         try:
             self.num_slots = files().fstat(fd).st_size // ENTRY.itemsize
-        except BaseException:
+        except BaseException:  # nobody else has it yet
             files().close(fd)
             raise
 

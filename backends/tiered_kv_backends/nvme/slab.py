@@ -71,7 +71,7 @@ class Slab:
             num_whole = files().fstat(fd).st_size // shape.stride_bytes
             self.num_allocated = min(num_whole, num_slots)
             files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
-        except BaseException:
+        except BaseException:  # nobody else has it yet
             files().close(fd)
             raise
 
