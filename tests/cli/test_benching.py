@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.command_line import answer, run
+from tiered_kv.cli.benching import Direction, Move, by_turns
 
 
 @pytest.mark.slow
@@ -33,6 +34,24 @@ async def test_each_tier_is_measured_beside_its_ceiling(tmp_path: Path) -> None:
     failed = await answer("bench", *few, code=1)
     assert all("127.0.0.1:1" in each["problem"] for each in failed)
     assert "through a cache" in (await run("bench", *few)).stdout
+
+
+async def test_few_blocks_are_moved_until_the_time_says_something() -> None:
+    """By turns, as often each; one move of 2 ms would say which thread got a processor first."""
+    moved: list[str] = []
+
+    def mover(name: str, seconds: float) -> Move:
+        async def move(direction: Direction) -> float:
+            moved.append(f"{name} {direction}")
+            return seconds
+
+        return move
+
+    assert await by_turns(mover("ours", 0.002), mover("bare", 0.001), "load") == pytest.approx((0.002, 0.001))
+    assert moved == ["ours load", "bare load"] * 25
+    moved.clear()
+    assert await by_turns(mover("ours", 0.5), mover("bare", 0.25), "store") == (0.5, 0.25)
+    assert moved == ["ours store", "bare store"]
 
 
 @pytest.mark.slow

@@ -340,8 +340,14 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
         ("TIERED_KV_TIERS", "cpu://", "TIERED_KV_TIERS: write JSON, e.g. TIERED_KV_TIERS='["),
         ("TIERED_KV_METRICS_SALTS", "a,b", "TIERED_KV_METRICS_SALTS: write JSON, e.g. TIERED_KV_METRICS_SALTS='[\"ten"),
         ("TIERED_KV_HOST", "x", "TIERED_KV_HOST: write JSON, e.g. TIERED_KV_HOST='{"),
-        ("TIERED_KV_TIERS", '["cpu://?capacity=x"]', "tiers[0].capacity: 'x' is no size"),
-        ("TIERED_KV_LIMITS__WINDO", "1", "limits.windo: there is no such setting: did you mean 'window'?"),
+        ("TIERED_KV_TIERS", '["cpu://?capacity=x"]', "tiers[0].capacity (of TIERED_KV_TIERS): 'x' is no size"),
+        ("TIERED_KV_LIMITS", '{"window": -1}', "limits.window (of TIERED_KV_LIMITS): must be positive, got -1"),
+        ("TIERED_KV_LIMITS__WINDOW", "-1", "limits.window (of TIERED_KV_LIMITS__WINDOW): must be positive, got '-1'"),
+        (
+            "TIERED_KV_LIMITS__WINDO",
+            "1",
+            "limits.windo (of TIERED_KV_LIMITS__WINDO): there is no such setting: did you mean 'window'?",
+        ),
         ("TIERED_KV_TIER", "[]", "TIERED_KV_TIER is not read: write TIERED_KV_TIERS"),
         ("TIERED_KV_LIMITS_WINDOW", "1", "TIERED_KV_LIMITS_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
         ("TIERED_KV_WINDOW", "1", "TIERED_KV_WINDOW is not read: write TIERED_KV_LIMITS__WINDOW"),
@@ -363,6 +369,15 @@ def test_a_wrong_variable_is_named(monkeypatch: pytest.MonkeyPatch, variable: st
     """A misspelt one too, that would be silently without effect."""
     monkeypatch.setenv(variable, value)
     assert said in complaint()
+
+
+def test_an_argument_is_not_called_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where both say something, the argument is what is read; of a table, key by key."""
+    monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "-1")
+    monkeypatch.setenv("TIERED_KV_TIERS", "[]")
+    assert "limits.window: must be positive, got -2" in complaint(limits={"window": -2})
+    assert "limits.window (of TIERED_KV_LIMITS__WINDOW): must be" in complaint(limits={"promote": True})
+    assert "tiers[0].capacity: 'x' is no size" in complaint(tiers=["cpu://?capacity=x"], limits={"window": "1MiB"})
 
 
 def test_text_and_lists_are_asked_for_as_such() -> None:

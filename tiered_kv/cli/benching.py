@@ -1,8 +1,8 @@
 """``tiered-kv bench``: how fast each configured tier is here, beside its ceiling: what the medium does without a cache.
 
 A cache is opened with each tier alone, and its stores and loads are awaited. Rounds of these and of the ceiling take
-turns, as the speed of media drifts. What is stored is deleted again. A tier that a cache owns may be open: a folder
-beside it is measured in its place.
+turns, as the speed of media drifts, and each moves its blocks until it has a time worth telling. What is stored is
+deleted again. A tier that a cache owns may be open: a folder beside it is measured in its place.
 """
 
 import asyncio
@@ -45,6 +45,8 @@ _THREADS: Final = 8
 _PAGE: Final = 4096
 _NOTES: Final = 1 << 20
 """Bytes beside the blocks, for what an owned tier keeps about them."""
+_ROUND_S: Final = 0.05
+"""How long a round takes at least: what few blocks take is mostly when which thread got a processor."""
 Direction = Literal["store", "load"]
 Move = Callable[[Direction], Awaitable[float]]
 """Moves all blocks once, and returns the seconds."""
@@ -78,7 +80,7 @@ def bench_command(
     *,
     block: Annotated[str, typer.Option(help="Bytes of a block.")] = "1MiB",
     blocks: Annotated[int, typer.Option(min=1, help="How many are moved at once.")] = 64,
-    rounds: Annotated[int, typer.Option(min=1, help="Of each tier; medians are shown.")] = 3,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each tier, 50 ms or longer; medians are shown.")] = 3,
     as_json: AsJSON = False,
 ) -> None:
     """Measure every configured tier beside its own ceiling: memory, plain files, or the medium's client alone.
@@ -156,7 +158,7 @@ async def _measured(
         async with _through_a_cache(own, work) as ours, _ceiling(own, work) as (what, bare):
             for number in range(1 + rounds):
                 for direction, pairs in seconds.items():
-                    pair = await ours(direction), await bare(direction)
+                    pair = await by_turns(ours, bare, direction)
                     if number:  # the first of all touches memory that nobody has touched
                         pairs.append(pair)
                 if number:
@@ -172,6 +174,20 @@ async def _measured(
         )
         for direction, pairs in seconds.items()
     ]
+
+
+async def by_turns(ours: Move, bare: Move, direction: Direction) -> tuple[float, float]:
+    """Move all blocks by each, again and again until that took long enough to be told from noise.
+
+    Returns:
+        The seconds that one of ours takes, and of the other, on average.
+    """
+    sums, turns = [0.0, 0.0], 0
+    while max(sums) < _ROUND_S:
+        sums[0] += await ours(direction)
+        sums[1] += await bare(direction)
+        turns += 1
+    return sums[0] / turns, sums[1] / turns
 
 
 @contextmanager

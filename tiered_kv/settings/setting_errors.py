@@ -194,10 +194,17 @@ def hint(word: str, known: Iterable[str], others: Mapping[str, str] = MappingPro
     return f"{meant} known are {', '.join(names)}"
 
 
-def line(where: Where, what: str) -> str:
-    """Write both in one line, the place as one would in Python: ``tiers[0].capacity: ...``."""
+def line(where: Where, what: str, variable: str = "") -> str:
+    """Write both in one line, the place as one would in Python: ``tiers[0].capacity: ...``.
+
+    Args:
+        where: The place.
+        what: What is wrong there.
+        variable: That of the environment that says it, if one does.
+    """
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in where).lstrip(".")
-    return f"{path}: {what}" if path else what
+    of = f" (of {variable})" if variable else ""
+    return f"{path}{of}: {what}" if path else what
 
 
 def _fields_at(model: type[BaseModel], where: Where) -> dict[str, FieldInfo]:

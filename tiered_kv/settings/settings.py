@@ -38,7 +38,7 @@ from pydantic_settings import (
 from tiered_kv.memory.codec import CodecName
 from tiered_kv.settings.chain_settings import Bytes, CPUTier, Tier, check_chain, check_policies, tier_name
 from tiered_kv.settings.page_address import checked_token, page_address
-from tiered_kv.settings.setting_errors import Checked, InWords, line, problems, size_in_words
+from tiered_kv.settings.setting_errors import Checked, InWords, Where, line, problems, size_in_words
 from tiered_kv.settings.tier_settings import HostSettings, Size, TierSettings, default_size
 from tiered_kv.values.errors import ConfigurationError
 
@@ -176,9 +176,10 @@ class TieredKVSettings(InWords, BaseSettings):
         sources = [f"{PREFIX}* of the environment", *([f"the file {path}"] if path else [])]
         try:
             _check_environment(type(self).model_fields)
-            super().__init__(**{name: _as_said(value) for name, value in arguments.items()})
+            said = {name: _as_said(value) for name, value in arguments.items()}
+            super().__init__(**said)
         except ValidationError as error:
-            lines = [line(where, what) for where, what in problems(error, type(self))]
+            lines = [line(where, what, _variable(where, said)) for where, what in problems(error, type(self))]
         except SettingsError as error:
             lines = [_no_json(error)]
         except RecursionError:
@@ -255,6 +256,19 @@ _config_file: ContextVar[Path | None] = ContextVar("config_file", default=None)
 def _as_said(value: Any) -> Any:  # noqa: ANN401 - as given
     """Return of a table only the keys that were given: the environment may have the others."""
     return value.model_dump(exclude_unset=True) if isinstance(value, Checked) else value
+
+
+def _variable(where: Where, said: Mapping[str, Any]) -> str:
+    """Return the variable of the environment that has this setting; empty if an argument has it, or none does."""
+    names = [part for part in where[:2] if isinstance(part, str)]
+    for deep in range(len(names), 0, -1):
+        within, *key = names[:deep]
+        argument = said.get(within)
+        if within in said and not (key and isinstance(argument, Mapping) and key[0] not in argument):
+            return ""
+        if (variable := PREFIX + "__".join(names[:deep]).upper()) in map(str.upper, os.environ):
+            return variable
+    return ""
 
 
 def _read_toml(path: Path) -> dict[str, Any]:
