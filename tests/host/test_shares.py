@@ -107,6 +107,17 @@ def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Pat
         assert {each.name for each in tmp_path.iterdir()} == {"file", "kv.sock", "kv.sock.lock"}
 
 
+def test_a_disk_that_the_filesystem_can_never_hold_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Else a server says that it is ready, and refuses every client."""
+    why = rf"tier 'nvme': capacity \(1.0 EiB\) is more than the filesystem of {tmp_path}/kv has \([0-9.]+ [GT]iB\)"
+    with (
+        pytest.raises(ConfigurationError, match=why),
+        serving(tmp_path, cpu(32), {**nvme(tmp_path / "kv"), "capacity": 1 << 60}),
+    ):
+        pass
+    assert not (tmp_path / "kv").exists()
+
+
 async def test_a_model_without_room_changes_nothing_for_others(tmp_path: Path) -> None:
     """It is refused before anything shrinks: not a block of the others goes."""
     engine, keys = AnyEngine(), prompt(32)

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import resource
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
@@ -504,6 +505,24 @@ def test_what_a_server_forgets_that_says_nothing_is_kept_until_it_is_copied(tmp_
             serve(engine, request.prompt, 6)  # and what is loaded is looked at
         assert engine.num_free == 16
         assert engine.scheduling._storing.num_held == 0  # noqa: SLF001 - likewise
+
+
+def test_memory_that_cannot_be_attached_anew_is_attached_in_a_later_step() -> None:
+    """A server restarts while the worker's process has no descriptor to be had: the engine computes what it needs."""
+    with opened(ROOMY) as engine:
+        (worker,), slabs = engine.workers, engine.scheduling._planner.slabs()  # noqa: SLF001 - ours
+        serve(engine, "a", 6)
+        limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            worker._attach(slabs)  # noqa: SLF001 - as a step has it do that brings other memory
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        assert worker._slabs is slabs  # noqa: SLF001 - ours
+        engine.settle()  # of a step that has nothing to compute nobody is told
+        serve(engine, "a", 6)
+        assert worker._slabs is None  # noqa: SLF001 - ours
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
 
 
 def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ from tiered_kv.media.backend import SlotBackend
 from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
+from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings
 from tiered_kv.telemetry.page import Page
@@ -185,8 +186,8 @@ class DividedTier:
         return cls(tier_name(settings), facts["capacity"], tuple(map(Path, paths)), settings)
 
     def check_place(self) -> None:
-        """Raise `ConfigurationError` if it can have no directory; of several, one that it can have will do."""
-        refusals = [why for path in self.paths if (why := _why_no_folder(path))]
+        """Raise `ConfigurationError` if it can have no directory, or none of its size; of several, one will do."""
+        refusals = [why for path in self.paths if (why := _why_no_folder(path) or _why_too_large(path, self.capacity))]
         if refusals and len(refusals) == len(self.paths):
             raise ConfigurationError(f"tier {self.name!r}: {'; '.join(refusals)}")
 
@@ -252,6 +253,14 @@ def _why_no_folder(path: Path) -> str:
     return ""
 
 
+def _why_too_large(path: Path, capacity: int) -> str:
+    """Say why the filesystem of ``path`` can never have ``capacity`` bytes; nothing if it could, were it empty."""
+    status = os.statvfs(next(each for each in (path, *path.parents) if each.exists()))
+    if capacity <= (total := status.f_blocks * status.f_frsize):
+        return ""
+    return f"capacity ({size_in_words(capacity)}) is more than the filesystem of {path} has ({size_in_words(total)})"
+
+
 def _num_bytes(path: Path) -> int:
     """Return what a directory takes, also while another server deletes it: what is gone takes nothing."""
     num_blocks = 0
@@ -306,7 +315,7 @@ class Shares:
 
         Raises:
             ConfigurationError: A tier cannot be a server's, or have a directory, or what is fixed for models is more
-                than there is; or memory is wanted that the machine can never give: no client could attach.
+                than there is; or memory or room is wanted that the machine can never give: no client could attach.
         """
         self._settings = settings
         self._emit = emit

@@ -5,6 +5,7 @@ is worth what an hour of the engine costs. Tiers hold what the ones above them h
 lower one is worth what it has beyond them.
 """
 
+import os
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Prices(BaseModel):
         return media
 
     @classmethod
-    def from_toml(cls, path: Path) -> "Prices":
+    def from_toml(cls, path: str | os.PathLike[str]) -> "Prices":
         """Read a file with ``engine_price_per_hour`` and ``[[media]]``.
 
         Raises:
@@ -95,7 +96,7 @@ class Prices(BaseModel):
             OSError: It cannot be read.
         """
         try:
-            return cls.of(tomllib.loads(path.read_text(encoding="utf-8")), str(path))
+            return cls.of(tomllib.loads(Path(path).read_text(encoding="utf-8")), str(path))
         except (ValueError, RecursionError) as error:  # of syntax or of encoding
             if isinstance(error, ConfigurationError):
                 raise

@@ -13,6 +13,7 @@ import gzip
 import inspect
 import json
 import math
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -56,7 +57,7 @@ def open_trace(
         OSError: The file cannot be read.
     """
     if not where.startswith(_SYNTHETIC):
-        return read_trace(Path(where), block_size=block_size, on_bad_line=on_bad_line)
+        return read_trace(where, block_size=block_size, on_bad_line=on_bad_line)
     name, _, query = where.removeprefix(_SYNTHETIC).partition("?")
     if name not in SYNTHETIC:
         raise ConfigurationError(f"no synthetic trace {name!r}: there are {', '.join(sorted(SYNTHETIC))}")
@@ -75,7 +76,10 @@ def open_trace(
 
 
 def read_trace(
-    path: Path, *, block_size: int | None = None, on_bad_line: Callable[[BadLine], None] = lambda _: None
+    path: str | os.PathLike[str],
+    *,
+    block_size: int | None = None,
+    on_bad_line: Callable[[BadLine], None] = lambda _: None,
 ) -> Trace:
     """Read a whole trace to memory: 8 bytes a block, and some 200 a request. Bad lines are left out.
 
@@ -94,6 +98,7 @@ def read_trace(
     reader = _Reader()
     num_bad = 0
     first_bad: BadLine | None = None
+    path = Path(path)
     for number, line in _lines(path):
         try:
             if isinstance(line, Exception):
@@ -214,13 +219,13 @@ def _ids(line: Mapping[str, Any]) -> Ids:
     return ids
 
 
-def write_trace(path: Path, trace: Trace) -> None:
+def write_trace(path: str | os.PathLike[str], trace: Trace) -> None:
     """Write a trace; gzip if the path ends in ``.gz``.
 
     Raises:
         OSError: It cannot be written.
     """
-    lines = (each.line(trace.block_size) for each in trace.requests)
+    path, lines = Path(path), (each.line(trace.block_size) for each in trace.requests)
     with path.open("wb") as raw:
         if path.suffix == ".gz":
             with gzip.GzipFile(fileobj=raw, mode="wb", mtime=0, filename="") as packed:  # equal traces, equal files

@@ -131,11 +131,13 @@ def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
         folder_fd = open_folder(root, folder)
         opened.callback(files().close, folder_fd)
         file = open_file(folder_fd, "slab")
-        num_bytes, fingerprint = files().fstat(file).st_size, bytes.fromhex(folder[:64])
-        shape = _shape_in(file, num_bytes, fingerprint)
-        if shape is None:
-            files().close(file)
-            return 0
+        with contextlib.ExitStack() as unread:
+            unread.callback(files().close, file)
+            num_bytes, fingerprint = files().fstat(file).st_size, bytes.fromhex(folder[:64])
+            shape = _shape_in(file, num_bytes, fingerprint)
+            if shape is None:
+                return 0
+            unread.pop_all()
         slab = Slab(file, shape, num_bytes // shape.stride_bytes)
         opened.callback(slab.close)
         ledger = Ledger(open_file(folder_fd, "ledger"), Order())
@@ -169,9 +171,18 @@ def _is_of(header: memoryview, salt: bytes) -> bool:
 
 
 def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | None:
-    """Return how long the records of a slab are, by the first one there; None if there is none."""
+    """Return how long the records of a slab are, by the first one that can be read; None if there is none.
+
+    Raises:
+        OSError: None was found, and not all could be read.
+    """
+    failure: OSError | None = None
     for start in range(0, num_bytes, _BYTES_AT_ONCE):
-        data = memoryview(files().pread(file, _BYTES_AT_ONCE, start))
+        try:
+            data = memoryview(files().pread(file, _BYTES_AT_ONCE, start))
+        except OSError as error:  # a place that is bad: records behind it say as much
+            failure = failure or error
+            continue
         for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES):
             header = data[at : at + HEADER_BYTES]
             if header[: len(MAGIC)] != MAGIC or (key := key_in(header)) is None:
@@ -179,6 +190,8 @@ def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | No
             shape = RecordShape(fingerprint, payload_bytes_in(header))
             if key.namespace.fingerprint == fingerprint and not (start + at) % shape.stride_bytes:
                 return shape
+    if failure is not None:
+        raise failure
     return None
 
 

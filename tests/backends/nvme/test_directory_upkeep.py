@@ -10,7 +10,7 @@ from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout, Shard
 from tiered_kv.system import Files
-from tiered_kv_backends.nvme import delete_tenant
+from tiered_kv_backends.nvme import delete_tenant, directory_upkeep
 
 N = 8
 TWO_GROUPS = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8, "HND", 4)))
@@ -56,6 +56,11 @@ def lose_ledgers(path: Path) -> None:
     """Have there be none."""
     for ledger in path.rglob("ledger"):
         ledger.unlink()
+
+
+def num_open_files() -> int:
+    """Count the descriptors of this process."""
+    return len([*Path("/proc/self/fd").iterdir()])
 
 
 def slabs_in(path: Path) -> bytes:
@@ -124,6 +129,29 @@ async def test_a_place_that_can_be_neither_read_nor_written_keeps_no_other_from_
         with pytest.raises(BackendUnavailableError, match="could not delete a tenant"):
             await delete_tenant(nvme(tmp_path), "ann")
     assert (await found(engine, nvme(tmp_path)))[0] == 0
+
+
+async def test_a_bad_place_at_the_front_of_a_slab_keeps_no_block_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How long its records are is said by each of them; where none can be read, no file stays open."""
+    engine, pread = await filled(nvme(tmp_path)), Files.pread
+    num_open, bad_until = num_open_files(), 1 << 40
+
+    def read_what_is_behind(self: Files, fd: int, num_bytes: int, offset: int) -> bytes:
+        if offset < bad_until and num_bytes == 4096:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(self, fd, num_bytes, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(directory_upkeep, "_BYTES_AT_ONCE", 4096)
+        patched.setattr(Files, "pread", read_what_is_behind)
+        with pytest.raises(BackendUnavailableError, match="could not delete a tenant"):
+            await delete_tenant(nvme(tmp_path), "ann")
+        assert num_open_files() == num_open
+        bad_until = 4096
+        assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N
+    assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
 
 
 async def test_blocks_without_a_salt_are_a_tenant_s(tmp_path: Path) -> None:

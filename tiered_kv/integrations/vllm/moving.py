@@ -190,7 +190,11 @@ class MovingSide:
             self._worker = None
 
     def _attach(self, slabs: tuple[SlabHandle, ...] | None) -> None:
-        """Attach other host memory, or none; if the server whose it is does not answer, in a later step."""
+        """Attach other host memory, or none; if that fails, in a later step: the engine computes what it needs.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: The first that there is cannot be attached.
+        """
         if slabs is not None:
             self._slabs = slabs
         if self._slabs is None or self._layout is None:
@@ -203,7 +207,9 @@ class MovingSide:
                 self._bind(worker)
                 self._worker = worker
             self._slabs = None
-        except BackendUnavailableError as error:
+        except TieredKVError as error:
+            if self._worker is None and not isinstance(error, BackendUnavailableError):
+                raise
             log("warning", "vllm.no_host_memory", error=str(error))
 
     def _store(self, order: StoreOrder, after: object) -> None:
