@@ -463,6 +463,7 @@ def test_what_was_stored_and_evicted_since_a_load_began_may_come_by_it() -> None
         pytest.param(10755473, id="a tier is small while the later of two resizes makes it so"),
         pytest.param(10756256, id="a load that began while a tier was bypassed is given nothing of it"),
         pytest.param(10758081, id="what clients that hang leave no room for is not kept"),
+        pytest.param(10759148, id="what was evicted under other weights is still there under its own"),
     ],
 )
 def test_nothing_is_found_any_more_in_seeds_that_found_something(seed: int) -> None:

@@ -179,10 +179,11 @@ async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
             await _evict_behind_a_full_host(requests, numbers)
             return
         for i in range(4):
+            num_epochs = requests.num_epochs
             others, keys = [fresh(world.number()) for _ in range(numbers[1] >> i & 3)], fresh(world.number())
             await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in (*others, keys)))
             await asyncio.sleep(0.002 * (numbers[3] >> 3 * i & 7))
-            await _arrive_nowhere(requests, [keys])
+            await _arrive_nowhere(requests, [keys], num_epochs)
             if requests.ending:
                 return
     finally:
@@ -198,22 +199,22 @@ async def _evict_behind_a_full_host(requests: "Requests", numbers: "Numbers") ->
         world.known.forget_kept()
         world.has_flooded = True
         for i in range(3):
-            prompts = [fresh(world.number()) for _ in range(8)]
+            num_epochs, prompts = requests.num_epochs, [fresh(world.number()) for _ in range(8)]
             for keys in prompts:
                 await requests.transfer(keys, PLAIN, is_load=False)
             await asyncio.sleep(0.005 * (numbers[3] >> 3 * i & 7))
-            await _arrive_nowhere(requests, prompts)
+            await _arrive_nowhere(requests, prompts, num_epochs)
             if requests.ending:
                 return
 
 
-async def _arrive_nowhere(requests: "Requests", prompts: Sequence[BlockKeys]) -> None:
-    """Evict blocks, and see that they are not there once nothing is on its way."""
+async def _arrive_nowhere(requests: "Requests", prompts: Sequence[BlockKeys], num_epochs: int) -> None:
+    """Evict blocks, and see that they are not there once nothing is on its way, if they are of the same weights."""
     kv = requests.kv
     evicted = await asyncio.gather(*(requests.within(LONGEST_S, "evict", kv.evict(keys)) for keys in prompts))
     await asyncio.sleep(0.1)
     await requests.do("flush", (0, 0, 0, 1))
-    if requests.ending:
+    if requests.ending or requests.num_epochs != num_epochs:
         return
     for keys, each in zip(prompts, evicted, strict=True):
         if not each.kept_by and kv.lookup_nowait(keys).num_blocks:
