@@ -10,6 +10,7 @@ from anyio.lowlevel import checkpoint
 from tests.support.backends import ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
+from tests.support.planned import mapped
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, TieredKV
 from tiered_kv.values.events import TierResized
 
@@ -37,6 +38,17 @@ def file_bytes(path: Path) -> int:
     """Return the length of the only slab under a path."""
     (file,) = path.glob("*/slab")
     return file.stat().st_size
+
+
+async def test_memory_that_workers_may_have_page_locked_is_not_given_back() -> None:
+    """Their GPUs would copy to and from pages that are none of the slab's any more."""
+    async with open_cache(cpu(8, 64)) as kv:
+        (handle,) = kv.planner().slabs()
+        with mapped(handle) as memory:
+            memory[:] = b"Z" * len(memory)
+            await kv.resize("cpu", PAYLOAD_BYTES)
+            await kv.resize("cpu", 64 * PAYLOAD_BYTES)
+            assert memory[:] == b"Z" * len(memory)
 
 
 async def test_memory_grows_and_shrinks() -> None:

@@ -32,6 +32,7 @@ from tiered_kv import (
 )
 from tiered_kv.host.shares import DIRECTORY_DIGITS, Share, Shares
 from tiered_kv.system import Files
+from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv_backends.nvme import NVMeBackend
 
 ONE, TWO = ModelIdentity("one", weights="w0"), ModelIdentity("two", weights="w0")
@@ -200,6 +201,31 @@ async def test_an_idle_share_is_lent_and_taken_back(tier: str, tmp_path: Path) -
 
                 await until_true(back)
             assert sum(share["given"][tier] for share in server.health()["shares"]) <= divided["capacity"]
+
+
+@pytest.mark.parametrize("who", ["nobody", "client", "worker"])
+async def test_memory_that_a_gpu_may_have_page_locked_is_not_given_back(who: str, tmp_path: Path) -> None:
+    """It would copy to and from pages that are none of the slab's any more, and others' bytes be served.
+
+    Once that client has left, what its model does not have is given back, as that of others is at once.
+    """
+    with serving(tmp_path, cpu(32)) as server:
+        async with attached(server, model=ONE) as kv:
+            there = kv._connection.there  # noqa: SLF001 - the memory itself
+            assert there is not None
+            (slab,) = there.slabs.values()
+            async with attached(server, model=ONE, device=ScriptedDevice() if who == "client" else "cpu") as other:
+                if who == "worker":
+                    fd, _ = other.planner().slabs()[0].descriptor(page_locks=True)
+                    os.close(fd)
+                slab.rows[:] = 90
+                num_bytes = os.fstat(slab.fd).st_blocks
+                async with attached(server, model=TWO):
+                    assert kv.stats()["cpu"].num_slots == 16
+                    is_same = bool((slab.rows == 90).all())
+                    assert is_same == (who != "nobody")
+            if is_same:
+                await until(lambda: os.fstat(slab.fd).st_blocks < num_bytes)
 
 
 async def test_a_model_whose_blocks_are_all_pinned_has_its_share_back(tmp_path: Path) -> None:

@@ -243,6 +243,27 @@ class OpenCache:
         self.emit(TierResized(name, num_blocks, before, num_evicted))
         return None
 
+    def keep_memory(self) -> Callable[[], None]:
+        """Give no host memory back until what this returns is called, once: see `HostSlab.keep`. Any thread may call.
+
+        What is returned is for the event loop's thread; what is beyond the capacity by then is given back.
+        """
+        slabs = [chain.host.slab for chain in self.chains]
+        for slab in slabs:
+            slab.keep()
+
+        def keep_no_more() -> None:
+            for slab in slabs:
+                slab.keep_no_more()
+            if self.closing is None and not any(slab.is_kept for slab in slabs):
+                self.background.spawn(self._give_back_memory(), "give back host memory")
+
+        return keep_no_more
+
+    async def _give_back_memory(self) -> None:
+        async with self._resizing:
+            await GivenUp(self.chains, [chain.host for chain in self.chains]).give_back()
+
     async def _give_back_later(self, given_up: GivenUp) -> None:
         """Give back what is beyond a tier's capacity, whatever that is by then, once nobody uses it."""
         while True:

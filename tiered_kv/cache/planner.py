@@ -156,6 +156,7 @@ class OwnPlanner(Planner):
     @cached_property
     def _slabs(self) -> tuple[SlabHandle, ...]:
         seat = self._seat
+        seat.cache.keep_memory()  # for good: nobody says which workers page-lock it, nor when they have ended
         num_ranks, pid = len(seat.shards), os.getpid()
         return tuple(
             ProcessSlab(

@@ -352,7 +352,7 @@ class _Slab:
     """A slab of the planner's, for as long as it is attached or a copy of ours touches it. Any thread may call."""
 
     def __init__(self, handle: SlabHandle, device: Device) -> None:
-        fd, is_read_only = handle.descriptor()
+        fd, is_read_only = handle.descriptor(page_locks=device.kind != "cpu")
         try:
             sizes = handle.num_slots, handle.stride_bytes, handle.payload_bytes
             self._slab = HostSlab.attach(fd, *sizes, name=handle.pool, is_read_only=is_read_only)

@@ -174,7 +174,7 @@ class Admission:
             account = Account(host, self._settings.limits.pin_quota, pins_of(share.cache))
             session = Session(
                 name, share.cache, ranks, account, host,
-                is_read_only=opening.is_read_only or uid in host.read_only_uids,
+                is_read_only=opening.is_read_only or uid in host.read_only_uids, page_locks=opening.page_locks,
             )  # fmt: skip
             token = secrets.token_bytes(16)
             client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
@@ -220,6 +220,8 @@ class Admission:
     async def _map(self, connection: socket.socket, opening: MapSlab) -> None:
         session = self._client(opening.token).session
         fd = session.slab(opening.name).fd
+        if opening.page_locks:
+            session.keep_memory()
         with _descriptor(fd, is_read_only=session.is_read_only) as given:
             await handshake.send_opened(connection, Mapped(session.is_read_only), [given])
 

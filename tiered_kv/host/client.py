@@ -22,6 +22,8 @@ from functools import partial
 from typing import Final, NoReturn, Self
 from urllib.parse import urlsplit
 
+import torch
+
 from tiered_kv.cache.checks import (
     LoadCall,
     StoreCall,
@@ -39,6 +41,7 @@ from tiered_kv.host.client_planner import FarJobs, FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Advanced, Attach, Keys, Preempted
+from tiered_kv.memory.device import Device
 from tiered_kv.memory.gpu import DeviceLike, resolve
 from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
@@ -261,8 +264,10 @@ class ConnectedKV(FarCalls):
         check_seconds("timeout_s", timeout_s)
         name = name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"  # noqa: PTH119 - of no path
         shards, emit = check_shards(shard), guarded(check_emit(emit))
-        opening = Attach.of(name, model, layout, shards, is_read_only=read_only)
-        make_side = partial(FarSide, resolve(device), layout, shards, emit)
+        device = resolve(device)
+        page_locks = (device.kind if isinstance(device, Device) else torch.device(device).type) != "cpu"
+        opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
+        make_side = partial(FarSide, device, layout, shards, emit)
         super().__init__(Connection(_path_in(url), opening, make_side, timeout_s), model, layout, shards, emit)
 
     # Opening and closing.

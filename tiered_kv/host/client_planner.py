@@ -184,14 +184,14 @@ class ServedSlab(SlabHandle):
     token: bytes
     name: str
 
-    def descriptor(self) -> tuple[int, bool]:
+    def descriptor(self, *, page_locks: bool = True) -> tuple[int, bool]:
         """See `SlabHandle.descriptor`.
 
         Raises:
             ConfigurationError: The server has no such slab.
             BackendUnavailableError: It is away, or the client is not attached any more.
         """
-        connection, answer, descriptors = handshake.begin(self.path, MapSlab(self.token, self.name), _MAP_S)
+        connection, answer, descriptors = handshake.begin(self.path, MapSlab(self.token, self.name, page_locks), _MAP_S)
         if not isinstance(answer, Mapped) or len(descriptors) != 1:
             handshake.give_back(connection, descriptors)
             raise ConfigurationError(f"the server answered {type(answer).__name__} to who wants to map a slab")

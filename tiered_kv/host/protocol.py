@@ -205,7 +205,10 @@ _LONGEST_MODEL: Final = 1000
 
 
 class Attach(Message, frozen=True, tag="attach"):
-    """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`."""
+    """A client, its model, and what it stands for. ``groups`` are fields of `KVGroup`.
+
+    ``page_locks``: It may page-lock the memory that it maps, for a GPU: see `HostSlab.keep`.
+    """
 
     name: str
     model: str
@@ -214,16 +217,24 @@ class Attach(Message, frozen=True, tag="attach"):
     groups: tuple[dict[str, Any], ...]
     shards: tuple[tuple[int, int, bool], ...]
     is_read_only: bool
+    page_locks: bool
 
     @classmethod
     def of(
-        cls, name: str, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], *, is_read_only: bool
+        cls,
+        name: str,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shards: Sequence[Shard],
+        *,
+        is_read_only: bool = False,
+        page_locks: bool = False,
     ) -> "Attach":
         """Say who attaches."""
         groups = tuple(asdict(group) for group in layout.groups)
         return cls(
             name, model.name, model.weights, model.extra, groups,
-            tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only,
+            tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only, page_locks,
         )  # fmt: skip
 
     def parts(self) -> tuple[ModelIdentity, KVLayout, tuple[Shard, ...]]:
@@ -256,10 +267,14 @@ class Introduce(Message, frozen=True, tag="introduce"):
 
 
 class MapSlab(Message, frozen=True, tag="map_slab"):
-    """Give a worker of a client a descriptor of a slab; the connection is for this alone."""
+    """Give a worker of a client a descriptor of a slab; the connection is for this alone.
+
+    ``page_locks``: As of a client that attaches.
+    """
 
     token: bytes
     name: str
+    page_locks: bool
 
 
 class Health(Message, frozen=True, tag="health"):

@@ -119,6 +119,8 @@ class HostSlab:
             ) from error
         self.rows = _words_of(self._memory).view(num_slots, stride_bytes // 8)
         self._headers = Headers()
+        self._keeping = threading.Lock()
+        self._num_keeping = 0
         self._close_fd = weakref.finalize(self, os.close, self._fd)  # of a slab that nobody closes, too
         self._close_fd.atexit = False
 
@@ -178,14 +180,37 @@ class HostSlab:
         """
         return LentBlocks(slots, self._headers, self.padded, self.payload_bytes)
 
-    def give_back(self, start: int, stop: int) -> None:
+    def keep(self) -> None:
+        """Give no pages back until `keep_no_more`: a process that maps them may have page-locked them for a GPU.
+
+        That would go on using the old ones, which are no part of the slab any more. Any thread may call.
+        """
+        with self._keeping:
+            self._num_keeping += 1
+
+    def keep_no_more(self) -> None:
+        """End what one `keep` began."""
+        with self._keeping:
+            self._num_keeping -= 1
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether no pages are given back for now."""
+        return self._num_keeping > 0
+
+    def give_back(self, start: int, stop: int) -> bool:
         """Return the pages of some slots to the system, in every process: they read as zeros, and come when touched.
 
-        Not for memory that is page-locked for a GPU, which would go on using the old pages. 1 GiB takes 0.4 s.
+        Not those that this process has page-locked for a GPU. 1 GiB takes 0.4 s.
+
+        Returns:
+            False if they are kept, and nothing was done.
         """
         address, num_bytes = self.rows.data_ptr() + start * self.stride_bytes, (stop - start) * self.stride_bytes
-        if num_bytes:
-            _madvise(address, num_bytes, _MADV_REMOVE)
+        with self._keeping:
+            if num_bytes and not self.is_kept:
+                _madvise(address, num_bytes, _MADV_REMOVE)
+            return not self.is_kept
 
     def close(self) -> None:
         """Let go of the memory; a second time does nothing. It is unmapped when the last view of it is gone."""

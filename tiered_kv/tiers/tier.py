@@ -377,10 +377,9 @@ class HostTier(MemoryTier):
     @override
     def give_back(self, start: int, stop: int) -> bool:
         idle = self.index.idle_retired(start, stop)
-        for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1):
-            if len(run):
-                self.slab.give_back(int(run[0]), int(run[-1]) + 1)
-        return len(idle) == max(0, stop - start)
+        runs = [run for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1) if len(run)]
+        are_given = [self.slab.give_back(int(run[0]), int(run[-1]) + 1) for run in runs]
+        return len(idle) == max(0, stop - start) and all(are_given)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,11 @@ class SlabHandle(ABC):
     codec: str
 
     @abstractmethod
-    def descriptor(self) -> tuple[int, bool]:
+    def descriptor(self, *, page_locks: bool = True) -> tuple[int, bool]:
         """Return a file descriptor of the memory, which is the caller's, and whether it can only be read by.
+
+        Args:
+            page_locks: Whether it is going to be page-locked for a GPU: then none of it is given back to the system.
 
         Raises:
             ConfigurationError: The memory is not there any more, or not for this process.
@@ -64,7 +67,7 @@ class ProcessSlab(SlabHandle):
     inode: int
 
     @override
-    def descriptor(self) -> tuple[int, bool]:
+    def descriptor(self, *, page_locks: bool = True) -> tuple[int, bool]:
         try:
             fd = os.open(f"/proc/{self.pid}/fd/{self.fd}", os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:

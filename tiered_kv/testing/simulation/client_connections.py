@@ -105,7 +105,7 @@ class GivenSlab(SlabHandle):
 
     fd: int
 
-    def descriptor(self) -> tuple[int, bool]:
+    def descriptor(self, *, page_locks: bool = True) -> tuple[int, bool]:
         """See `SlabHandle.descriptor`."""
         return os.dup(self.fd), False
 
