@@ -48,7 +48,7 @@ class Engine:
     def __init__(self) -> None:
         self.kv_caches = [torch.zeros(NUM_PAGES, 2, BLOCK_SIZE, 2, 64) for _layer in range(4)]
         self.waiting: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self.stopping = threading.Event()
+        self.stopping, self.has_ended = threading.Event(), threading.Event()
         self.free = list(range(NUM_PAGES))
         self.loading: dict[Ticket, Request] = {}  # the cache writes their pages
         self.ready: list[Request] = []  # the engine computes in their pages
@@ -57,12 +57,23 @@ class Engine:
 
     def run(self, kv: BlockingTieredKV) -> None:
         """Serve until told to stop, then until everything has ended."""
-        while not (self.stopping.is_set() and self.waiting.empty() and not self.loading and not self.storing):
-            self.admit(kv)
-            # With something to compute the loop only looks; with nothing it waits, a little, for the cache.
-            self.collect(kv, timeout_s=0.0 if self.ready else 0.001)
-            if self.ready:
-                self.compute(kv, self.ready.pop(0))
+        try:
+            while not (self.stopping.is_set() and self.waiting.empty() and not self.loading and not self.storing):
+                self.admit(kv)
+                # With something to compute the loop only looks; with nothing it waits, a little, for the cache.
+                self.collect(kv, timeout_s=0.0 if self.ready else 0.001)
+                if self.ready:
+                    self.compute(kv, self.ready.pop(0))
+        finally:  # by an exception, too: no client waits for an engine that serves nobody any more
+            self.has_ended.set()
+
+    def serve(self, request: Request) -> bool:
+        """Hand in a prompt and wait until it is computed, in a client's thread; say whether it was."""
+        self.waiting.put(request)
+        while not request.done.wait(0.1):
+            if self.has_ended.is_set():
+                return request.done.is_set()
+        return True
 
     def admit(self, kv: BlockingTieredKV) -> None:
         """Give waiting requests pages, and have the cache fill those that it knows."""
@@ -116,9 +127,8 @@ def chat(engine: Engine, client: int, num_turns: int) -> None:
     prompt = list(SYSTEM_PROMPT)
     for turn in range(num_turns):
         prompt += range(1000 * client + 100 * turn, 1000 * client + 100 * turn + 2 * BLOCK_SIZE)
-        request = Request(hash_blocks(prompt, block_size=BLOCK_SIZE))
-        engine.waiting.put(request)
-        request.done.wait()
+        if not engine.serve(Request(hash_blocks(prompt, block_size=BLOCK_SIZE))):
+            return
 
 
 def main() -> None:
@@ -133,10 +143,12 @@ def main() -> None:
         clients = [threading.Thread(target=chat, args=(engine, client, 4)) for client in range(4)]
         for thread in (serving, *clients):
             thread.start()
-        for thread in clients:
-            thread.join()
-        engine.stopping.set()
-        serving.join()
+        try:
+            for thread in clients:
+                thread.join()
+        finally:  # after Ctrl-C, too: the cache is closed behind this, and what is under way ends first
+            engine.stopping.set()
+            serving.join()
     total = engine.num_loaded + engine.num_computed
     print(f"{total} blocks: {engine.num_loaded} loaded, {engine.num_computed} computed, {engine.num_wrong} wrong")
     print(f"pages free again: {len(engine.free)} of {NUM_PAGES}")

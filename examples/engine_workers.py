@@ -8,6 +8,7 @@ import asyncio
 import multiprocessing as mp
 import tempfile
 from collections.abc import Sequence
+from contextlib import suppress
 from multiprocessing.connection import Connection
 
 import torch
@@ -18,6 +19,7 @@ from tiered_kv import (
     KVGroup,
     KVLayout,
     ModelIdentity,
+    Outcomes,
     Planner,
     Shard,
     SlabHandle,
@@ -51,12 +53,29 @@ async def execute(planner: Planner, pipes: Sequence[Connection], job: Job) -> in
     """Send a job's plan to every worker, complete it with their answers, and return how many blocks it came to."""
     plan = await job.planned()
     for pipe in pipes:
-        pipe.send(plan)
-    for pipe in pipes:
-        outcomes, is_right = await asyncio.to_thread(pipe.recv)
+        with suppress(BrokenPipeError):  # of a worker that has died, which is heard of below
+            pipe.send(plan)
+    for rank, pipe in enumerate(pipes):
+        try:
+            outcomes, is_right = await received(pipe)
+        except (EOFError, ConnectionError):
+            print(f"rank {rank} has died")
+            continue
         planner.complete(outcomes)
         print(f"rank {outcomes.rank}: {plan.direction} of {outcomes.num_moved} blocks, the right bytes: {is_right}")
     return (await job.ended()).num_blocks  # comes too if a worker dies instead of answering
+
+
+async def received(pipe: Connection) -> tuple[Outcomes, bool]:
+    """Return what a worker says; EOFError once it is dead. Cancelled, by Ctrl-C say, it leaves no thread waiting."""
+    loop, is_readable = asyncio.get_running_loop(), asyncio.Event()
+    loop.add_reader(pipe.fileno(), is_readable.set)
+    try:
+        await is_readable.wait()
+    finally:
+        loop.remove_reader(pipe.fileno())
+    answer: tuple[Outcomes, bool] = pipe.recv()
+    return answer
 
 
 async def main(path: str) -> None:
@@ -69,6 +88,7 @@ async def main(path: str) -> None:
             ours, theirs = mp.get_context("spawn").Pipe()
             process = mp.get_context("spawn").Process(target=work, args=(rank, planner.slabs(), theirs), daemon=True)
             process.start()
+            theirs.close()  # else its end would never be heard of: this process would hold the other side open
             planner.register_worker(rank=rank, pid=process.pid)
             pipes.append(ours)
 
@@ -79,7 +99,8 @@ async def main(path: str) -> None:
         loaded = await execute(planner, pipes, planner.plan_load(KEYS, BLOCKS))
         print(f"loaded {loaded} blocks")
         for pipe in pipes:
-            pipe.send(None)
+            with suppress(BrokenPipeError):
+                pipe.send(None)
 
 
 if __name__ == "__main__":
