@@ -3,7 +3,7 @@
     python benchmarks/policies.py [TRACE...] [--sizes 1000 5859 10000 30000] [--policies lru arc ...]
 
 A trace is a file, in Mooncake's or Bailian's format, or a made-up one: ``synthetic:chat``. Without any it takes the
-four made-up ones. A request leases what is there and stores the rest, as much of it as fits. A *hit* is a block that is
+made-up ones. A request leases what is there and stores the rest, as much of it as fits. A *hit* is a block that is
 there with all blocks before it. *Belady's bound* counts the hits of a cache that knows what will be asked for.
 
 *us a block* is processor time for one block asked for, at the largest size. The worst *pause* is the longest single

@@ -183,10 +183,22 @@ def test_the_image_has_what_the_manifests_count_on() -> None:
     (torch,) = re.findall(r'"torch==(\S+)\+cpu"', file)
     assert f"torch=={torch}\n" in (DEPLOY.parent / "constraints.txt").read_text()
     (extras,) = re.findall(r"/src\[(\S+)\]", file)
-    assert {"cli", "host"} <= set(extras.split(","))
+    assert {"cli", "encryption", "host", "metrics", "page"} <= set(extras.split(","))
     assert set(extras.split(",")) <= set(
         tomllib.loads((DEPLOY.parent / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     )
+
+
+def test_whoever_ends_a_server_by_force_waits_until_it_has_drained_and_closed() -> None:
+    """Each takes `close_timeout_s` at most; what is longer than the default is set in each file."""
+    files = [manifests()[0]["data"]["tiered-kv.toml"], (DEPLOY / "host" / "tiered-kv.toml").read_text()]
+    (unit,) = re.findall(r"^TimeoutStopSec=(\d+)$", (DEPLOY / "host" / "tiered-kv.service").read_text(), re.MULTILINE)
+    services = yaml.safe_load((DEPLOY / "host" / "compose.yaml").read_text())["services"]
+    assert services["kv"]["stop_grace_period"] == "2m"
+    pod = manifests()[1]["spec"]["template"]["spec"]
+    for text in files:
+        takes_s = 2 * tomllib.loads(text)["limits"]["close_timeout_s"]
+        assert 60 < takes_s < min(120, int(unit), pod["terminationGracePeriodSeconds"])
 
 
 def test_systemd_takes_the_unit(tmp_path: Path) -> None:

@@ -74,6 +74,18 @@ def test_who_asks_for_the_status_imports_no_torch(tmp_path: Path) -> None:
     assert (asked.returncode, asked.stderr.startswith("tiered-kv: no server at")) == (0, True)
 
 
+@pytest.mark.parametrize("page", ["", "127.0.0.1:0"])
+def test_metrics_that_nobody_can_read_are_told_of(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are at the page's address, and without one nowhere."""
+    told: list[str] = []
+    monkeypatch.setattr("tiered_kv.host.serve.run", lambda _: True)
+    monkeypatch.setattr("tiered_kv.cli.hosting.log", lambda _level, event, **_: told.append(event))
+    monkeypatch.setenv("TIERED_KV_METRICS", "true")
+    monkeypatch.setenv("TIERED_KV_PAGE", page)
+    assert CliRunner().invoke(app, ["serve"]).exit_code == 0
+    assert told == ([] if page else ["host.metrics_unserved"])
+
+
 def heard_until(last: bytes, systemd: socket.socket) -> list[bytes]:
     """Return what is said before this."""
     return list(iter(lambda: systemd.recv(100), last))

@@ -325,6 +325,17 @@ def test_unknown_settings_are_refused_with_the_closest_known() -> None:
     assert "did you mean 'load_timeout_s'?" in complaint(limits={"load_timeout": 1})
 
 
+def test_records_of_redis_may_live_for_good_whoever_says_so() -> None:
+    """In a URL and in TOML, which have no None, as in Python."""
+    said: list[str | dict[str, object]] = [
+        "redis://h?ttl_s=never",
+        {"medium": "redis", "url": "redis://h", "ttl_s": "never"},
+        {"medium": "redis", "url": "redis://h", "ttl_s": None},
+    ]
+    assert [dict(tier_from(each))["ttl_s"] for each in said] == [None] * 3
+    assert "tiers[0].ttl_s: " in complaint(tiers=["redis://h?ttl_s=ever"])
+
+
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiers as a JSON list, limits one by one."""
     monkeypatch.setenv("TIERED_KV_TIERS", '["gpu://?capacity=1GiB", {"medium": "cpu", "capacity": "2GiB"}]')

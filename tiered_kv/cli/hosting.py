@@ -11,6 +11,7 @@ from rich.markup import escape
 
 from tiered_kv.cli.common import ConfigFile, one_line_errors, out, print_table, settings_of
 from tiered_kv.settings.setting_errors import size_in_words
+from tiered_kv.values.log import log
 
 
 def serve_command(config: ConfigFile = None) -> None:
@@ -22,7 +23,10 @@ def serve_command(config: ConfigFile = None) -> None:
     with one_line_errors():
         from tiered_kv.host import serve  # noqa: PLC0415 - needs msgspec, uvloop and torch; who asks for the state not
 
-        is_written = serve.run(settings_of(config))
+        settings = settings_of(config)
+        if settings.metrics and not settings.page:  # a program of one's own may serve them, this one does not
+            log("warning", "host.metrics_unserved", advice="set page too: they are at its /metrics")
+        is_written = serve.run(settings)
     raise typer.Exit(int(not is_written))
 
 

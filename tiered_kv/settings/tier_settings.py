@@ -211,8 +211,8 @@ class StorageTierSettings(TierSettings):
     """Bytes a second that may be written here; no limit if left out."""
     max_write_bytes_per_day: SizeOrNone = Field(default=default_size(None), gt=0)
     """Bytes that may be written here in a day, for a disk that wears out or a store that bills them; no limit if left
-    out. What would be more is dropped, and not waited for. An hour's share may be written at once, and after a restart.
-    """
+    out. What would be more is dropped, and not waited for. An hour's share, or one call of a window at
+    most, may be written at once, and after a restart."""
 
     @model_validator(mode="before")
     @classmethod

@@ -103,7 +103,7 @@ class CPULoadStoreSpec(LoadStoreSpec):
 
     Attributes:
         ids: Slots.
-        pool: The pool's name; ``""`` is the cache's own slab.
+        pool: The pool's name; ``""``, in what a look-up answers, is the cache's own slab.
     """
 
     medium: ClassVar[str] = "cpu"

@@ -115,11 +115,16 @@ class RedisSettings(StorageTierSettings):
     """Begins every key. An ACL user needs ``~tiered_kv/* +@read +@write``, and in a cluster
     ``+cluster|slots +command +asking``."""
     ttl_s: int | None = Field(default=24 * 3600, gt=0)
-    """How long a record lives after it was last stored or loaded, so that those of old weights go by themselves. None:
-    until the server evicts it."""
+    """How long a record lives after it was last stored or loaded, so that those of old weights go by themselves. None,
+    or ``"never"``: until the server evicts it."""
     connections: int = Field(default=8, ge=1, le=1024)
     """To each server at most, for bodies; and as many for questions."""
     connect_timeout_s: float = Field(default=5.0, gt=0, allow_inf_nan=False)
+
+    @field_validator("ttl_s", mode="before")
+    @classmethod
+    def _never_is_none(cls, given: object) -> object:
+        return None if given == "never" else given  # a URL and TOML have no None
 
     @field_validator("url")
     @classmethod
