@@ -187,6 +187,27 @@ async def test_a_url_need_not_say_how_much_a_tier_holds(medium: str, scheme: str
         assert [each["num_blocks"] for each in await answer("inspect", url)] == [NUM_BLOCKS, NUM_BLOCKS]
 
 
+@pytest.mark.parametrize("left", [0, 5 * 64, None, -1], ids=["deleted", "cut", "zeros", "flipped"])
+async def test_what_a_ledger_cannot_say_any_more_is_seen_by_the_headers(left: int | None, tmp_path: Path) -> None:
+    """As a cache would find it: nothing of a tenant that is deleted comes back, and nothing of others goes."""
+    tier = {"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+    await fill(tier)
+    (ledger,) = (tmp_path / "kv").rglob("ledger")
+    data = ledger.read_bytes()
+    if left == 0:
+        ledger.unlink()
+    else:
+        bad = bytes([data[0], data[1], data[2] ^ 1, *data[3:]])
+        ledger.write_bytes(bytes(len(data)) if left is None else bad if left < 0 else data[:left])
+    assert [each["num_blocks"] for each in await answer("inspect", tier["path"])] == [NUM_BLOCKS, NUM_BLOCKS]
+    assert (await answer("verify", tier["path"]))["num_good"] == 2 * NUM_BLOCKS
+    assert (await answer("delete", tier["path"], "--salt", "geheim", "--yes"))["num_blocks"] == NUM_BLOCKS
+    assert [each["num_blocks"] for each in await answer("inspect", tier["path"])] == [NUM_BLOCKS]
+    assert await num_there(tier, "geheim") == 0
+    assert await num_there(tier, "") == NUM_BLOCKS
+    assert [each["num_blocks"] for each in await answer("inspect", tier["path"])] == [NUM_BLOCKS]
+
+
 async def test_a_pipe_in_the_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
     """Who opened one would wait for ever for somebody who writes to it."""
     await fill({"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+import xxhash
+from numpy.typing import NDArray
 
 from tiered_kv.media.backend import Found, Inventory, Place, RecordShape
 from tiered_kv.media.record import HEADER_BYTES, key_in, payload_bytes_in
@@ -36,6 +38,7 @@ _ENTRY: Final = np.dtype(
 )
 _ENTRY_MAGIC: Final = b"TKVSLOT2"
 _EMPTY: Final = b"TKVEMPTY" * (_ENTRY.itemsize // 8)
+_LOST: Final = b"TKVLOST1" * (_ENTRY.itemsize // 8)
 _AT_ONCE: Final = 256
 _ENTERED_S: Final = 1.0
 """How long after a record its entry may come, which is written once the others of its batch are."""
@@ -51,20 +54,26 @@ class _File(Found):
 
 @dataclass(frozen=True)
 class _Slot(Found):
-    """A record in a slab; ``entry`` is what the ledger beside it says of it."""
+    """A record in a slab; ``entry`` is what the ledger beside it says of it, if that can be read: ``is_said``."""
 
     slab: Path = Path()
     slot: int = 0
     entry: bytes = b""
+    is_said: bool = True
 
     def is_named_by(self, key: BlockKey) -> bool:
+        if not self.is_said:
+            return True  # by its header alone
         (entry,) = np.frombuffer(self.entry, _ENTRY)
         return bool(key.namespace.names_of([key.hash]).tobytes() == entry["name"].tobytes())
 
     def is_entered(self) -> bool:
         """Say whether the ledger says so still."""
-        with self.slab.with_name("ledger").open("rb") as ledger:
-            return os.pread(ledger.fileno(), _ENTRY.itemsize, self.slot * _ENTRY.itemsize) == self.entry
+        try:
+            with self.slab.with_name("ledger").open("rb") as ledger:
+                return os.pread(ledger.fileno(), _ENTRY.itemsize, self.slot * _ENTRY.itemsize) == self.entry
+        except FileNotFoundError:
+            return not self.entry and self.slab.exists()
 
 
 class DirectoryInventory(Inventory):
@@ -205,6 +214,8 @@ def _are_there(found: Sequence[Found]) -> list[bool]:
 
 
 def _delete(found: Sequence[Found]) -> None:
+    for unsaid in {each.slab for each in found if isinstance(each, _Slot) and not each.is_said}:
+        _say_lost(unsaid)
     for each in found:
         if not isinstance(each, _Slot):
             Path(each.where).unlink(missing_ok=True)
@@ -241,22 +252,55 @@ def _records_in(root: Path) -> Iterator[Found]:
 
 
 def _in_slab(folder: Path) -> Iterator[Found]:
-    """Yield what the ledger beside a slab says is there."""
+    """Yield what the ledger beside a slab says is there; of slots of which it cannot say it, what their headers do."""
     slab, ledger = folder / "slab", folder / "ledger"
-    if any(path.is_symlink() or not path.is_file() for path in (slab, ledger)):  # who opens a pipe waits for ever
+    if slab.is_symlink() or not slab.is_file() or ledger.is_symlink():
         return
-    data = ledger.read_bytes()
-    entries = np.frombuffer(data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize], _ENTRY)
-    is_live = (entries["magic"] == _ENTRY_MAGIC) & (entries["slot"] == np.arange(len(entries)))
-    slots = np.flatnonzero(is_live).tolist()
-    if not slots or not (stride := _stride_of(slab)):
+    if ledger.exists() and not ledger.is_file():  # who opens a pipe waits for ever
         return
+    data, said, unsaid = _read_ledger(ledger)
+    if (data and not len(said) and not len(unsaid)) or not (stride := _stride_of(slab)):
+        return
+    num_slots = slab.stat().st_size // stride
+    unknown = np.append(unsaid[unsaid < num_slots], np.arange(len(data) // _ENTRY.itemsize, num_slots))
     with slab.open("rb") as file:
-        for slot in slots:
+        for slot, is_said in sorted([(n, True) for n in said.tolist()] + [(n, False) for n in unknown.tolist()]):
             key = _key_at(file.fileno(), slot * stride)
+            if not is_said and (key is None or key.namespace.fingerprint.hex() != folder.name[:64]):
+                continue
             place = Place.of(key.path) if key is not None else Place(folder.name[:64], "", "", "")
-            entry = entries[slot].tobytes()
-            yield _Slot(f"{slab}@{slot * stride}", place, stride, slab=slab, slot=slot, entry=entry)
+            entry = data[slot * _ENTRY.itemsize : (slot + 1) * _ENTRY.itemsize]
+            where = f"{slab}@{slot * stride}"
+            yield _Slot(where, place, stride, slab=slab, slot=slot, entry=entry, is_said=is_said)
+
+
+def _read_ledger(ledger: Path) -> tuple[bytes, NDArray[np.int64], NDArray[np.int64]]:
+    """Return whole entries, the slots of those that name a block, and of those that cannot say what there is."""
+    data = ledger.read_bytes() if ledger.exists() else b""
+    data = data[: len(data) // _ENTRY.itemsize * _ENTRY.itemsize]
+    entries, rows = np.frombuffer(data, _ENTRY), np.frombuffer(data, "S64")
+    is_said = (entries["magic"] == _ENTRY_MAGIC) & (entries["slot"] == np.arange(len(entries)))
+    for slot in np.flatnonzero(is_said).tolist():
+        entry = data[slot * _ENTRY.itemsize : (slot + 1) * _ENTRY.itemsize]
+        is_said[slot] = xxhash.xxh3_64_intdigest(entry[:-8]) == entries["checksum"][slot]
+    is_zero, is_lost = rows == b"", rows == _LOST
+    is_unsaid = ~(is_said | is_zero | (rows == _EMPTY))
+    if is_zero.all() or is_lost.any():
+        is_unsaid |= is_zero
+    return data, np.flatnonzero(is_said), np.flatnonzero(is_unsaid)
+
+
+def _say_lost(slab: Path) -> None:
+    """Have the ledger say which of its entries are lost, before some of these are made: see ``docs/format.md``."""
+    ledger, stride = slab.with_name("ledger"), _stride_of(slab)
+    data, _, unsaid = _read_ledger(ledger)
+    fd = os.open(ledger, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        for slot in (*unsaid.tolist(), *range(len(data) // _ENTRY.itemsize, slab.stat().st_size // stride)):
+            os.pwrite(fd, _LOST, slot * _ENTRY.itemsize)
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 def _key_at(file: int, at: int) -> BlockKey | None:

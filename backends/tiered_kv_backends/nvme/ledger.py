@@ -12,6 +12,7 @@ Used by one thread at a time.
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -30,6 +31,10 @@ ENTRY: Final = np.dtype(
 MAGIC: Final = b"TKVSLOT2"
 EMPTY: Final = np.frombuffer(b"TKVEMPTY" * (ENTRY.itemsize // 8), ENTRY)
 """What is written of a slot that holds nothing any more: else an emptied ledger looked like one that was lost."""
+LOST: Final = np.frombuffer(b"TKVLOST1" * (ENTRY.itemsize // 8), ENTRY)
+"""What is written of slots whose entries are lost, before any entry is made anew: else a ledger of which only a part is
+made anew looked like one that says of all others that nothing was ever written. While there is one, zeros say nothing.
+"""
 
 _CHECKED_BYTES = ENTRY.itemsize - 8
 _CHUNK = 1 << 16
@@ -85,8 +90,9 @@ class Damaged:
     rots. Of an entry with a few wrong bits it can be told what it was; of garbage, and of what is lost, it cannot.
 
     Attributes:
-        slots: ``(n,)``, ascending.
-        left: ``(m, 64)`` uint8: the entries of the first so many as they are; those of the others are lost.
+        slots: ``(n,)``.
+        left: ``(m, 64)`` uint8: the entries of the first so many, which ascend, as they are; those of the others are
+            lost.
     """
 
     slots: Slots
@@ -94,8 +100,10 @@ class Damaged:
 
     def deny(self, found: Entries) -> NDArray[np.bool_]:
         """Say of each whether what is left of the slot's entry says still that the slot holds something else."""
-        at = np.searchsorted(self.slots, found.slots)
-        denied = at < len(self.left)
+        broken = self.slots[: len(self.left)]
+        at = np.searchsorted(broken, found.slots)
+        denied = at < len(broken)
+        denied[denied] = broken[at[denied]] == found.slots[denied]
         left, names, slots = self.left[at[denied]], found.names[denied], found.slots[denied]
         asked = encode(names, slots, np.zeros(len(slots), np.uint64)).view(np.uint8).reshape(left.shape)
         is_empty = _are_near(left, _EMPTY_BYTES) | _are_near(left, np.zeros_like(_EMPTY_BYTES))
@@ -165,25 +173,45 @@ class Ledger:
         """Return what the first so many slots hold, and which of them have an entry that cannot be read.
 
         What the file says about later slots is dropped: those have no place on the disk, so they hold nothing. A file
-        of zeros alone can be read as little as one that is not there.
+        of zeros alone can be read as little as one that is not there. Of what is lost it says so from now on, if it can
+        be written to: until there are entries of it, that stays lost, whoever is killed meanwhile.
         """
-        parts, damaged, left = [_NO_ENTRIES], [np.empty(0, np.int64)], [np.empty((0, ENTRY.itemsize), np.uint8)]
+        parts, damaged, left = [_NO_ENTRIES], [_NO_SLOTS], [np.empty((0, ENTRY.itemsize), np.uint8)]
+        losses = [_NO_SLOTS]
         self.is_blank = self.num_slots > 0
+        for start, data in self._chunks():
+            entries, broken = parse(data, start)
+            words = _words(data)
+            is_lost = (words[broken - start] == _LOST_WORDS).all(axis=1)
+            parts.append(entries)
+            losses.append(broken[is_lost])
+            damaged.append(broken := broken[~is_lost])
+            left.append(words[broken - start].view(np.uint8))
+            self.is_blank &= not words.any()
+        entries, broken, lost = Entries.joined(*parts), np.concatenate(damaged), np.concatenate(losses)
+        self._order.go_on_after(int(entries.sequences.max(initial=0)))
+        is_here, is_broken_here, is_lost_here = (each < num_allocated for each in (entries.slots, broken, lost))
+        self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here], lost[~is_lost_here]]))
+        here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
+        if self.is_blank or len(lost):
+            zeros = [start + np.flatnonzero(np.logical_not(_words(data).any(axis=1))) for start, data in self._chunks()]
+            lost = np.concatenate([lost, *zeros])
+        lost = np.sort(np.append(lost[lost < num_allocated], np.arange(self.num_slots, num_allocated)))
+        with suppress(OSError):
+            self.say_lost(lost)
+        return here, Damaged(np.append(broken[is_broken_here], lost), np.concatenate(left)[is_broken_here])
+
+    def say_lost(self, slots: Slots) -> None:
+        """Remember, whatever befalls the machine, that nobody knows what these slots hold but the headers there."""
+        if len(slots):
+            self._put(slots, lambda part: np.repeat(LOST, len(part)))
+            self.sync()
+
+    def _chunks(self) -> Iterator[tuple[int, bytes]]:
+        """Yield the entries of some slots, and the first of these, again and again; zeros where the file has ended."""
         for start in range(0, self.num_slots, _CHUNK):
             num_bytes = self.num_bytes(min(_CHUNK, self.num_slots - start))
-            data = files().pread(self._fd, num_bytes, self.num_bytes(start)).ljust(num_bytes, b"\0")
-            entries, broken = parse(data, start)
-            parts.append(entries)
-            damaged.append(broken)
-            left.append(np.frombuffer(data, np.uint8).reshape(-1, ENTRY.itemsize)[broken - start])
-            self.is_blank &= not data.strip(b"\0")
-        entries, broken = Entries.joined(*parts), np.concatenate(damaged)
-        self._order.go_on_after(int(entries.sequences.max(initial=0)))
-        is_here, is_broken_here = entries.slots < num_allocated, broken < num_allocated
-        self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here]]))
-        here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
-        lost = np.arange(0 if self.is_blank else self.num_slots, num_allocated)
-        return here, Damaged(np.append(broken[is_broken_here], lost), np.concatenate(left)[is_broken_here])
+            yield start, files().pread(self._fd, num_bytes, self.num_bytes(start)).ljust(num_bytes, b"\0")
 
     def write(self, names: Names, slots: Slots, sequences: NDArray[np.uint64] | None = None) -> None:
         """Remember that ``slots[i]`` holds ``names[i]`` from now on, used later than all that was written before.
@@ -240,6 +268,8 @@ class Ledger:
 
 
 _EMPTY_WORDS, _EMPTY_BYTES = EMPTY.view(np.uint64), EMPTY.view(np.uint8)
+_LOST_WORDS = LOST.view(np.uint64)
+_NO_SLOTS: Final[Slots] = np.empty(0, np.int64)
 _NAME: Final = slice(8, 40)
 _MAGIC_AND_SLOT: Final = (*range(8), *range(48, 56))
 """Where these are in the bytes of an entry."""
@@ -258,13 +288,18 @@ def parse(data: bytes, first_slot: int) -> tuple[Entries, Slots]:
     """Read entries of consecutive slots; return those that hold a block, and the slots of those that are damaged."""
     entries = np.frombuffer(data, ENTRY)
     slots = np.arange(first_slot, first_slot + len(entries), dtype=np.int64)
-    words = np.frombuffer(data, np.uint64).reshape(-1, ENTRY.itemsize // 8)
+    words = _words(data)
     is_used = words.any(axis=1) & (words != _EMPTY_WORDS).any(axis=1)
     used, slots = entries[is_used], slots[is_used]
     is_good = (used["magic"] == MAGIC) & (used["slot"] == slots.view(np.uint64)) & (used["sequence"] < _MAX_SEQUENCE)
     is_good[is_good] = used["checksum"][is_good] == _checksums(used[is_good])
     good = used[is_good]
     return Entries(np.ascontiguousarray(good["name"]), slots[is_good], good["sequence"].copy()), slots[~is_good]
+
+
+def _words(data: bytes) -> NDArray[np.uint64]:
+    """Return entries as rows of eight words."""
+    return np.frombuffer(data, np.uint64).reshape(-1, ENTRY.itemsize // 8)
 
 
 def _are_near(some: NDArray[np.uint8], other: NDArray[np.uint8]) -> NDArray[np.bool_]:

@@ -58,6 +58,13 @@ def lose_ledgers(path: Path) -> None:
         ledger.unlink()
 
 
+def zero_ledgers(path: Path, num_bytes: int | None) -> None:
+    """Have them begin with so many zeros, or be all zeros."""
+    for ledger in path.rglob("ledger"):
+        data = ledger.read_bytes()
+        ledger.write_bytes(bytes(num_bytes or len(data)) + data[num_bytes or len(data) :])
+
+
 def num_open_files() -> int:
     """Count the descriptors of this process."""
     return len([*Path("/proc/self/fd").iterdir()])
@@ -90,6 +97,15 @@ async def test_a_tenant_goes_where_the_ledger_is_gone(tmp_path: Path) -> None:
     lose_ledgers(tmp_path)
     assert await delete_tenant(settings, "ann") == 2 * N
     assert await found(engine, settings) == [0, 2 * N, 2 * N]
+
+
+@pytest.mark.parametrize("num_zeros", [None, 4096])
+async def test_of_others_nothing_goes_where_the_ledger_is_zeros(tmp_path: Path, num_zeros: int | None) -> None:
+    """What is entered of those that go is not taken for all that was ever written."""
+    engine = await filled(nvme(tmp_path))
+    zero_ledgers(tmp_path, num_zeros)
+    assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N
+    assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
 
 
 async def test_a_block_that_cannot_be_looked_at_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,7 @@
 """Damage of a ledger is repaired from the records, said aloud, and brings nothing back that was evicted."""
 
+import errno
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +28,7 @@ from tests.support.nvme_tier import (
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.system import Files
 from tiered_kv.testing import block_names, make_block
+from tiered_kv_backends.nvme import ledger as ledger_module
 
 T = TypeVar("T")
 ENTRY_BYTES = 64
@@ -79,6 +82,44 @@ async def test_a_lost_ledger_is_rebuilt(tmp_path: Path, destroy: Callable[[Path]
         async with open_tier(tmp_path) as tier:
             assert tier.recovered(20) == expected
             assert await tier.verified(expected) == [Outcome.HIT] * 18
+
+
+@pytest.mark.parametrize("num_left", [0, 7, None], ids=["deleted", "cut", "zeros"])
+async def test_a_lost_ledger_is_rebuilt_whoever_was_killed_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_left: int | None
+) -> None:
+    """Whichever write to it was the last one: what it does not say yet is not taken for never written."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(20))
+        await tier.backend.forget(0, slots_of({5: 5, 17: 17}))
+    expected = count_up(20)
+    del expected[5], expected[17]
+    ledger = ledger_of(tmp_path)
+    whole, pwrite, num_writes, num_done = ledger.read_bytes(), Files.pwrite, 1, 0
+    monkeypatch.setattr(ledger_module, "_CHUNK", 3)
+    lost = bytes(len(whole)) if num_left is None else whole[: num_left * ENTRY_BYTES]
+
+    def write_some(self: Files, fd: int, data: memoryview, offset: int) -> int:
+        nonlocal num_done
+        is_ledgers = os.fstat(fd).st_ino == ledger.stat().st_ino
+        num_done += is_ledgers
+        if is_ledgers and num_done > num_writes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(self, fd, data, offset)
+
+    while True:
+        num_done = 0
+        ledger.write_bytes(lost)
+        with monkeypatch.context() as patched:
+            patched.setattr(Files, "pwrite", write_some)
+            async with open_tier(tmp_path) as tier:
+                assert tier.recovered(20) == expected
+        async with open_tier(tmp_path) as tier:
+            assert tier.recovered(20) == expected
+        if num_done <= num_writes:
+            break
+        num_writes += 1
+    assert num_writes > 10
 
 
 async def test_a_tier_that_was_emptied_is_not_damaged(tmp_path: Path) -> None:
