@@ -174,11 +174,13 @@ class Admission:
             account = Account(host, self._settings.limits.pin_quota, pins_of(share.cache))
             session = Session(
                 name, share.cache, ranks, account, host,
-                is_read_only=opening.is_read_only or uid in host.read_only_uids, page_locks=opening.page_locks,
+                is_read_only=opening.is_read_only or uid in host.read_only_uids,
             )  # fmt: skip
             token = secrets.token_bytes(16)
             client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
             self.clients[token] = client
+            if opening.page_locks:
+                session.keep_memory()
             with ExitStack() as given:
                 seat = SeatCalls(share.cache, ranks, b"", account.pins).seat
                 slabs, descriptors = _slabs_of(seat, len(ranks), given, is_read_only=session.is_read_only)

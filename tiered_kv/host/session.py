@@ -81,7 +81,6 @@ class Session:
         limits: HostSettings,
         *,
         is_read_only: bool,
-        page_locks: bool = False,
     ) -> None:
         """Begin.
 
@@ -92,7 +91,6 @@ class Session:
             account: Of what it has, and its pins.
             limits: What one client may have under way.
             is_read_only: See the attribute.
-            page_locks: Whether it may page-lock the memory of its model.
         """
         self.name = name
         self.is_read_only = is_read_only
@@ -111,8 +109,6 @@ class Session:
         self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks, self._serves)
         self._changes = SessionChanges(self._tasks)
         self._keep_no_more: Callable[[], None] | None = None
-        if page_locks:
-            self.keep_memory()
         self._has_ended = False
 
     def keep_memory(self) -> None:
@@ -175,8 +171,9 @@ class Session:
         self.jobs.leave()
         self._changes.end_all()
         self._account.pins.close()
-        if self._keep_no_more is not None:
-            self._keep_no_more()
+        if (keep_no_more := self._keep_no_more) is not None:
+            self._keep_no_more = None
+            keep_no_more()
 
     async def ended(self) -> None:
         """Wait until nothing is under way for it."""
