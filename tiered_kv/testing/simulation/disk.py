@@ -213,6 +213,13 @@ class SimulatedDisk:
             node = max(files, key=lambda each: len(each.data)) if in_largest else self._tape.pick("faults", files)
             _flip(node, self._tape.draw("faults", len(node.data)), 1 << self._tape.draw("faults", 8))
 
+    def lose(self, name: str, num_kept: int | None) -> None:
+        """Have files of a name be cut, or be zeros."""
+        for node in self._all(name):
+            node.sync()
+            for data in (node.data, node.durable):
+                data[:] = bytes(len(data)) if num_kept is None else data[:num_kept]
+
     def flip(self, path: Path, at: int) -> None:
         """Change a bit of the byte at a place of a file that is there."""
         node: _Node | None = self.root

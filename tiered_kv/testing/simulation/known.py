@@ -293,6 +293,12 @@ class Known:
             block.is_gone_weakly, block.is_doubtful = block.is_gone, True
             block.is_gone_synced = False
 
+    def ledgers_are_lost(self) -> None:
+        """Disks know what they have by its records alone: what was evicted by name has none, and stays away."""
+        for block in self._blocks.values():
+            if block.gone_why != "evicted" or block.is_gone_weakly:
+                block.gone_at = math.inf
+
     def may_be_back(self) -> None:
         """What had gone may be found by who begins now: its media have not heard of that."""
         for block in self._blocks.values():

@@ -25,6 +25,11 @@ from tiered_kv.testing.simulation.workload import End, Requests
 from tiered_kv.testing.simulation.world import WEIGHTS, World
 
 _MOST_LIVES: Final = 6
+_LOST: Final = 0.4
+"""How often disks that were always well have no ledger when a process begins."""
+_DIES: Final = 0.7
+_TURNS_OF_A_REBUILD: Final = 400
+_SOME_BYTES: Final = 200
 STEPS_A_SEED: Final = 120
 
 
@@ -111,7 +116,7 @@ def _interrupted_later() -> Iterator[None]:
 def _direct(world: World, theme: Scene) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
     shape, turns, tape = world.shape, world.turns, world.tape
-    weights, past = WEIGHTS[0], directories.Past(world)
+    weights, past, is_clean = WEIGHTS[0], directories.Past(world), False
     for life in range(directories.MOST_LIVES if shape.changes_disks else _MOST_LIVES):
         if life:
             world.shape = shape = _changed(world, shape)
@@ -135,6 +140,8 @@ def _direct(world: World, theme: Scene) -> None:
         world.die_at = None
         if shape.changes_disks:
             directories.begin(world, past)
+        else:
+            _may_lose_ledgers(world, is_clean=is_clean)
         world.tell(f"{name} begins: {shape}")
         process, was_over = world.start_process(name, main), False
         while not turns.wait(
@@ -148,6 +155,7 @@ def _direct(world: World, theme: Scene) -> None:
         if world.failures:
             return
         _end(world, process)
+        is_clean = not world.trouble.has_been
         if requests:
             weights = requests[0].weights
             past.end(world, has_opened=requests[0].has_opened)
@@ -175,6 +183,23 @@ def _end(world: World, process: SimulatedProcess) -> None:
     trouble.has_unentered |= not process.has_ended and any(disk.unentered for disk in world.disks)
     trouble.has_rot |= lost_power  # what is torn is lost, and nobody can say which it is
     trouble.lost_power = trouble.is_stale = trouble.since_told = False  # who begins owes media nothing
+
+
+def _may_lose_ledgers(world: World, *, is_clean: bool) -> None:
+    """Have each disk's ledger be gone, cut or zeros, perhaps, and whoever rebuilds it perhaps be killed meanwhile.
+
+    What a process has left whose media were at fault, or that no ledger had yet, has no word against it then.
+    """
+    tape = world.tape
+    if not (is_clean and world.shape.has("nvme") and tape.chance("ledgers", _LOST)):
+        return
+    for disk in world.disks:
+        num_kept = tape.draw("ledgers", 4) * _SOME_BYTES
+        disk.lose("ledger", None if tape.draw("ledgers", 2) else num_kept)
+    world.tell("ledgers are lost")
+    world.known.ledgers_are_lost()
+    if tape.chance("ledgers", _DIES):
+        world.die_at = world.turns.num_turns + tape.draw("ledgers", _TURNS_OF_A_REBUILD)
 
 
 def _is_to_die(world: World) -> bool:

@@ -9,7 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar
 
 T = TypeVar("T")
-Track = Literal["plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks", "events"]
+Track = Literal[
+    "plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks", "events", "ledgers"
+]
 """What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
 TRACKS: Final[tuple[Track, ...]] = (
     "plan",
@@ -22,6 +24,7 @@ TRACKS: Final[tuple[Track, ...]] = (
     "hands",
     "disks",
     "events",
+    "ledgers",
 )
 Numbers = Mapping[Track, Sequence[int]]
 

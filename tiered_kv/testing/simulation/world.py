@@ -99,6 +99,11 @@ class Trouble:
     is_stale: bool = False
     has_unentered: bool = False
 
+    @property
+    def has_been(self) -> bool:
+        """Whether anything ever went wrong with a medium, or left there what no ledger has."""
+        return self.is_on or self.ended > 0 or any((self.has_rot, self.has_lied, self.is_stale, self.has_unentered))
+
 
 class World:
     """All that there is.
