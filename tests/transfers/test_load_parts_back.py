@@ -91,8 +91,10 @@ async def test_all_claimed_ends_while_the_medium_still_hangs() -> None:
     async with held(engine) as (kv, medium):
         handle = await parts_under_way(kv, medium)
         assert handle.stop_before(32) == 32
+        handle.cancel()
         loaded = await handle
         assert not loaded.mask.any()
+        assert loaded.faults == ()  # nothing was wanted any more
         medium.on_read.release()
         await until_idle(kv)
         assert engine.is_poisoned()

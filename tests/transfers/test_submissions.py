@@ -3,6 +3,7 @@
 import asyncio
 import math
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -81,6 +82,25 @@ def test_an_interrupt_in_a_start_ends_that_one_alone() -> None:
     assert (ticket.result, [each.result for each in behind]) == (-1, [1, 2])
     assert len(transfers.submissions.poll(0.0)) == 3
     loop.close()
+
+
+async def test_a_result_is_given_to_who_waits_for_it_alone() -> None:
+    """Whoever polls just then does not get it, too: an engine would take its pages back twice."""
+    submissions, loop, may_end = Transfers().submissions, asyncio.get_running_loop(), asyncio.Event()
+
+    async def late() -> int:
+        await may_end.wait()
+        return 7
+
+    ticket = submissions.submit(lambda: Handle(loop.create_task(late()), lambda: None), lambda _: -1)
+    waiting = [asyncio.ensure_future(asyncio.to_thread(ticket.wait, 30.0)) for _ in range(2)]
+    lock: Any = submissions._polled.lock  # noqa: SLF001 - ours
+    await until(lambda: len(lock._waiters) == 2)  # noqa: SLF001 - nobody else says who waits
+    with lock:  # who waits wakes later
+        may_end.set()
+        await until(lambda: ticket.result is not None)
+        assert submissions.poll(0.0) == []
+    assert await asyncio.gather(*waiting) == [7, 7]
 
 
 async def test_results_that_nobody_asks_for_are_bounded() -> None:

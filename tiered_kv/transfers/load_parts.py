@@ -135,7 +135,7 @@ class BackLoad(InParts):
         ended_by = self._in_place - 1 if self._hole is None else self._hole
         last_missed = max(0, ended_by - self._claimed)
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
-        faults += [wanted.revocation()] if self.revoked else []
+        faults += [wanted.revocation()] if self.revoked and len(wanted.batch) else []
         result = wanted.result(last_missed, counts, faults, loop.time() - started, mask)
         return replace(result, num_blocks=0 if self._in_place else n, num_requested=n)
 

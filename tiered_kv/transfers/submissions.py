@@ -136,6 +136,7 @@ class Submissions:
         self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
         self._underway: set[Ticket[Any]] = set()
+        self._waiting: dict[Ticket[Any], set[object]] = {}  # for each of those, whose its result is
         self._is_open = True
         self._loop_calls = loop_calls
         self._handles: dict[Ticket[Any], Handle[Any]] = {}  # the event loop's thread alone uses them
@@ -187,11 +188,25 @@ class Submissions:
         with self._polled.lock:
             if ticket.result is None:
                 self._polled.check_may_block()
-                self._polled.wait_until(lambda: ticket.result is not None, timeout_s)
+                self._wait_for(ticket, timeout_s)
             self._polled.forget(ticket)
             if ticket.result is None:
                 raise TimeoutError(f"the transfer has not ended within {timeout_s} s; it goes on")
             return ticket.result
+
+    def _wait_for(self, ticket: Ticket[Any], timeout_s: float | None) -> None:
+        """Wait for a result, which is told to nobody else meanwhile; with the lock held."""
+        me, waiting, has_it = object(), self._waiting.setdefault(ticket, set()), False
+        try:
+            waiting.add(me)
+            self._polled.wait_until(lambda: ticket.result is not None, timeout_s)
+            has_it = ticket.result is not None
+        finally:
+            waiting.discard(me)
+            if not waiting:
+                self._waiting.pop(ticket, None)
+                if not has_it and ticket.result is not None:  # interrupted as it ended: whoever polls has to hear of it
+                    self._polled.tell(ticket, ticket.result)
 
     def cancel(self, ticket: Ticket[Any]) -> None:
         """Have a transfer stop as soon as possible; it ends, and is polled, as all do."""
@@ -226,7 +241,10 @@ class Submissions:
         with self._polled.lock:
             ticket.result = result
             self._underway.discard(ticket)
-            self._polled.tell(ticket, result)
+            if self._waiting.get(ticket):
+                self._polled.lock.notify_all()
+            else:
+                self._polled.tell(ticket, result)
 
 
 def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
