@@ -109,6 +109,7 @@ class MooncakeBackend(Backend):
         self._store: MooncakeDistributedStore | None = None
         self._running: set[asyncio.Future[Any]] = set()
         self._registered: set[int] = set()
+        self.keeps_memory = settings.protocol != "tcp"
 
     async def open(self, context: BackendContext) -> None:
         """Join the store.

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.caches import AnyTier, Recorder, open_cache, until, until_idle
+from tests.support.caches import AnyTier, Recorder, inside, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
@@ -93,6 +94,23 @@ async def test_pages_go_out_and_come_back_where_the_engine_says() -> None:
         moved = await kv.swap({7 - page: 20 + page for page in range(6)})
         assert moved.num_in == 6
         assert engine.read(INTO) == contents(KEYS)
+        await until_idle(kv)
+
+
+async def test_tensors_that_are_let_go_of_are_nobodys_after_a_swap_either() -> None:
+    """An engine that sleeps, or unmaps them, has their memory back; those that come next have the same slots."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
+        engine.compute(KEYS)
+        assert (await kv.swap(blocks_to_swap_out={0: 3})).num_out == 1
+        space = weakref.ref(inside(kv).swaps._spaces[0])  # noqa: SLF001 - no public call tells of it
+        kv.unregister_kv_caches()
+        gc.collect()
+        assert space() is None
+        engine.poison()
+        kv.register_kv_caches(engine.caches)
+        assert (await kv.swap({3: 20})).num_in == 1
+        assert engine.read(INTO[:1]) == contents(KEYS)[:1]
         await until_idle(kv)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
 from tests.support.planned import mapped
@@ -49,6 +49,17 @@ async def test_memory_that_workers_may_have_page_locked_is_not_given_back() -> N
             await kv.resize("cpu", PAYLOAD_BYTES)
             await kv.resize("cpu", 64 * PAYLOAD_BYTES)
             assert memory[:] == b"Z" * len(memory)
+
+
+async def test_memory_that_a_medium_goes_on_using_is_not_given_back() -> None:
+    """As what it has registered for RDMA: it would read and write pages that are none of the slab's any more."""
+    backend = ScriptedBackend()
+    backend.keeps_memory = True
+    async with open_cache(cpu(8, 64), backend) as kv:
+        rows = inside(kv).chains[0].host.slab.rows
+        rows[:] = 90
+        await kv.resize("cpu", PAYLOAD_BYTES)
+        assert (rows == 90).all()
 
 
 async def test_memory_grows_and_shrinks() -> None:

@@ -1,8 +1,12 @@
 """Which device is meant where none is named."""
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 import torch
 
-from tiered_kv.memory.gpu import resolve
+from tiered_kv.memory.gpu import handle_of, resolve
 
 
 def test_the_device_is_the_gpu_if_there_is_one() -> None:
@@ -11,3 +15,21 @@ def test_the_device_is_the_gpu_if_there_is_one() -> None:
     assert isinstance(meant, torch.device)
     assert meant.type == ("cuda" if torch.cuda.is_available() else "cpu")
     assert resolve("cpu") == torch.device("cpu")
+
+
+def test_who_only_asks_which_it_is_may_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA itself is not asked: after that no fork of this process could use it. torch can ask NVML instead."""
+
+    def asked() -> bool:
+        raise AssertionError
+
+    monkeypatch.setattr(torch.cuda, "is_available", asked)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert [resolve(name) for name in (None, "cuda")] == [torch.device("cuda", 0)] * 2
+
+
+@pytest.mark.parametrize(("said", "handle"), [((0, 7), 7), ((7, 7), 7), ((7,), 7), ((0, 0), 0), ((0,), 0)])
+def test_an_event_that_was_recorded_has_a_handle(said: tuple[int, ...], handle: int) -> None:
+    """Also in torch 2.6 and 2.7, where a CUDA event's `event_id` is always 0."""
+    event: Any = SimpleNamespace(**dict(zip(("event_id", "cuda_event"), said, strict=False)))
+    assert handle_of(event) == handle

@@ -51,6 +51,12 @@ def backend_at(server: MooncakeServer, **settings: object) -> MooncakeBackend:
     return MooncakeBackend(MooncakeBackend.Settings.model_validate({"url": server.url, **settings}))
 
 
+@pytest.mark.parametrize(("protocol", "keeps"), [("tcp", False), ("rdma", True)])
+def test_memory_that_rdma_knows_is_not_given_back(protocol: str, *, keeps: bool) -> None:
+    """It is registered once, by its pages, and never again."""
+    assert MooncakeBackend({"url": "mooncake://127.0.0.1:1", "protocol": protocol}).keeps_memory is keeps
+
+
 class TestMooncakeBackend(BackendTests):
     capacity_bytes = None  # the store's segments are its limit
     survives_reopening = True

@@ -169,6 +169,12 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
                 fake.fail(CAPTURED_EVENT)
 
     class Event(AnyEvent):
+        event_id = 0  # as in torch 2.6 and 2.7
+
+        @property
+        def cuda_event(self) -> int:
+            return 0 if self.marker is None else id(self.marker)
+
         def record(self, stream: Any = None) -> None:  # noqa: ANN401 - whatever it is
             assert stream is None or isinstance(stream, Stream), "what lies there is taken for a stream"
             super().record(stream)

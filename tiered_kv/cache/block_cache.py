@@ -314,9 +314,7 @@ class TransferCalls(ABC):
         Loads and stores that are under way use them to their end: wait for these first. Those that come later are
         refused with ConfigurationError, until tensors are registered again. Blocks in the tiers stay.
         """
-        side = self._open()
-        side.of_rank(group)
-        side.bindings.unregister_caches(group)
+        self._open().unregister_caches(group)
 
     def register_host_pool(
         self,

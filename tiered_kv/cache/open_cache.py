@@ -256,13 +256,10 @@ class OpenCache:
             for slab in slabs:
                 slab.keep_no_more()
             if self.closing is None and not any(slab.is_kept for slab in slabs):
-                self.background.spawn(self._give_back_memory(), "give back host memory")
+                given_up = GivenUp(self.chains, [chain.host for chain in self.chains])
+                self.background.spawn(self._give_back_later(given_up), "give back host memory")
 
         return keep_no_more
-
-    async def _give_back_memory(self) -> None:
-        async with self._resizing:
-            await GivenUp(self.chains, [chain.host for chain in self.chains]).give_back()
 
     async def _give_back_later(self, given_up: GivenUp) -> None:
         """Give back what is beyond a tier's capacity, whatever that is by then, once nobody uses it."""

@@ -14,6 +14,7 @@ from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.cache.parts import BlockKind, CacheParts, StoragePart
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.index import TierIndex
+from tiered_kv.media.backend import Backend
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.gpu import make_device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
@@ -61,6 +62,8 @@ async def open_cache(parts: CacheParts) -> Seat:
         chains, device = await _build_chains(stack, parts, backends, kinds, tasks, fates)
         cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
+    if any(isinstance(part.backend, Backend) and part.backend.keeps_memory for part in parts.tiers.storage):
+        cache.keep_memory()
     try:
         cache.lifetime.callback(seat.bindings.forget)
         if parts.watch is not None:

@@ -62,6 +62,7 @@ class EngineSide(ABC):
         shards: Whose parts of the blocks it is of: one rank's, or all.
         tasks: Everything under way.
         bindings: The engine's memory.
+        swaps: What the engine numbers itself.
         submissions: Transfers of other threads.
         lifetime: Closes what belongs to it.
         loop: The event loop.
@@ -74,6 +75,7 @@ class EngineSide(ABC):
         self.shards = shards
         self.tasks = tasks
         self.bindings = Bindings()
+        self.swaps = SwapSpaces()
         self.submissions = Submissions(loop_calls)
         self.lifetime = lifetime
         self._loop_calls = loop_calls
@@ -100,6 +102,12 @@ class EngineSide(ABC):
     @abstractmethod
     def deadline(self, deadline_s: float | None) -> float:
         """Return when a load's time is up, on the loop's clock. From any thread."""
+
+    def unregister_caches(self, group: int) -> None:
+        """Let go of the engine's tensors of one KV group once nothing moves to or from them."""
+        self.of_rank(group)
+        self.bindings.unregister_caches(group)
+        self.swaps.forget(group)
 
     def check_loop(self, *, anywhere: bool = False) -> None:
         """Raise unless a call comes from the event loop that opened the cache, or ``anywhere`` while that is there.
@@ -165,7 +173,6 @@ class Seat(EngineSide):
         self.epoch = epoch
         self.past_epochs: list[bytes] = []
         self.pins = pins
-        self._swaps = SwapSpaces()
 
     # Which chains a call is about, and what keys are called there.
 
@@ -259,7 +266,7 @@ class Seat(EngineSide):
     def swap_space(self, group: int) -> SwapSpace:
         chain, caches = self.of_rank(group), self.bindings.caches_of(group)
         side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
-        return self._swaps.of(group, side, caches, int(self.cache.limits.swap_space), self.lifetime)
+        return self.swaps.of(group, side, caches, int(self.cache.limits.swap_space), self.lifetime)
 
     @override
     def deadline(self, deadline_s: float | None) -> float:

@@ -265,7 +265,8 @@ class ConnectedKV(FarCalls):
         name = name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"  # noqa: PTH119 - of no path
         shards, emit = check_shards(shard), guarded(check_emit(emit))
         device = resolve(device)
-        page_locks = (device.kind if isinstance(device, Device) else torch.device(device).type) != "cpu"
+        kind = device.kind if isinstance(device, Device) else torch.device(device).type
+        page_locks = kind != "cpu" and not read_only  # what is only read is mapped otherwise, and copied by the CPU
         opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
         make_side = partial(FarSide, device, layout, shards, emit)
         super().__init__(Connection(_path_in(url), opening, make_side, timeout_s), model, layout, shards, emit)

@@ -31,7 +31,7 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
-from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
+from tiered_kv.transfers.swap import SwapSide, SwapSpace
 from tiered_kv.values.errors import (
     BackendUnavailableError,
     ClosedError,
@@ -167,7 +167,6 @@ class FarSide(EngineSide):
         super().__init__(shards, Tasks(), loop_calls, lifetime)
         lifetime.callback(self.bindings.forget)
         self.attached = attached
-        self.swaps = SwapSpaces()
         self.loop_calls = loop_calls
         self.emit = emit
         self.groups = [

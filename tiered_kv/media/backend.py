@@ -347,7 +347,14 @@ class CutPrefix(int):
 
 
 class Backend(_Tier):
-    """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind."""
+    """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind.
+
+    Attributes:
+        keeps_memory: Whether it goes on using the memory of blocks behind a call, as RDMA does: then a cache gives none
+            of its host memory back to the system.
+    """
+
+    keeps_memory: bool = False
 
     async def open(self, context: BackendContext) -> None:
         """Connect. `ConfigurationError` for what can never work, `BackendUnavailableError` for what may work later.

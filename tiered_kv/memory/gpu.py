@@ -76,7 +76,7 @@ class AcceleratorDevice(Device):
             after, torch.Event | torch.cuda.Event
         ):  # in a torch without CUDA the latter is no torch.Event
             raise ConfigurationError(f"after must be a torch event on {self.torch_device}, got {type(after).__name__}")
-        if not after.event_id:
+        if not handle_of(after):
             raise ConfigurationError(
                 "after was never recorded: call event.record(stream) first, or nothing waits for it"
             )
@@ -348,7 +348,7 @@ class CUDADevice(AcceleratorDevice):
         if isinstance(after, LateEvent):
             return
         with self.here():
-            if driver.was_captured(after.event_id):
+            if driver.was_captured(handle_of(after)):
                 raise ConfigurationError(
                     "after was recorded in the capture of a CUDA graph, where it stands for no work: record one outside"
                 )
@@ -414,6 +414,19 @@ class CUDADevice(AcceleratorDevice):
             _check(_runtime().cudaHostUnregister(address), "unlock host memory")
 
 
+def handle_of(event: torch.Event) -> int:
+    """Return the device's own handle of an event, 0 of one that was never recorded.
+
+    In torch 2.6 and 2.7 the ``event_id`` of a `torch.cuda.Event` is always 0: https://github.com/pytorch/pytorch/pull/151226.
+    """
+    return int(getattr(event, "cuda_event", 0) or event.event_id)
+
+
+def has_cuda() -> bool:
+    """Say whether torch sees a GPU, by NVML where it can: to ask CUDA itself would be the end of forks that use it."""
+    return torch.cuda.device_count() > 0
+
+
 def resolve(device: DeviceLike | None) -> DeviceLike:
     """Return a device, or say which one is meant *here*: ``"cuda"`` is this thread's current GPU, not another's.
 
@@ -425,12 +438,12 @@ def resolve(device: DeviceLike | None) -> DeviceLike:
     if isinstance(device, Device):
         return device
     if device is None:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cuda" if has_cuda() else "cpu"
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
         raise ConfigurationError(f"there is no device {device!r:.80}: write e.g. 'cpu', 'cuda' or 'cuda:0'") from error
-    if wanted.type == "cuda" and wanted.index is None and torch.cuda.is_available():
+    if wanted.type == "cuda" and wanted.index is None and has_cuda():
         # Before CUDA is initialised no thread can have chosen one; and asking would initialise it, for forks to fail.
         return torch.device("cuda", torch.cuda.current_device() if torch.cuda.is_initialized() else 0)
     return wanted

@@ -56,7 +56,12 @@ class SwapSpaces:
 
     def __init__(self) -> None:
         self._spaces: dict[int, SwapSpace] = {}
+        self._slabs: dict[int, HostSlab] = {}
         self._streams: dict[int, Stream] = {}
+
+    def forget(self, group: int) -> None:
+        """Let go of the engine's tensors of a KV group: those that are registered next have the same slots."""
+        self._spaces.pop(group, None)
 
     def of(
         self, group: int, side: SwapSide, caches: PagedCaches | None, num_bytes: int, stack: AsyncExitStack
@@ -75,7 +80,7 @@ class SwapSpaces:
                 raise ConfigurationError(
                     f"CacheLimits.swap_space of {num_bytes} bytes holds no page of {page.stride_bytes}"
                 )
-            if space is None:
+            if (slab := self._slabs.get(group)) is None:
                 if (stream := self._streams.get(group)) is None:
                     stream = self._streams[group] = side.device.stream(f"swap{group}")
                     stack.callback(stream.close)
@@ -89,9 +94,8 @@ class SwapSpaces:
                     slab.close()
                     raise
                 stack.callback(slab.close)
-            else:
-                slab, stream = space.slab, space.lane.stream
-            space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(stream, None))
+                self._slabs[group] = slab
+            space = self._spaces[group] = SwapSpace(side, caches, slab, Lane(self._streams[group], None))
         return space
 
 
@@ -164,6 +168,7 @@ class Swap(Revocable):
     ) -> None:
         """Submit all of it, after ``after``; what has not begun by ``deadline``, on the loop's clock, does not."""
         super().__init__()
+        self._space = space  # and so the engine's tensors, until it has ended
         self._deadline = deadline
         self._counts = len(swap_out), len(swap_in), len(copy)
         self._errors: dict[int, BaseException] = {}
