@@ -10,6 +10,7 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, POISON, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, Worker
+from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 
 KEYS = prompt(9)
@@ -107,6 +108,25 @@ async def test_what_finds_no_slots_at_once_is_not_loaded() -> None:
         assert (await handle).num_blocks == n
         assert engine.read(into[:n]) == contents(keys[:n])
         assert (await kv.load(keys[n:], into[n:])).num_blocks == 30 - n
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+async def test_what_is_copied_late_is_admitted_once_it_is_there(
+    monkeypatch: pytest.MonkeyPatch, *, layerwise: bool
+) -> None:
+    """While memory is not page-locked: a stream that is to wait for it would block whoever has it do so."""
+    engine, device = Engine(), ScriptedDevice()
+    async with open_cache(CPU, engine=engine, device=device) as kv:
+        storing = asyncio.create_task(keep(kv, engine, KEYS))
+        await until(storing.done, on_wait=device.run_all)
+        monkeypatch.setattr(LaneCopy, "is_late", property(lambda copy: not copy.ended.done()))
+        handle = kv.start_load(KEYS, INTO, layerwise=layerwise)
+        admitted = asyncio.ensure_future(handle.admitted())
+        await _some_turns()
+        assert not admitted.done()
+        await until(admitted.done, on_wait=device.run_all)
+        assert await admitted == (await handle).num_blocks == 9
         await until_idle(kv)
 
 

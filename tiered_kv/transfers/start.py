@@ -401,8 +401,11 @@ class ReadyLoad(BegunLoad):
         request, loop = self._request, asyncio.get_running_loop()
         if self._timer is not None:
             self._timer.cancel()
-        self._admit(len(slots))
         self._copy = request.chain.copy(request.lane, self._copy_of_slots(slots))
+        if self._copy.is_late:  # no stream could wait for it yet without blocking who has it wait
+            self._num_blocks = len(slots)
+        else:
+            self._admit(len(slots))
         self._copy.ended.add_done_callback(self._stream_copied)
         self._timer = loop.call_at(max(request.deadline, loop.time() + LAST_COPIES_S), self._revoke_late)
 
@@ -440,6 +443,8 @@ class ReadyLoad(BegunLoad):
                 self._faults.append(request.copy_failure(error))
         if self._is_overtaken():
             num_blocks = 0
+        if not self.is_admitted:
+            self._admit(num_blocks)
         self._let_go(is_use=num_blocks > 0 and is_resident)
         self._end(num_blocks, self._counts(num_blocks), but=self._tier if is_resident else None)
 
