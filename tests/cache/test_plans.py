@@ -27,7 +27,6 @@ from tiered_kv import (
     Worker,
 )
 from tiered_kv.cache import worker as worker_module
-from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.values.errors import Reason, TierFault
@@ -45,16 +44,6 @@ def overwrite(path: Path) -> None:
     for slab in path.rglob("slab"):
         with slab.open("r+b") as file:
             file.write(bytes(slab.stat().st_size))
-
-
-async def test_a_worker_without_a_gpu_takes_no_memory_that_no_block_lies_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planner's cache may have room for far more than it has: nothing is gained by touching it."""
-    async with open_any(AnyEngine(), {**CPU, "max_capacity": 1 << 20}) as kv:
-        slabs, touched = kv.planner().slabs(), list[object]()
-        monkeypatch.setattr(CPUDevice, "page_lock", lambda _, slab: touched.append(slab))
-        with Worker(slabs, layout=SMALL, device="cpu"):
-            pass
-    assert touched == []
 
 
 async def test_a_round_trip_through_two_ranks(tmp_path: Path) -> None:

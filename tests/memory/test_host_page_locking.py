@@ -33,6 +33,18 @@ def test_on_a_cpu_memory_is_touched_and_stays_pageable() -> None:
     assert device.close()
 
 
+def test_of_an_attached_slab_only_what_is_there_is_touched_on_a_cpu() -> None:
+    """Where there is no block its process may have given the memory back, or never have taken it."""
+    slab, device = HostSlab(4, 2 << 20, 2 << 20), CPUDevice()
+    slab.payload(1)[:3] = b"abc"
+    attached = HostSlab.attach(slab.fd, 4, 2 << 20, 2 << 20)
+    locking = device.page_lock(attached)
+    assert locking.wait() is PageLockState.PAGEABLE
+    assert os.fstat(slab.fd).st_blocks * 512 == 2 << 20
+    assert device.close()
+    attached.close()
+
+
 def test_memory_is_locked_in_pieces_of_whole_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each piece is locked once and unlocked once, and none cuts a slot in two. How far it is, is said now and then."""
     monkeypatch.setattr(host, "PIECE_BYTES", 2 * STRIDE + 4096)

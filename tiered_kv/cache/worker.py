@@ -359,8 +359,7 @@ class _Slab:
         finally:
             os.close(fd)
         self._device = device
-        # On a CPU nothing is gained by it, and what no block lies in would be taken from the system.
-        self._locking = None if device.kind == "cpu" else device.page_lock(self._slab)
+        self._locking = device.page_lock(self._slab)
         self._lock = system().lock()
         self._num_users = 1
 
@@ -383,7 +382,9 @@ class _Slab:
         if not is_left:
             return
         self._slab.close()
-        if self._locking is not None:  # it waits for the piece at hand, and whoever ends a copy must not
+        if self._device.kind == "cpu":
+            self._device.page_unlock(self._locking)
+        else:  # it waits for the piece that is being page-locked, and whoever ends a copy must not
             threading.Thread(target=self._device.page_unlock, args=(self._locking,), daemon=True).start()
 
     leave = copy_ended

@@ -25,7 +25,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
@@ -105,6 +105,7 @@ class HostSlab:
         self.payload_bytes = payload_bytes
         self.name = name
         self.is_read_only = is_read_only
+        self.is_attached = fd is not None
         try:
             self._fd = _new_memory(name, self.num_bytes) if fd is None else os.dup(fd)
             try:
@@ -426,7 +427,8 @@ class PageLocking:
         """Start it.
 
         Args:
-            slab: Its mapping lives until this is closed. One that is only read is neither touched nor page-locked.
+            slab: Its mapping lives until this is closed. One that is only read is neither touched nor page-locked; of
+                one that is attached and not to be page-locked only what its process has taken from the system by now.
             lock: Page-locks ``(address, num_bytes)`` or raises, `TryAgainError` to be called again in a while; None
                 leaves the memory pageable.
             unlock: Undoes it for an address.
@@ -456,7 +458,12 @@ class PageLocking:
         self._piece_slots = slots_per_piece(slab.stride_bytes)
         self._stop = threading.Event()
         self._closing = threading.Lock()  # a slab may be given back while its device is being closed
-        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-pin-{slab.name}", daemon=True)
+        self._only_there: int | None = None
+        if lock is None and slab.is_attached:
+            with suppress(OSError):  # without a descriptor nothing is touched
+                self._only_there = -1
+                self._only_there = os.dup(slab.fd)
+        self._thread = threading.Thread(target=self._prepare, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> PageLockState:
@@ -493,8 +500,24 @@ class PageLocking:
         self.state = PageLockState.PAGEABLE
         self._rows = self._rows.new_empty(0, 1)
 
+    def _prepare(self) -> None:
+        try:
+            self._run()
+        finally:
+            if self._only_there is not None and self._only_there >= 0:
+                os.close(self._only_there)
+
+    def _is_there(self, start: int, num_bytes: int) -> bool:
+        """Say whether to touch some bytes, all or those that the system has given pages to."""
+        if self._only_there is None:
+            return True
+        try:
+            return os.lseek(self._only_there, start, os.SEEK_DATA) < start + num_bytes
+        except OSError:  # there is nothing behind them either
+            return False
+
     def _run(self) -> None:
-        started = time.monotonic()
+        started, start = time.monotonic(), 0
         stride_bytes = self._rows.shape[1] * 8
         if self._node is not None and not prefer_node(self._node):
             self._node = None
@@ -505,9 +528,10 @@ class PageLocking:
                 if self._stop.is_set():
                     self.state = PageLockState.PAGEABLE
                     return
-                if not self._is_read_only:
+                if not self._is_read_only and self._is_there(start, part.nbytes):
                     touch(part)
-                self.ready_bytes += part.nbytes
+                start += part.nbytes
+                self.ready_bytes = start
             self._try_to_lock(piece)
         is_locked = self._lock is not None and self.page_locked_bytes == self.num_bytes
         self.state = PageLockState.LOCKED if is_locked else PageLockState.PAGEABLE
