@@ -458,13 +458,17 @@ class PageLocking:
         self._piece_slots = slots_per_piece(slab.stride_bytes)
         self._stop = threading.Event()
         self._closing = threading.Lock()  # a slab may be given back while its device is being closed
+        self._thread = threading.Thread(target=self._prepare, name=f"tiered_kv-pin-{slab.name}", daemon=True)
         self._only_there: int | None = None
         if lock is None and slab.is_attached:
+            self._only_there = -1
             with suppress(OSError):  # without a descriptor nothing is touched
-                self._only_there = -1
                 self._only_there = os.dup(slab.fd)
-        self._thread = threading.Thread(target=self._prepare, name=f"tiered_kv-pin-{slab.name}", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except BaseException:  # there is no thread to be had
+            self._close_fd()
+            raise
 
     def wait(self, timeout_s: float | None = None) -> PageLockState:
         """Wait until nothing more is coming, or ``timeout_s`` have passed, and return the state."""
@@ -504,8 +508,11 @@ class PageLocking:
         try:
             self._run()
         finally:
-            if self._only_there is not None and self._only_there >= 0:
-                os.close(self._only_there)
+            self._close_fd()
+
+    def _close_fd(self) -> None:
+        if self._only_there is not None and self._only_there >= 0:
+            os.close(self._only_there)
 
     def _is_there(self, start: int, num_bytes: int) -> bool:
         """Say whether to touch some bytes, all or those that the system has given pages to."""
