@@ -22,9 +22,11 @@ def test_it_runs() -> None:
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys, time
 sys.path.insert(0, sys.argv[1])
 import engine_threads
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's jobs in the background ignore it
 
 known = engine_threads.block_of
 

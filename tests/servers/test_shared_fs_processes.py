@@ -76,12 +76,21 @@ def temporaries_in(path: Path) -> list[Path]:
 
 
 def total_bytes(path: Path) -> int:
-    """Return what the limit is on."""
-    num_bytes = 0
+    """Return what the limit is on: of files that were all there when the last of them was looked at.
+
+    What goes meanwhile does not count beside what has come in its place.
+    """
+    seen: dict[Path, os.stat_result] = {}
     for folder, _, names in os.walk(path):
         for file in (Path(folder, name) for name in names if len(name) >= 37):
             with suppress(FileNotFoundError):
-                num_bytes += file.stat().st_size
+                seen[file] = file.stat()
+    num_bytes = 0
+    for file, status in seen.items():
+        with suppress(FileNotFoundError):
+            now = file.stat()
+            is_same = (now.st_ino, now.st_mtime_ns) == (status.st_ino, status.st_mtime_ns)
+            num_bytes += status.st_size if is_same else 0
     return num_bytes
 
 
