@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from anyio import fail_after
 
+from tests.support.caches import until
 from tests.support.programs import Program, started
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import verify
@@ -367,7 +368,7 @@ async def test_a_filesystem_that_turns_read_only(small_filesystem: Path) -> None
     """Reads go on, writes say that the tier has failed, and all works again when the filesystem does."""
     async with opened(small_filesystem) as backend:
         await store(backend, [0])
-        assert run("mount", "-o", "remount,ro", small_filesystem)
+        await until(lambda: run("mount", "-o", "remount,ro", small_filesystem))  # whoever is writing there yet ends
         with pytest.raises(BackendUnavailableError, match="Read-only"):
             await store(backend, [1])
         with pytest.raises(BackendUnavailableError, match="Read-only"):
