@@ -70,6 +70,7 @@ class HostSlab:
             page-locked, is this process's own from then on: it shows nothing of what the other one stores.
         rows: ``(num_slots, stride_bytes // 8)`` int64 over the memory. It keeps the mapping alive: after `close` it is
             still safe to touch.
+        is_attached: Whether it is another's, mapped by its descriptor.
     """
 
     def __init__(
