@@ -142,7 +142,9 @@ def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
         opened.callback(slab.close)
         ledger = Ledger(open_file(folder_fd, "ledger"), Order())
         opened.callback(ledger.close)
-        ledger.read(slab.num_allocated)  # of one that is lost, what is cleared here is not all that is known then
+        _, damaged = ledger.read(slab.num_allocated)
+        # Of one that is lost, what is cleared here is not all that is known then; else others' blocks would go with it.
+        ledger.say_lost(damaged.slots[len(damaged.left) :])
         num_deleted, failures = 0, list[OSError]()
         for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):
             slots = np.arange(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))

@@ -108,6 +108,25 @@ async def test_of_others_nothing_goes_where_the_ledger_is_zeros(tmp_path: Path, 
     assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
 
 
+async def test_nothing_is_cleared_in_a_lost_ledger_that_cannot_say_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what is cleared would be all that it says, and others' blocks be gone with the tenant's."""
+    engine, pwrite = await filled(nvme(tmp_path)), Files.pwrite
+    zero_ledgers(tmp_path, None)
+
+    def write_all_but_marks(self: Files, fd: int, data: memoryview, offset: int) -> int:
+        if bytes(data[:8]) == b"TKVLOST1":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pwrite(self, fd, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "pwrite", write_all_but_marks)
+        with pytest.raises(BackendUnavailableError, match="could not delete a tenant"):
+            await delete_tenant(nvme(tmp_path), "ann")
+    assert await found(engine, nvme(tmp_path)) == [2 * N, 2 * N, 2 * N]
+
+
 async def test_a_block_that_cannot_be_looked_at_goes_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It may be the tenant's, and the disk may give it again later on."""
     engine, read = await filled(nvme(tmp_path)), Files.preadv
