@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from inspect import signature
 from pathlib import Path
 from typing import Any, Final
 
@@ -144,12 +145,16 @@ def open_tiered(
 @contextmanager
 def _steps_seen(model: PreTrainedModel) -> Iterator[None]:
     """Have a `TieredCache` see which tokens a step computes into it, where, and what is hidden from them."""
+    arguments = signature(model.forward).parameters.values()
+    names = [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]
 
     def begin(_model: Module, args: Any, given: dict[str, Any]) -> tuple[Any, dict[str, Any]]:  # noqa: ANN401 - any model's
-        if (past := _cache_of(given)) is not None:
-            given = past.rest(given)
-            past.begin_step(given)
-        return args, given
+        named = dict(zip(names, args, strict=False)) | given
+        if (past := _cache_of(named)) is None:
+            return args, given
+        named = past.rest(named)
+        past.begin_step(named)
+        return args[len(names) :], named
 
     def end(_model: Module, _args: Any, given: dict[str, Any], output: Any) -> None:  # noqa: ANN401 - any model's
         if (past := _cache_of(given)) is not None:

@@ -134,7 +134,7 @@ class LayerPart(Part):
         for number, planes in enumerate(layers):
             for plane, states in enumerate(planes):
                 tokens = states[:, blocks.start * size : blocks.stop * size]
-                in_blocks = tokens.reshape(len(states), len(into), size, -1)
+                in_blocks = tokens.reshape(len(states), len(into), size, into.shape[-1])
                 into[:, number, plane].copy_(in_blocks.permute(1, 2, 0, 3))
 
 

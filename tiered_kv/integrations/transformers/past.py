@@ -5,6 +5,7 @@ through a small staging pool in host memory, in the bytes that continuous batchi
 two has stored, the other finds.
 """
 
+import copy
 import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import closing
@@ -93,7 +94,9 @@ class TieredCache(DynamicCache):
     """A `DynamicCache` that begins with what tiers have of some prompts. Made by `TieredModel.past`.
 
     It is of the very prompts it was made for: give ``generate`` the same ``input_ids`` and ``attention_mask``. Greedy
-    search and sampling are served, one sequence a row; beams, and several sequences a prompt, are refused.
+    search and sampling are served, one sequence a row; beams, and several sequences a prompt, are refused. After a step
+    that was interrupted, it takes no other, unless no layer has any of it, and has what was computed before stored.
+    ``copy.deepcopy`` makes another of what it has.
 
     Attributes:
         num_loaded_tokens: Per row, tokens of its prompt that were loaded and are used.
@@ -119,7 +122,9 @@ class TieredCache(DynamicCache):
         self._loaded = [0] * len(self._pads)  # blocks, per row: those before are not stored again
         self._states_at: dict[int, Tensor] = {}  # by number of tokens, `StatePart.read` there: not stored yet
         self.num_loaded_tokens = [0] * len(self._pads)
-        self._is_in_step = False
+        self._computed = self._prompts.clone()  # (batch, n): the tokens that layers have, and more behind them
+        self._step: int | None = None  # how many tokens there were before the step that goes on, or did not end
+        self._begins: list[int] = []  # of each part, where its layers' KV began before that step
         if staging.parts.state is not None and any(self._pads):
             raise ConfigurationError(
                 "prompts of a model with states must be of one length, or each by itself: in padded rows blocks end at "
@@ -127,42 +132,88 @@ class TieredCache(DynamicCache):
             )
         self._load(device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "TieredCache":
+        """Return a copy that shares nothing but the staging memory."""
+        memo[id(self._staging)] = self._staging
+        memo[id(self)] = twin = type(self).__new__(type(self))
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
     def begin_step(self, given: Mapping[str, Any]) -> None:
-        """See that a step computes of the prompts what they are named by: tokens, one behind the other, and no more.
+        """See that a step computes tokens, one behind the other, and of the prompts what they are named by.
 
         A mask that says which token sees which is its maker's own, and so are positions beside one.
 
         Args:
-            given: What the model was given: an ``attention_mask``, ``(batch, n)``, of the first tokens, to the last
-                that the step computes; ``position_ids`` of those that it computes. Without them all is as usual.
+            given: What the model was given: ``input_ids``, ``(batch, n)``; an ``attention_mask``, ``(batch, n)``, of
+                the first tokens, to the last that the step computes; ``position_ids`` of those that it computes.
+                Without them all is as usual.
 
         Raises:
-            ConfigurationError: Others are hidden, or tokens are elsewhere, or embeddings come in their place.
+            ConfigurationError: Others are hidden, or tokens are elsewhere or not the prompts', or embeddings
+                come in their place; or some layers have tokens of a step that was interrupted.
         """
-        self._is_in_step = True
-        if self.get_seq_length() >= self._prompts.shape[1]:
-            return  # what was generated is hidden from nobody, and follows the prompt
-        if given.get("inputs_embeds") is not None:
+        length = self.get_seq_length()
+        if self._step is not None and not self._is_untouched(self._step):
+            raise ConfigurationError(
+                f"a step of this cache was interrupted behind {self._step} tokens, and not all layers have gone back: "
+                "what it has can be stored; go on with a new one of past()"
+            )
+        if not _is_of_tokens(tokens := given.get("input_ids")):
             raise ConfigurationError(
                 "blocks are named by tokens, which do not tell embeddings: generate from input_ids, or without a "
                 "TieredCache"
             )
-        mask = given.get("attention_mask")
-        if mask is not None and not (_is_of_tokens(mask) and len(mask) == len(self._pads)):
-            return  # other rows are refused with their KV
-        self._check_mask(mask)
-        if isinstance(positions := given.get("position_ids"), Tensor):
-            self._check_positions(positions.detach().cpu())
+        if len(tokens) == len(self._pads):  # other rows are refused with their KV
+            tokens = tokens.detach().cpu()
+            self._check_prompts(length, tokens)
+            mask, positions = given.get("attention_mask"), given.get("position_ids")
+            if mask is None or (_is_of_tokens(mask) and len(mask) == len(self._pads)):
+                self._check_mask(mask)
+                if isinstance(positions, Tensor):
+                    self._check_positions(positions.detach().cpu())
+            self._note(length, tokens)
+        self._begins = [self._begin(part.layers[0]) for part in self._staging.parts.layers]
+        self._step = length
+
+    def _check_prompts(self, length: int, tokens: Tensor) -> None:
+        wanted = self._prompts[:, length : length + tokens.shape[1]]
+        is_padding = torch.arange(length, length + wanted.shape[1]) < torch.tensor(self._pads)[:, None]
+        if not bool(((tokens[:, : wanted.shape[1]] == wanted) | is_padding).all()):
+            raise ConfigurationError(
+                f"a step computes other tokens behind the first {length} than the prompts have that past() was given, "
+                "and goes on from theirs: give generate() the same input_ids, or make another by past()"
+            )
+
+    def _is_untouched(self, length: int) -> bool:
+        """Say whether all layers are known to have so many tokens."""
+        parts = self._staging.parts
+        layers = [self.layers[number] for part in parts.layers for number in part.layers]
+        return parts.state is None and all(cast("DynamicLayer", each).get_seq_length() == length for each in layers)
+
+    def _note(self, length: int, tokens: Tensor) -> None:
+        """Note which tokens are computed behind so many; what was noted of others there is over."""
+        if (end := length + tokens.shape[1]) > self._computed.shape[1]:
+            room = self._computed.new_zeros((len(self._pads), 2 * end))
+            room[:, :length] = self._computed[:, :length]
+            self._computed = room
+        self._computed[:, length:end] = tokens
+        there = [max(0, length - pad) // self._staging.block_size for pad in self._pads]
+        self._loaded = [min(each) for each in zip(self._loaded, there, strict=True)]
+        self._states_at = {end: states for end, states in self._states_at.items() if end <= length}
 
     def _check_mask(self, attention_mask: Tensor | None) -> None:
-        width = self._prompts.shape[1]
-        wanted = torch.arange(width) >= torch.tensor(self._pads)[:, None]
-        seen = torch.ones_like(wanted) if attention_mask is None else attention_mask[:, :width].cpu().bool()
-        if not torch.equal(seen, wanted[:, : seen.shape[-1]]):
+        pads = torch.tensor(self._pads)[:, None]
+        if attention_mask is None:
+            is_same = not any(self._pads)
+        else:  # where it is: of a long prompt it is long, at each token
+            places = torch.arange(attention_mask.shape[1], device=attention_mask.device)
+            is_same = torch.equal(attention_mask.bool(), places >= pads.to(attention_mask.device))
+        if not is_same:
             raise ConfigurationError(
-                "tokens of these prompts are hidden that were not from past(), or the other way round: give both the "
-                "same attention_mask. Without one generate() hides what equals pad_token_id: pass one of ones if it "
-                "stands for itself"
+                "tokens are hidden that were not from past(), or the other way round: give both the same "
+                "attention_mask, with ones behind it. Without one generate() hides what equals pad_token_id: pass one "
+                "of ones if it stands for itself"
             )
 
     def _check_positions(self, positions: Tensor) -> None:
@@ -242,12 +293,12 @@ class TieredCache(DynamicCache):
 
     def end_step(self, *, is_whole: bool) -> None:
         """Keep a copy of the states, if what has been computed ends where a block does, and is not to be taken back."""
-        self._is_in_step = False
         if is_whole:
+            self._step = None
             self._keep_states()
 
     def _check_in_step(self) -> None:
-        if not self._is_in_step:
+        if self._step is None:
             raise ConfigurationError(
                 "no step of the model that open_tiered was given computes this: a TieredCache serves that model as a "
                 "whole, not a part of it nor another, and until the block of open_tiered ends"
@@ -276,8 +327,8 @@ class TieredCache(DynamicCache):
     def store(self, sequences: Tensor) -> int:
         """Store what ``generate`` has computed, the prompts' blocks and those of what it generated.
 
-        Returns when the cache's tensors are free; tiers below memory are written meanwhile, see
-        `BlockingTieredKV.flush`.
+        Of each row, up to the first token that is not what was computed. Returns when the cache's tensors are free;
+        tiers below memory are written meanwhile, see `BlockingTieredKV.flush`.
 
         Args:
             sequences: ``(batch, width + generated)``, what ``generate`` returned: prompts first.
@@ -286,7 +337,7 @@ class TieredCache(DynamicCache):
             How many blocks were given to the tiers, over all rows.
 
         Raises:
-            ConfigurationError: They do not begin with the prompts.
+            ConfigurationError: They do not begin with the prompts, or nothing was computed yet.
         """
         check_is_tensor("sequences", sequences)
         sequences = sequences.detach().cpu()
@@ -296,15 +347,23 @@ class TieredCache(DynamicCache):
                 f"sequences of shape {tuple(sequences.shape)} do not begin with the prompts of this cache, "
                 f"{tuple(self._prompts.shape)}: store() takes what generate() returned for them"
             )
-        num_blocks = 0
-        size, length = self._staging.block_size, min(self.get_seq_length(), sequences.shape[1])
+        num_blocks, size, parts = 0, self._staging.block_size, self._staging.parts.layers
+        length, begins = self._step, self._begins
+        if length is None:
+            length, begins = self.get_seq_length(), [self._begin(part.layers[0]) for part in parts]
+            if not length:
+                raise ConfigurationError("nothing is computed yet: store() comes after generate() with this cache")
+        length = min(length, sequences.shape[1])
+        is_other = sequences[:, :length] != self._computed[:, :length]
         for row, pad in enumerate(self._pads):
-            tokens = sequences[row, pad:length].numpy()
-            for part in self._staging.parts.layers:
-                begun = max(0, self._begin(part.layers[0]) - pad)  # before it a window's layers have nothing
-                first = max(self._loaded[row], -(-begun // size))
+            tokens = sequences[row, pad : pad + _num_before(is_other[row, pad:])].numpy()
+            for part, begin in zip(parts, begins, strict=True):
+                # Before it a window's layers have nothing.
+                first = max(self._loaded[row], -(-max(0, begin - pad) // size))
                 keys = self._staging.keys(part, tokens)[first:]
-                places = slice(pad + first * size, pad + (first + len(keys)) * size)
+                if not len(keys):
+                    continue
+                places = slice(pad + first * size - begin, pad + (first + len(keys)) * size - begin)
                 layers = [[self._states(layer, plane, row, places) for plane in part.planes] for layer in part.layers]
                 self._staging.store(part, keys, partial(part.pack, layers))
                 num_blocks += len(keys)
@@ -379,10 +438,8 @@ class TieredCache(DynamicCache):
 
     def _states(self, layer: int, plane: int, row: int, places: slice) -> Tensor:
         of_layer = cast("DynamicLayer", self.layers[layer])
-        if of_layer.keys is None or of_layer.values is None:
-            raise ConfigurationError(f"layer {layer} has no KV: store() comes after generate() with this cache")
-        begin = self._begin(layer)
-        return (of_layer.keys, of_layer.values)[plane][row, :, places.start - begin : places.stop - begin]
+        states = cast("Tensor", (of_layer.keys, of_layer.values)[plane])
+        return states[row, :, places]
 
     def _longest(self, there: list[list[Mask]]) -> int:
         """Return the last place at which every row has what each part needs, if these of its blocks are there."""
@@ -397,6 +454,11 @@ class TieredCache(DynamicCache):
                 begun = np.maximum.accumulate(np.append([0], behind_holes))  # of the run that ends at each stop
                 is_served &= (stops <= len(mask)) & (begun[np.minimum(stops, len(mask))] <= part.firsts(tokens))
         return int(lengths[is_served][-1])
+
+
+def _num_before(is_other: Tensor) -> int:
+    """Return how many elements are before the first that is True."""
+    return int(is_other.logical_not().long().cumprod(0).sum())
 
 
 def _is_of_tokens(given: object) -> TypeGuard[Tensor]:
