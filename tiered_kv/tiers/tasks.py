@@ -18,7 +18,6 @@ from tiered_kv.values.loop_calls import LoopCalls, carried
 
 T = TypeVar("T")
 _End = Callable[[Any, BaseException | None], None]
-_Call = tuple[Callable[..., Any], tuple[object, ...], _End]
 _LAST_STEPS_S = 1.0
 """What a cancelled task may take to settle what it began, at close."""
 _STEPS_A_TURN = 16
@@ -32,13 +31,14 @@ class WorkerPool:
 
     Attributes:
         is_closed: Whether no call is taken any more.
+        num_unfinished: Calls, or batches of them, queued or running.
     """
 
     def __init__(self, name: str, num_threads: int, loop_calls: LoopCalls) -> None:
         self.name = name
         self._loop_calls = loop_calls
-        self._calls: Queue[_Call | None] = system().queue()
-        self._num_unfinished = 0
+        self._calls: Queue[tuple[Callable[[], Any], _End] | None] = system().queue()
+        self.num_unfinished = 0
         self.is_closed = False
         self._num_threads = 0
         try:
@@ -56,11 +56,16 @@ class WorkerPool:
         (StopIteration, a CancelledError, SystemExit) arrives as the cause of a RuntimeError.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if self.is_closed:
-            future.set_exception(self._ended_error())
-        else:
-            self._num_unfinished += 1
-            self._calls.put((function, args, partial(self._end, future)))
+
+        def ended(results: list[T], error: Exception | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(results[0])
+            else:
+                future.set_exception(error)
+
+        self._begin([partial(function, *args)], ended)
         return future
 
     def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
@@ -68,31 +73,24 @@ class WorkerPool:
 
         Otherwise as `run`. What ``then`` is given raises what the first of them raised, of those that raised.
         """
+        self._begin(calls, lambda results, error: then(partial(_raise, error) if error else lambda: results))
+
+    def _begin(self, calls: Sequence[Callable[[], T]], ended: Callable[[list[T], Exception | None], object]) -> None:
+        """Do as `begin_each`; ``ended`` is told the results, or the error."""
         if self.is_closed:
-            then(partial(_raise, self._ended_error()))
+            ended([], RuntimeError(f"the threads of {self.name} have ended"))
             return
-        self._num_unfinished += 1
+        self.num_unfinished += 1
 
         def end(results: list[T], error: BaseException | None) -> None:
-            self._loop_calls.call(self._tell, then, results, error)
+            self._loop_calls.call(self._tell, ended, results, error)
 
         if len(calls) == 1:
-            self._calls.put((calls[0], (), lambda result, error: end([result], error)))
+            self._calls.put((calls[0], lambda result, error: end([result], error)))
             return
         together = _Together(len(calls), end)
         for number, call in enumerate(calls):
-            self._calls.put((call, (), partial(together.ended, number)))
-
-    def _end(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
-        self._loop_calls.call(self._finish, future, result, error)
-
-    def _ended_error(self) -> RuntimeError:
-        return RuntimeError(f"the threads of {self.name} have ended")
-
-    @property
-    def num_unfinished(self) -> int:
-        """Calls queued or running."""
-        return self._num_unfinished
+            self._calls.put((call, partial(together.ended, number)))
 
     def close(self) -> None:
         """Let the threads end after the calls that are queued. Never waits: a stuck thread is left, and is a daemon."""
@@ -101,30 +99,20 @@ class WorkerPool:
             self._calls.put(None)
 
     def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, args, end = call
+        while (item := self._calls.get()) is not None:
+            call, end = item
             try:
-                result, error = function(*args), None
+                result, error = call(), None
             except BaseException as caught:  # noqa: BLE001 - carried to the caller, whatever it is
                 result, error = None, caught
             end(result, error)
-            del call, function, args, end, result, error  # else the last call's buffers live until the next one
+            del item, call, end, result, error  # else the last call's buffers live until the next one
 
-    def _finish(self, future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
-        self._num_unfinished -= 1
-        if future.done():
-            return
-        if error is None:
-            future.set_result(result)
-        else:
-            future.set_exception(self._carried(error))
-
-    def _tell(self, then: Callable[[Callable[[], Any]], object], results: object, error: BaseException | None) -> None:
-        self._num_unfinished -= 1
-        then((lambda: results) if error is None else partial(_raise, self._carried(error)))
-
-    def _carried(self, error: BaseException) -> Exception:
-        return carried(error, f"a call in the threads of {self.name}")
+    def _tell(
+        self, ended: Callable[[list[T], Exception | None], object], results: list[T], error: BaseException | None
+    ) -> None:
+        self.num_unfinished -= 1
+        ended(results, None if error is None else carried(error, f"a call in the threads of {self.name}"))
 
 
 def _raise(error: Exception) -> NoReturn:
