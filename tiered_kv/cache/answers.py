@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Final
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tiered_kv.cache.checks import check_are_keys
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.books import SlotState
-from tiered_kv.catalog.locate import locate_from_any_thread, states_from_any_thread
+from tiered_kv.catalog.locate import append_runs, states_from_any_thread
 from tiered_kv.catalog.table import Slots
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
@@ -35,7 +35,6 @@ from tiered_kv.values.keys import BlockKey, BlockKeys, Names
 from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun, num_found
 from tiered_kv.values.specs import LoadStoreSpec
 
-_ASKED_AT_ONCE: Final = 32
 _EXPLAINED_AT_ONCE: Final = 64
 """In one turn of the event loop, of all that are being explained: some 0.4 ms."""
 _SAMPLED: Final = 16
@@ -104,14 +103,8 @@ async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation
 
 async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
     others = [tier for tier in chain.shared if not tier.health.is_bypassed]
-    found = {tier.name: np.zeros(len(batch), np.bool_) for tier in others}
-    for tier in others:
-        for start in range(0, len(batch), _ASKED_AT_ONCE):
-            # One by one: they say how long a prefix they have, and here the blocks behind a hole count as well.
-            part = [batch[i : i + 1] for i in range(start, min(start + _ASKED_AT_ONCE, len(batch)))]
-            answers = await asyncio.gather(*(tier.find(each) for each in part))
-            found[tier.name][start : start + len(part)] = np.concatenate(answers)
-    return {tier.name: found[tier.name] for tier in others if not tier.health.is_bypassed}  # else it did not answer
+    found = {tier: await tier.find_each(batch) for tier in others}
+    return {tier.name: each for tier, each in found.items() if not tier.health.is_bypassed}  # else it did not answer
 
 
 def _of_rank(
@@ -298,11 +291,6 @@ async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupR
     return replace(found, runs=tuple(replace(run, spec=specs.get(run)) for run in found.runs))
 
 
-def owned_runs(chain: Chain, batch: Batch) -> list[TierRun]:
-    """Find the longest prefix that the owned tiers can read, from any thread."""
-    return locate_from_any_thread(chain.books(), batch.names)
-
-
 def states_of(
     parts: Sequence[tuple[Chain, Batch]], tier: str | None = None, *, prefix_only: bool = False
 ) -> NDArray[np.int8]:
@@ -355,5 +343,6 @@ def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierR
         for run in runs:
             part = slowest[run.start : run.stop]
             np.maximum(part, names.index(run.tier), out=part)
-    cuts = [0, *(np.flatnonzero(np.diff(slowest)) + 1).tolist(), num_blocks] if num_blocks else []
-    return [TierRun(names[int(slowest[start])], start, stop) for start, stop in pairwise(cuts)]
+    weakest: list[TierRun] = []
+    append_runs(weakest, names, slowest)
+    return weakest

@@ -24,7 +24,6 @@ from tiered_kv.cache.answers import (
     Explanation,
     explain,
     lookup_result,
-    owned_runs,
     states_of,
     why_not_found,
     why_not_more,
@@ -57,6 +56,7 @@ from tiered_kv.cache.opening import open_cache
 from tiered_kv.cache.parts import CacheParts, chain_parts
 from tiered_kv.cache.planner import OwnPlanner, Planner
 from tiered_kv.cache.seat import Seat
+from tiered_kv.catalog.locate import locate_from_any_thread
 from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.memory.codec import CodecName, make_codec
 from tiered_kv.memory.gpu import DeviceLike, resolve
@@ -185,7 +185,8 @@ class TierCalls(BlockCache):
         seat = self._open(anywhere=True)
         parts = seat.batches(keys)
         seat.cache.note("lookup", keys)
-        return lookup_result([chain for chain, _ in parts], [owned_runs(chain, batch) for chain, batch in parts])
+        found = [locate_from_any_thread(chain.books(), batch.names) for chain, batch in parts]
+        return lookup_result([chain for chain, _ in parts], found)
 
     @override
     def membership(self, keys: BlockKeys, *, tier: str | None = None, prefix_only: bool = False) -> NDArray[np.int8]:

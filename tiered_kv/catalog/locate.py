@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +39,7 @@ def locate(tiers: Mapping[str, Books], names: Names) -> list[TierRun]:
             numbers = _tiers(list(tiers.values()), names[start : start + _CHUNK])
             absent = (numbers < 0).nonzero()[0]
             num_blocks = int(absent[0]) if len(absent) else len(numbers)
-            _append_runs(runs, list(tiers), numbers[:num_blocks], start)
+            append_runs(runs, list(tiers), numbers[:num_blocks], start)
         start += num_blocks
     return runs
 
@@ -125,9 +125,11 @@ def _tiers(indexes: Sequence[Books], names: Names) -> NDArray[np.int64]:
     return tiers
 
 
-def _append_runs(runs: list[TierRun], tiers: Sequence[str], numbers: NDArray[np.int64], start: int) -> None:
+def append_runs(
+    runs: list[TierRun], tiers: Sequence[str], numbers: NDArray[np.signedinteger[Any]], start: int = 0
+) -> None:
     """Add the blocks from ``start`` on, by the number of the tier of each, to ``runs``; neighbours of one are one."""
-    edges = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)]
+    edges = [0, *((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(numbers)] if len(numbers) else []
     for left, right in pairwise(edges):
         _append_run(runs, tiers[numbers[left]], start + left, start + right)
 

@@ -15,7 +15,7 @@ import numpy as np
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
-from tiered_kv.catalog.locate import locate
+from tiered_kv.catalog.locate import append_runs, locate
 from tiered_kv.catalog.table import names_at
 from tiered_kv.catalog.uses import AdmissionFilter, Fate, said_of
 from tiered_kv.memory.codec import Codec
@@ -178,11 +178,11 @@ class Chain:
                     break
                 numbers[left[await tier.find(part[left])]] = number
             num_blocks = prefix_of(numbers >= 0)
-            runs += [TierRun(self.names[numbers[i]], start + i, start + i + 1) for i in range(num_blocks)]
+            append_runs(runs, self.names, numbers[:num_blocks], start)
             start += num_blocks
             if num_blocks < len(part):
                 break
-        return _merged(runs)
+        return runs
 
     async def find_each(self, batch: Batch) -> Mask:
         """Say of each block whether some tier could read it; shared tiers are asked for what owned ones lack."""
@@ -381,12 +381,3 @@ class Head:
 def _lease_own(tier: MemoryTier, names: Names) -> Lease:
     slots, _ = tier.index.find(names)  # bounce slots are what others wait for
     return tier.index.lease(names_at(names, (slots >= 0) & ~tier.index.is_transient(slots)))
-
-
-def _merged(runs: list[TierRun]) -> list[TierRun]:
-    merged: list[TierRun] = []
-    for run in runs:
-        if merged and merged[-1].tier == run.tier:
-            run = TierRun(run.tier, merged.pop().start, run.stop)  # noqa: PLW2901 - the run that replaces both
-        merged.append(run)
-    return merged
