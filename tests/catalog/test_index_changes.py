@@ -137,10 +137,11 @@ def test_blocks_expire_by_their_commit() -> None:
     """A block goes ``ttl_s`` after its commit, used or not; one that is read then is unfindable, and freed later."""
     now = [1e6]
     index = TierIndex(4, ttl_s=10, clock=lambda: now[0])
+    index.restore(names_of(4), np.array([3]))
+    now[0] += 3
     store(index, 1)
     now[0] += 6
     store(index, 2, 3)
-    index.restore(names_of(4), np.array([3]), ages_s=np.array([9.0], dtype=np.float32))
     assert ids_of(index.expire()) == []
     now[0] += 3
     assert ids_of(index.expire()) == [4]
@@ -261,7 +262,8 @@ def test_slots_given_up_are_idle_once_nobody_uses_them() -> None:
 def test_no_block_goes_to_slots_that_are_withheld() -> None:
     """Their blocks are gone at once, a leased one's slot with its last lease; none is used until it can be again."""
     heard: list[tuple[str, list[int]]] = []
-    index = TierIndex(4, max_slots=5, on_change=lambda change, names: heard.append((change, ids_of(names))))
+    index = TierIndex(4, max_slots=5)
+    index.on_change = lambda change, names: heard.append((change, ids_of(names)))
     store(index, 1, 2, 3, 4)
     reader = index.lease(names_of(1))
     assert index.withhold(np.array([True, False, True, False, False])) == 2
@@ -297,7 +299,8 @@ def test_nobody_writes_down_what_was_removed() -> None:
 def test_what_is_held_beyond_the_end_stays_until_nobody_holds_it() -> None:
     """It can be found and is written down; what comes meanwhile is not put there; then it goes, and is told of."""
     heard: list[tuple[str, list[int]]] = []
-    index = TierIndex(6, write_back=True, on_change=lambda change, names: heard.append((change, ids_of(names))))
+    index = TierIndex(6, write_back=True)
+    index.on_change = lambda change, names: heard.append((change, ids_of(names)))
     store(index, 1, 2)
     with index.reserve(names_of(3, 4)) as dirty, dirty.commit() as lease:
         index.mark_dirty(lease)
@@ -336,8 +339,8 @@ def test_changes_are_told_in_order_with_their_reasons() -> None:
         num_transient=1,
         ttl_s=5,
         clock=lambda: now[0],
-        on_change=lambda change, names: heard.append((change, ids_of(names))),
     )
+    index.on_change = lambda change, names: heard.append((change, ids_of(names)))
     store(index, 1, 2)
     store(index, 3)
     store(index, 4, 5)

@@ -111,8 +111,8 @@ class IndexMachine(RuleBasedStateMachine):
             ttl_s=self.ttl_s,
             clock=lambda: self.now_s,
             write_back=True,
-            on_change=self.replay,
         )
+        self.index.on_change = self.replay
         self.model = Model()
         self.leases: list[OpenLease] = []
         self.reservations: list[OpenReservation] = []

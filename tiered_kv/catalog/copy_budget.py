@@ -11,16 +11,13 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.catalog.uses import Ghosts
+from tiered_kv.catalog.uses import LEVELS, NUM_LEVELS, Ghosts
 from tiered_kv.values.keys import Names
 
 COPIES: Final = 0.495
 """For each block that is asked for, over some time: so many, of what does not come back soon often enough."""
 OFTEN: Final = 1 / 4
 """What comes back soon as often is copied always: the time that it takes to copy it is a small part of that saved."""
-_LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right")
-"""By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
-_NUM_LEVELS: Final = 8
 _KEPT: Final = 0
 _DROPPED: Final = 1
 _GHOSTS: Final = 16
@@ -64,11 +61,11 @@ class CopyBudget:
         self._ends_at = self._period
         self._left = 0.0  # of what might have been copied; below 0 where it was too much
         self._asked = 0.0  # like these three by what is remembered of it
-        self._dropped = np.zeros(_NUM_LEVELS)
-        self._came_back = np.zeros(_NUM_LEVELS)
-        self._came_soon = np.full(_NUM_LEVELS, OFTEN * memory_blocks)  # as if: until memory is full, all is copied
-        self._wanted = np.zeros(_NUM_LEVELS)  # dropped in this period
-        self._is_worth = np.ones(_NUM_LEVELS, np.bool_)
+        self._dropped = np.zeros(NUM_LEVELS)
+        self._came_back = np.zeros(NUM_LEVELS)
+        self._came_soon = np.full(NUM_LEVELS, OFTEN * memory_blocks)  # as if: until memory is full, all is copied
+        self._wanted = np.zeros(NUM_LEVELS)  # dropped in this period
+        self._is_worth = np.ones(NUM_LEVELS, np.bool_)
         self._last: int | None = None  # the level of which only some are
         self._num_of_last = 0  # that are left, in this period
 
@@ -76,10 +73,10 @@ class CopyBudget:
         """Take note of a prompt's blocks, whoever has them."""
         num_uses, used_at, states = self._ghosts.recall(names)
         came_back = ((num_uses > 0) & (states == _DROPPED)).nonzero()[0]
-        levels = _LEVELS[num_uses[came_back]]
-        self._came_back += np.bincount(levels, minlength=_NUM_LEVELS)
+        levels = LEVELS[num_uses[came_back]]
+        self._came_back += np.bincount(levels, minlength=NUM_LEVELS)
         is_soon = self._now - used_at[came_back] <= self._soon()
-        self._came_soon += np.bincount(levels[is_soon], minlength=_NUM_LEVELS)
+        self._came_soon += np.bincount(levels[is_soon], minlength=NUM_LEVELS)
         self._now += len(names)
         self._asked += len(names)
         self._left += COPIES * len(names)
@@ -92,8 +89,8 @@ class CopyBudget:
         num_uses, used_at, _ = self._ghosts.recall(names)
         num_uses = np.maximum(num_uses, 1)
         self._ghosts.add(names, num_uses, used_at, _DROPPED)
-        levels = _LEVELS[num_uses]
-        counts = np.bincount(levels, minlength=_NUM_LEVELS)
+        levels = LEVELS[num_uses]
+        counts = np.bincount(levels, minlength=NUM_LEVELS)
         self._dropped += counts
         self._wanted += counts
         is_worth = self._is_worth[levels]

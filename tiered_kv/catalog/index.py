@@ -64,13 +64,12 @@ class Occupancy(Books):
         policy: Policy,
         expiry: Expiry | None,
         dirty: SlotQueue,
-        on_change: OnChange | None,
     ) -> None:
         """Hold nothing yet. ``dirty`` is empty, and takes no slots where none can be marked dirty."""
         super().__init__(max_slots, num_transient)
         total = max_slots + num_transient
         self.num_slots = num_slots
-        self.on_change = on_change
+        self.on_change: OnChange | None = None
         self.on_left: OnLeft | None = None
         self.on_undirtied: Callable[[Slots, Change], object] | None = None
         self._policy = policy
@@ -376,7 +375,6 @@ class TierIndex(Occupancy):
         ttl_s: float | None = None,
         clock: Callable[[], float] | None = None,
         write_back: bool = False,
-        on_change: OnChange | None = None,
     ) -> None:
         """Make an empty index.
 
@@ -389,7 +387,6 @@ class TierIndex(Occupancy):
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
             clock: What tells the seconds; the system's by default.
             write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
-            on_change: See the attribute.
 
         Raises:
             ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
@@ -409,7 +406,6 @@ class TierIndex(Occupancy):
             guarded_policy(policy, max_slots),
             None if ttl_s is None else Expiry(max_slots, ttl_s, clock),
             SlotQueue(max_slots if write_back else 0),
-            on_change,
         )
         self.ttl_s = ttl_s
         self._clock = clock
@@ -686,13 +682,12 @@ class TierIndex(Occupancy):
         if self.on_change is not None:
             self.on_change(Change.CLEARED, _NO_NAMES)
 
-    def restore(self, names: Names, slots: Slots, *, ages_s: NDArray[np.float32] | None = None) -> None:
-        """Enter blocks that outlived a restart. Takes time in their number, about a second a million.
+    def restore(self, names: Names, slots: Slots) -> None:
+        """Enter blocks that outlived a restart, which count as new. Takes time in their number, about 1 s a million.
 
         Args:
             names: The least recently used first.
             slots: Where they are: own slots, free now.
-            ages_s: ``(n,)``, for how long each has been there; by default all count as new.
 
         Raises:
             ConfigurationError: A name or a slot is there already, or twice in the batch, or not the tier's own. Nothing
@@ -720,7 +715,7 @@ class TierIndex(Occupancy):
         self._ready += len(slots)
         self._find_free()
         if self._expiry is not None:
-            self._expiry.start(slots, 0.0 if ages_s is None else ages_s)
+            self._expiry.start(slots)
         self._tell(Change.ADDED, names)
 
     # Blocks that have no copy below yet.

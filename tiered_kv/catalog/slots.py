@@ -164,6 +164,21 @@ class SlotQueue:
         following[before], preceding[behind] = behind, before
 
 
+def by_number(numbers: NDArray[np.uint8], slots: Slots) -> list[tuple[int, Slots]]:
+    """Return the slots of each number that has some of them, in the order given."""
+    if not len(slots):
+        return []
+    first = int(numbers[0])
+    if numbers.tobytes().count(first) == len(slots):
+        return [(first, slots)]
+    if len(slots) <= _FEW:
+        batches: dict[int, list[int]] = {}
+        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
+            batches.setdefault(number, []).append(slot)
+        return [(number, np.array(batch)) for number, batch in batches.items()]
+    return [(number, slots[numbers == number]) for number in np.bincount(numbers).nonzero()[0].tolist()]
+
+
 class Expiry:
     """When each slot was last filled. Takes 4 bytes a slot.
 
@@ -185,9 +200,9 @@ class Expiry:
         self._filled_s = np.full(num_slots, 0, dtype=np.float32)
         self._next = 0
 
-    def start(self, slots: Slots, ages_s: NDArray[np.float32] | float = 0.0) -> None:
-        """Let these slots count from ``ages_s`` ago."""
-        self._filled_s[slots] = self._clock() - self._zero_s - ages_s
+    def start(self, slots: Slots) -> None:
+        """Let these slots count from now on."""
+        self._filled_s[slots] = self._clock() - self._zero_s
 
     def overdue(self, num_slots: int, limit: int) -> Slots:
         """Look at the next ``limit`` of the first ``num_slots`` slots; return those filled too long ago, ascending.

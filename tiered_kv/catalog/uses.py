@@ -216,6 +216,11 @@ class AdmissionFilter:
         return np.array([each in again for each in hash_names(names).tolist()], np.bool_)
 
 
+NUM_LEVELS: Final = 8
+LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
+"""By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
+
+
 class Ghosts:
     """Blocks lately evicted, by a hash of their names: a wrong guess costs nothing much. Takes 14 bytes a place.
 

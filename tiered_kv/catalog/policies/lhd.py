@@ -24,9 +24,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.slots import SlotQueue
+from tiered_kv.catalog.slots import SlotQueue, by_number
 from tiered_kv.catalog.table import Slots
-from tiered_kv.catalog.uses import Ghosts, Times, Uses, at_least_as_often
+from tiered_kv.catalog.uses import LEVELS, NUM_LEVELS, Ghosts, Times, Uses, at_least_as_often
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
@@ -286,16 +286,13 @@ class Lives:
 _Said = tuple[str, int, int | None]
 
 # Looked up by indexes of numpy's own type: to convert others it lets go of the interpreter.
-_LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="right").astype(np.uint8)
-"""By number of uses: 1, 2, 3, 4, up to 6, up to 9, up to 15, more."""
 _ONE_MORE: Final = np.minimum(np.arange(1, 257), 255).astype(np.uint8)
 """By number of uses, what it is after one more."""
-_NUM_LEVELS: Final = 8
 _NUM_KINDS: Final = 8
 """Of hints; the first is none."""
 _HELD: Final = np.uint8(1 << 7)
 """Beside its kind, of a ghost: the engine has the block, or has dropped it since without anybody storing it here."""
-_COLD: Final = _NUM_KINDS * _NUM_LEVELS
+_COLD: Final = _NUM_KINDS * NUM_LEVELS
 """The queue of what is to go first."""
 _GHOSTS: Final = 4
 """Blocks that are remembered when they are gone, for each slot."""
@@ -412,20 +409,20 @@ class LHDPolicy(Policy):
         num_uses, used_at = self._num_uses[slots], self._used_at[slots]
         is_last = _follow_repeats(slots, times, num_uses, used_at) if len(touched) > 1 else None
         moved = slots if is_last is None else slots[is_last]
-        for number, batch in _by_number(self._queue_of[moved], moved):
+        for number, batch in by_number(self._queue_of[moved], moved):
             self._queues[number].remove(batch)
         self._let_go(slots)
         start = 0
         for moment, n in zip(moments, lengths, strict=True):
             self._against_lru.count(moment, 0, used_at[start : start + n], is_hit=True)
             start += n
-        self._lives.end(_LEVELS[num_uses.astype(np.intp)], times - used_at)
+        self._lives.end(LEVELS[num_uses.astype(np.intp)], times - used_at)
         levels = self._begin(slots, num_uses)
         self._used_at[slots] = times
         self._advance(moments[-1] - self._now)
         self._num_passed += lengths[-1]
         self._queue_of[slots] = levels
-        for number, batch in _by_number(levels if is_last is None else levels[is_last], moved):
+        for number, batch in by_number(levels if is_last is None else levels[is_last], moved):
             self._queues[number].push(batch)
 
     def hold(self, slots: Slots, absent: Names) -> None:
@@ -443,7 +440,7 @@ class LHDPolicy(Policy):
         lost = used_at[known[~was_held]]
         self._against_lru.count(self._now, len(absent) - len(known), lost, is_hit=False)
         num_uses = np.minimum(num_uses, 254) + 1
-        self._lives.begin(_LEVELS[num_uses.astype(np.intp)])
+        self._lives.begin(LEVELS[num_uses.astype(np.intp)])
         self._ghosts.add(absent, num_uses, np.full(len(absent), self._now), np.full(len(absent), _HELD))
         self._num_passed += len(absent)
 
@@ -467,7 +464,7 @@ class LHDPolicy(Policy):
         if self._touched:
             self._settle()
         self._num_evictable -= len(slots)
-        for number, batch in _by_number(self._queue_of[slots], slots):
+        for number, batch in by_number(self._queue_of[slots], slots):
             self._queues[number].remove(batch)
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
@@ -482,7 +479,7 @@ class LHDPolicy(Policy):
             return
         numbers = self._classes_of(slots, self._num_uses[slots])
         self._queue_of[slots] = numbers
-        for number, batch in _by_number(numbers, slots):
+        for number, batch in by_number(numbers, slots):
             self._queues[number].push(batch)
 
     def victims(self, n: int, keep: Slots) -> Slots:
@@ -548,7 +545,7 @@ class LHDPolicy(Policy):
 
     def _forget_learned(self) -> None:
         self._lives = Lives(_COLD, self._half_life)
-        self._ranks = _ranks(np.zeros((_NUM_KINDS, _NUM_LEVELS, NUM_AGES))).reshape(_COLD, NUM_AGES)
+        self._ranks = _ranks(np.zeros((_NUM_KINDS, NUM_LEVELS, NUM_AGES))).reshape(_COLD, NUM_AGES)
         self._told = np.full((_COLD, NUM_AGES), np.nan)  # hazards, by the hints
         self._kinds_known: dict[_Said, int] = {}
         self._until_learning = _LEARN_EVERY
@@ -563,7 +560,7 @@ class LHDPolicy(Policy):
         self._used_at[slots] = self._now
         if self._kinds_known:
             self._kinds[slots] = 0  # what was said of them was said of the time until now
-        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
+        levels: Classes = LEVELS[num_uses.astype(np.intp)]
         self._lives.begin(levels)
         return levels
 
@@ -576,12 +573,12 @@ class LHDPolicy(Policy):
         """Return the classes of blocks that are here; nearly always nothing was ever said of any."""
         if self._kinds_known:
             return self._classes(self._kinds[slots], num_uses)
-        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
+        levels: Classes = LEVELS[num_uses.astype(np.intp)]
         return levels
 
     def _classes(self, kinds: NDArray[np.uint8], num_uses: NDArray[np.integer[Any]]) -> Classes:
-        levels: Classes = _LEVELS[num_uses.astype(np.intp)]
-        return kinds * np.uint8(_NUM_LEVELS) + levels
+        levels: Classes = LEVELS[num_uses.astype(np.intp)]
+        return kinds * np.uint8(NUM_LEVELS) + levels
 
     def _kind_of(self, hint: ReuseHint, elapsed_s: float) -> int:
         """Return the number of a hint's kind, a new one if there is one left, or else 0."""
@@ -599,7 +596,7 @@ class LHDPolicy(Policy):
         return kind
 
     def _class_numbers(self) -> range:
-        return range((len(self._kinds_known) + 1) * _NUM_LEVELS)
+        return range((len(self._kinds_known) + 1) * NUM_LEVELS)
 
     def _compute_densities(self) -> None:
         """Take into account what was learned of, where something has to go: what only hits needs no order."""
@@ -663,7 +660,7 @@ def _follow_repeats(
 
 
 def _of_kind(kind: int) -> slice:
-    return slice(kind * _NUM_LEVELS, (kind + 1) * _NUM_LEVELS)
+    return slice(kind * NUM_LEVELS, (kind + 1) * NUM_LEVELS)
 
 
 def _ranks(densities: NDArray[np.float64]) -> NDArray[np.int64]:
@@ -671,21 +668,6 @@ def _ranks(densities: NDArray[np.float64]) -> NDArray[np.int64]:
 
     Where no hit was ever seen what was used less goes first: so a scan longer than any before it takes little along.
     """
-    steps = np.log(np.maximum(densities, _LEAST_DENSITY) / _LEAST_DENSITY) / math.log(_SAME) + _NUM_LEVELS
-    ranks = np.where(densities > _LEAST_DENSITY, steps, np.arange(_NUM_LEVELS)[:, None])
+    steps = np.log(np.maximum(densities, _LEAST_DENSITY) / _LEAST_DENSITY) / math.log(_SAME) + NUM_LEVELS
+    ranks = np.where(densities > _LEAST_DENSITY, steps, np.arange(NUM_LEVELS)[:, None])
     return ranks.astype(np.int64) << _TIME_BITS
-
-
-def _by_number(numbers: Classes, slots: Slots) -> list[tuple[int, Slots]]:
-    """Return the slots of each number that has some of them, in the order given."""
-    if not len(slots):
-        return []
-    first = int(numbers[0])
-    if numbers.tobytes().count(first) == len(slots):
-        return [(first, slots)]
-    if len(slots) <= _FEW:
-        batches: dict[int, list[int]] = {}
-        for number, slot in zip(numbers.tolist(), slots.tolist(), strict=True):
-            batches.setdefault(number, []).append(slot)
-        return [(number, np.array(batch)) for number, batch in batches.items()]
-    return [(number, slots[numbers == number]) for number in np.bincount(numbers).nonzero()[0].tolist()]

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from tiered_kv.catalog.policies.base import Policy
-from tiered_kv.catalog.slots import SlotQueue
+from tiered_kv.catalog.slots import SlotQueue, by_number
 from tiered_kv.catalog.table import Slots
 from tiered_kv.catalog.uses import Ghosts, Times, at_least_as_often
 from tiered_kv.values.keys import Names
@@ -43,7 +43,7 @@ class MQPolicy(Policy):
         super().__init__(num_slots)
         self.life = float(max(1, num_slots))
         self._queues = SlotQueue.several(num_slots, _NUM_QUEUES)
-        self._queue_of = np.full(num_slots, 0, dtype=np.int8)
+        self._queue_of = np.full(num_slots, 0, dtype=np.uint8)
         self._num_uses = np.full(num_slots, 0, dtype=np.int32)
         self._used_at = np.full(num_slots, 0, dtype=np.int64)
         self._queued_at = np.full(num_slots, 0, dtype=np.int64)
@@ -68,7 +68,7 @@ class MQPolicy(Policy):
 
     def park(self, slots: Slots) -> None:
         """Take blocks out of their queues."""
-        for number, batch in self._by_queue(slots):
+        for number, batch in by_number(self._queue_of[slots], slots):
             self._queues[number].remove(batch)
 
     def unpark(self, slots: Slots, *, cold: bool = False) -> None:
@@ -80,7 +80,7 @@ class MQPolicy(Policy):
             self._queues[0].push_cold(slots)
         else:
             self._queue_of[slots] = np.minimum(np.log2(self._num_uses[slots]), _NUM_QUEUES - 1)
-            for number, batch in self._by_queue(slots):
+            for number, batch in by_number(self._queue_of[slots], slots):
                 self._queues[number].push(batch)
         self._send_down(most=len(slots) + 1)
 
@@ -109,13 +109,6 @@ class MQPolicy(Policy):
         for queue in self._queues:
             queue.clear()
         self._ghosts.clear()
-
-    def _by_queue(self, slots: Slots) -> list[tuple[int, Slots]]:
-        """Return the slots of each queue that has some of them, in the order given."""
-        numbers = self._queue_of[slots]
-        if not len(slots) or (numbers == numbers[0]).all():
-            return [(int(numbers[0]), slots)] if len(slots) else []
-        return [(number, slots[numbers == number]) for number in np.unique(numbers).tolist()]
 
     def _learn(self, used_at: Times) -> None:
         """Take the times between two uses into account: the life goes up for longer ones, down for shorter ones."""
