@@ -16,7 +16,13 @@ _JITTER: Final = 0.2
 _HALF_LIFE_S: Final = 1.0
 _BY_HAND: Final = "resize"
 """Nobody repeats it: that others of its breaker go well has to do."""
-_UPKEEP: Final = frozenset({"forget", "checkpoint", _BY_HAND})
+_BREAKERS: Final = ("reads", "writes", "deletes", "upkeep", "locates")
+"""Reads: all calls but those of the others. Deletes: what is not deleted is unfindable all the same, and the tier is
+read on. Upkeep: what a medium is to remember or to make of itself; while it fails in that it is read on. Locates:
+questions where blocks are; nothing else depends on the answers."""
+_BREAKER_OF: Final = {"write": "writes", "delete": "deletes", "locate": "locates"} | dict.fromkeys(
+    ("forget", "checkpoint", _BY_HAND), "upkeep"
+)
 
 
 class Breaker:
@@ -126,11 +132,6 @@ class StorageHealth:
         timeout_s: How long a call is waited for.
         clock: Seconds, monotonic: what all its waits are measured by.
         why_not_open: How the last attempt failed to open a backend that is not required; empty once it is open.
-        reads: Breaker of all calls but those of the others.
-        writes: Breaker of writes.
-        deletes: Breaker of deletions: what is not deleted is unfindable all the same, and the tier is read on.
-        upkeep: Breaker of what a medium is to remember or to make of itself. While it fails in that it is read on.
-        locates: Breaker of questions where blocks are: nothing else depends on the answers.
         on_stall: Called when a call is late: whoever waits for this tier should look again.
     """
 
@@ -149,13 +150,7 @@ class StorageHealth:
         self.emit = emit
         self.why_not_open = ""
         self.on_stall: list[Callable[[], None]] = []
-        self.reads = Breaker(clock, rng)
-        self.writes = Breaker(clock, rng)
-        self.deletes = Breaker(clock, rng)
-        self.upkeep = Breaker(clock, rng)
-        self.locates = Breaker(clock, rng)
-        self._breakers = {"write": self.writes, "delete": self.deletes, "locate": self.locates}
-        self._breakers |= dict.fromkeys(_UPKEEP, self.upkeep)
+        self._breakers = {name: Breaker(clock, rng) for name in _BREAKERS}
         self.clock = clock
         self._write_latency = LatencyAverage(clock)
         self._shed_after_s = shed_stores_after_s
@@ -170,37 +165,29 @@ class StorageHealth:
     @property
     def is_bypassed(self) -> bool:
         """Whether loads go on without this tier: it fails, or hangs."""
-        return bool(self.why_not_open) or self.upkeep.num_late > 0 or self.reads.is_open
+        return bool(self.why_not_open) or self._breakers["upkeep"].num_late > 0 or self._breakers["reads"].is_open
 
     @property
     def is_shedding(self) -> bool:
         """Whether stores go on without this tier: it fails, is late, or has become slow."""
-        if not self.is_open or self.writes.is_open:
+        if not self.is_open or self._breakers["writes"].is_open:
             return True
         latency = self._write_latency
         return latency.seconds > self._shed_after_s and latency.now() > self._shed_after_s
 
     def open_breakers(self) -> tuple[str, ...]:
         """Name what is bypassed now: ``"reads"``, ``"writes"``, ``"deletes"``, ``"upkeep"``, ``"locates"``."""
-        breakers = {
-            "reads": self.reads,
-            "writes": self.writes,
-            "deletes": self.deletes,
-            "upkeep": self.upkeep,
-            "locates": self.locates,
-        }
-        return tuple(name for name, breaker in breakers.items() if breaker.is_open or breaker.is_tripped)
+        return tuple(name for name, breaker in self._breakers.items() if breaker.is_open or breaker.is_tripped)
 
     def is_off(self, doing: str) -> bool:
         """Whether calls of a kind should not be made now."""
         if doing == "write":
             return self.is_shedding
-        breaker = self._breakers.get(doing)
-        return self.is_bypassed or (breaker is not None and breaker.is_open)
+        return self.is_bypassed or self.breaker(doing).is_open
 
     def breaker(self, doing: str) -> Breaker:
         """Return the one that calls of a kind count with. Of a tier that fails, who begins a call is the probe."""
-        return self._breakers.get(doing, self.reads)
+        return self._breakers[_BREAKER_OF.get(doing, "reads")]
 
     def late(self, doing: str, timeout_s: float) -> None:
         """A call has not ended within its time."""
@@ -240,4 +227,4 @@ class StorageHealth:
     @property
     def num_late(self) -> int:
         """Calls that are past their time, and waited for: until they return nothing else is asked of the medium."""
-        return sum(each.num_late for each in (self.reads, self.writes, self.deletes, self.upkeep, self.locates))
+        return sum(each.num_late for each in self._breakers.values())
