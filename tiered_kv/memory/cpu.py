@@ -2,14 +2,13 @@
 
 import inspect
 import os
-import queue
 import threading
 
 import torch
 
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, ThreadStream, attempt, nothing, report
 from tiered_kv.memory.host import HostSlab, PageLocking
-from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
 
 
@@ -34,17 +33,12 @@ class CPUDevice(Device):
         return PageLocking(slab, reason="no GPU copies from this memory", emit=emit)
 
 
-class CPUStream(Stream):
+class CPUStream(ThreadStream[tuple[Copy, Done | None, threading.Event]]):
     """A thread that takes waits and copies off a queue. A copy that fails fails only itself."""
 
     def __init__(self, name: str) -> None:
-        self.name = name
-        self._queue: queue.SimpleQueue[tuple[Copy, Done | None, threading.Event] | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # so that nothing is queued after the end
-        self._closed = False
         self._num_queued = 0
-        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(name)
 
     @property
     def is_idle(self) -> bool:
@@ -57,29 +51,16 @@ class CPUStream(Stream):
 
     def forgive(self) -> None:
         """Forget a failure once the thread is past all that was queued."""
-        self._put(_nothing, None)
+        self._put(nothing, None)
 
     def submit(self, copy: Copy, done: Done) -> After:
         """Run ``copy`` in the stream's thread, then ``done`` there."""
         return self._put(copy, done)
 
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the thread has ended."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
     def _put(self, work: Copy, done: Done | None) -> threading.Event:
         ended = threading.Event()
         with self._lock:
-            if self._closed:
-                raise ClosedError(f"the stream {self.name!r} is closed")
+            self._check_open()
             self._num_queued += 1
             self._queue.put((work, done, ended))
         return ended
@@ -98,10 +79,6 @@ class CPUStream(Stream):
             with self._lock:
                 self._num_queued -= 1
             del item, work, done, ended  # what a copy held must not outlive it until the next one comes
-
-
-def _nothing() -> None:
-    pass
 
 
 def _blocking_wait(after: After) -> Copy:

@@ -4,17 +4,19 @@ One interface and its implementations: ``cpu.py``, ``gpu.py``, and ``testing/scr
 says so.
 """
 
+import queue
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from tiered_kv.memory.host import HostSlab, PageLocking, PageLockState, ignore
-from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.log import log
 
@@ -90,6 +92,43 @@ class Stream(ABC):
     @abstractmethod
     def join(self, timeout_s: float | None = None) -> bool:
         """Wait until a closed stream has ended; False if ``timeout_s`` passed first."""
+
+
+T = TypeVar("T")
+
+
+class ThreadStream(Stream, Generic[T]):
+    """A stream that a thread of its own serves, which takes off a queue what was submitted."""
+
+    def __init__(self, name: str) -> None:
+        """Start the thread: all that it uses is there already."""
+        self.name = name
+        self._queue: queue.SimpleQueue[T | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # nothing is queued after the end, nor in another order than it was enqueued in
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
+        self._thread.start()
+
+    @abstractmethod
+    def _run(self) -> None:
+        """Serve the queue until None comes."""
+
+    def _check_open(self) -> None:
+        """Raise `ClosedError` once it is closed; with the lock held."""
+        if self._closed:
+            raise ClosedError(f"the stream {self.name!r} is closed")
+
+    @override
+    def close(self) -> None:
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._queue.put(None)
+
+    @override
+    def join(self, timeout_s: float | None = None) -> bool:
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
 
 
 class Device(ABC):
@@ -236,6 +275,10 @@ class Device(ABC):
 
     @abstractmethod
     def _new_page_locking(self, slab: HostSlab, emit: Emit) -> PageLocking: ...
+
+
+def nothing() -> None:
+    """Copy nothing."""
 
 
 def attempt(copy: Copy) -> BaseException | None:

@@ -14,7 +14,6 @@ CUDA alone (and ROCm, which torch calls CUDA) has blocking events, and page-lock
 torch alone an event's ``synchronize`` spins on a core, and a slab in a memfd cannot be page-locked.
 """
 
-import queue
 import threading
 from collections import deque
 from collections.abc import Iterator
@@ -28,11 +27,11 @@ from torch import Tensor
 
 from tiered_kv.memory import driver
 from tiered_kv.memory.cpu import CPUDevice
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream, attempt, report
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, ThreadStream, attempt, report
 from tiered_kv.memory.host import HostSlab, PageLocking, TryAgainError, node_of_gpu
 from tiered_kv.memory.lanes import LateEvent
 from tiered_kv.memory.staging import Staging
-from tiered_kv.values.errors import ClosedError, ConfigurationError
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.events import Emit
 
 DeviceLike = Device | torch.device | str
@@ -170,24 +169,19 @@ class _Submitted:
     """Whether that is because enqueueing it may take as long as all before it: nothing is to wait for a report then."""
 
 
-class AcceleratorStream(Stream):
+class AcceleratorStream(ThreadStream[_Submitted]):
     """A side stream and the thread that waits for its events."""
 
     def __init__(self, name: str, device: AcceleratorDevice) -> None:
-        self.name = name
         self._device = device
         with device.here():
             self._stream = device.new_stream()
         self._staging = Staging(self._stream, device.new_stream, device.on)
-        self._queue: queue.SimpleQueue[_Submitted | None] = queue.SimpleQueue()
-        self._lock = threading.Lock()  # what is reported in order has to be enqueued in that order
         self._num_ahead = 0
         self._num_late = 0
         self._unordered: BaseException | None = None
         """Why the last wait could not be enqueued: until the next one nothing is."""
-        self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"tiered_kv-{name}", daemon=True)
-        self._thread.start()
+        super().__init__(name)
 
     def wait(self, after: After) -> None:
         """Have the stream wait for ``after``: the device waits, no thread does.
@@ -233,22 +227,6 @@ class AcceleratorStream(Stream):
                     f"{num_buffers * buffer_bytes >> 20} MiB of {device.torch_device} are wanted for copies of "
                     f"{self.name!r}, and it has {device.free_bytes() >> 20} MiB: leave the engine less of it"
                 ) from error
-
-    def close(self) -> None:
-        """End the thread after what is queued."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                self._queue.put(None)
-
-    def join(self, timeout_s: float | None = None) -> bool:
-        """Wait until the device is past all that was submitted."""
-        self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise ClosedError(f"the stream {self.name!r} is closed")
 
     def _submit(self, copy: Copy, done: Done, *, is_late: bool) -> After:
         with self._lock:

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 from tiered_kv.memory import staging
-from tiered_kv.memory.device import After, Copy, Device, Done, Stream
+from tiered_kv.memory.device import After, Copy, Device, Done, Stream, nothing
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.loop_calls import LoopCalls, carried
 
@@ -210,7 +210,7 @@ class Lane:
             # Another's event may have failed, or the last one of this lane, and this wait would make the stream forget
             # it before their copies.
             side.count(1)
-            self.stream.submit(_nothing, side.passed)
+            self.stream.submit(nothing, side.passed)
         self.stream.wait(after)
         self._has_waited = True
         if side is not None:
@@ -259,10 +259,6 @@ class Lane:
     def _count(self, n: int) -> None:
         if self._side is not None:
             self._side.count(n)
-
-
-def _nothing() -> None:
-    pass
 
 
 class RevokedError(Exception):

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.catalog.uses import Fate
+from tiered_kv.memory.device import nothing
 from tiered_kv.memory.host import LentBlocks
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
@@ -189,7 +190,7 @@ class DirectStore(Store):
             waiter.give_up()
 
         timer: asyncio.TimerHandle | None = None
-        tier.start_write(part, lent, wanted.copy, _nothing, waiter, end)
+        tier.start_write(part, lent, wanted.copy, nothing, waiter, end)
         chain.count_use(batch, self._came)
         if not ended.done():
             timer = loop.call_at(started + max(chain.limits.store_timeout_s, LAST_COPIES_S), late)
@@ -224,7 +225,7 @@ class DirectStore(Store):
         wanted[~still] = False  # what was evicted while this waited for its turn
         ended: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(partial(_give_back, lent))
-        self._tier.start_write(part, lent, wanted.copy, _nothing, self._waiter, ended.set_result)
+        self._tier.start_write(part, lent, wanted.copy, nothing, self._waiter, ended.set_result)
         await _to_the_end(self, self._chain, {ended: self._waiter}, deadline)
         self._tier.expect_no_more(wanted)
         self._count(part, ended.result(), wanted)
@@ -260,7 +261,7 @@ async def _until_free(transfer: Revocable, chain: Chain, lane: Lane) -> BaseExce
     """Wait until the lane is past the caller's event, if there is one; return what that failed with."""
     if not lane.has_events:
         return None
-    copy = chain.copy(lane, _nothing)
+    copy = chain.copy(lane, nothing)
     errors: list[BaseException | None] = []
     transfer.watch(copy, errors.append)
     await asyncio.wait({copy.ended})
@@ -289,10 +290,6 @@ async def _to_the_end(
             transfer.revoked = True
             stop()
     timer.cancel()
-
-
-def _nothing() -> None:
-    pass
 
 
 def _give_back(lent: LentBlocks, _: object) -> None:
