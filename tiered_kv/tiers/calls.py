@@ -15,12 +15,12 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, NoReturn, TypeVar, cast
+from typing import Any, Final, Generic, NoReturn, TypeVar
 
 from tiered_kv.media.backend import Ended, Outcome, Then
 from tiered_kv.tiers.gate import Budget, Give, Kind, Room, Waiter
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.tasks import Tasks
+from tiered_kv.tiers.tasks import Tasks, is_being_cancelled
 from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.events import TierFailed
 
@@ -266,7 +266,7 @@ async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:
     except KeyboardInterrupt:
         raise  # the program's own, which happened to come while a backend ran
     except BaseException as caught:  # noqa: BLE001 - handed on
-        is_closing = isinstance(caught, asyncio.CancelledError) and _is_being_cancelled()
+        is_closing = isinstance(caught, asyncio.CancelledError) and is_being_cancelled()
         return partial(_raise, _ClosedMeanwhile() if is_closing else caught)
     return lambda: made
 
@@ -556,8 +556,3 @@ def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[]
 
 def _go_on() -> None:
     pass
-
-
-def _is_being_cancelled() -> bool:
-    """Whether this task is being cancelled by the cache; else a library raises `CancelledError` of its own accord."""
-    return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling() > 0

@@ -9,7 +9,7 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 from tiered_kv.system import Queue, system
 from tiered_kv.tiers.gate import Priority
@@ -280,6 +280,11 @@ class Tasks:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             name = ended.get_name() if isinstance(ended, asyncio.Task) else "resident"
             log("error", "transfer.crashed", exc_info=error, task=name)
+
+
+def is_being_cancelled() -> bool:
+    """Whether this task is being cancelled; else a library raises `CancelledError` of its own accord."""
+    return cast("asyncio.Task[Any]", asyncio.current_task()).cancelling() > 0
 
 
 def _let_go_on(line: deque[asyncio.Future[None]], most: int) -> int:

@@ -129,10 +129,12 @@ class Loading(Protocol):
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """Return the copy after which a layer of all admitted blocks is in place; None if there is no need to wait."""
+        return None
 
     @property
     def is_copying(self) -> bool:
-        """Whether something may have been written to the engine's blocks."""
+        """Whether something may have been written to the engine's blocks: where nothing better is known, it may."""
+        return True
 
     def stop_before(self, block: int) -> int:
         """Claim the blocks before ``block`` for the engine; return from which block on the load still writes."""

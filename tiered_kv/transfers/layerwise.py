@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
-from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import check_layer
 from tiered_kv.transfers.load import Load, WindowCopy
@@ -203,10 +202,4 @@ class LayerStore(Store):
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
         """Reserve slots that stay, or else transient ones, but wait for none: the layers are being computed."""
-        chain = self._chain
-        if (placing := super()._place_now(part)) is not None:
-            return placing
-        if not chain.through or chain.room.num_waiting:
-            return None
-        reservation = chain.reserve_host_now(part, Waiter(Kind.STORE), keep=False)
-        return None if reservation is None else (chain.host, reservation)
+        return super()._place_now(part) or self._pass_now(part)

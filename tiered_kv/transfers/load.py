@@ -23,7 +23,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.gate import Kind, Priority
 from tiered_kv.tiers.tier import Batch
-from tiered_kv.transfers.handles import LoadHandle, Revocable
+from tiered_kv.transfers.handles import LoadHandle, Loading, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
 from tiered_kv.transfers.window import Bringer, Landed, Window
 from tiered_kv.values.errors import Reason, TierFault, in_words
@@ -43,7 +43,7 @@ class WindowCopy:
     ok: bool = False
 
 
-class InTask(Revocable):
+class InTask(Revocable, Loading):
     """What loads that need a task have in common: their handle, and the number of blocks that it waits for first."""
 
     def __init__(self, request: LoadRequest) -> None:
@@ -63,23 +63,15 @@ class InTask(Revocable):
         self._settle(0)
 
     @property
+    @override
     def is_admitted(self) -> bool:
-        """Whether it is known how many blocks will be in place."""
         return self._admitted.done()
 
+    @override
     async def wait_admitted(self) -> int:
-        """Wait until that is known, and return it."""
         return await asyncio.shield(self._admitted)
 
-    def copy_of(self, layer: int) -> LaneCopy | None:
-        """Return the copy after which a layer of all admitted blocks is in place; None if it is in place by then."""
-        return None
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether something may have been written to the engine's blocks: where nothing better is known, it may."""
-        return True
-
+    @override
     def stop_before(self, block: int) -> int:
         """Claim the blocks before ``block`` for the engine, of a load from the back; others refuse."""
         self._request.check_stop(block)

@@ -25,6 +25,7 @@ from typing_extensions import override
 
 from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tasks import is_being_cancelled
 from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.load import InTask
@@ -179,8 +180,7 @@ class BackLoad(InParts):
         cancel_each([part.handle for part in parts])
         await each_of([*self._given_up, *(part.handle for part in parts)])
         self._begun = self._in_place
-        task = asyncio.current_task()
-        self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
+        self.revoked |= is_being_cancelled()
 
 
 def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
@@ -372,8 +372,7 @@ class GapLoad(InParts):
                 await each_of(handles)
                 raise
         results = await each_of(handles)
-        task = asyncio.current_task()
-        self.revoked = self.revoked or (task is not None and task.cancelling() > 0)
+        self.revoked |= is_being_cancelled()
         return results
 
 

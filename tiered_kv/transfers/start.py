@@ -10,7 +10,6 @@ evicted or is broken, is left to a load in a task, which looks for all of it ane
 """
 
 import asyncio
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -20,7 +19,7 @@ from typing_extensions import override
 
 from tiered_kv.catalog.books import READY
 from tiered_kv.catalog.leases import Lease
-from tiered_kv.memory.device import attempt, raise_the_programs
+from tiered_kv.memory.device import attempt, nothing, raise_the_programs
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
@@ -29,7 +28,7 @@ from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import MemoryTier, ReadReport, Tier, prefix_of
 from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
 from tiered_kv.transfers.engine_memory import DirectSlots
-from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
+from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle, Loading
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
 from tiered_kv.transfers.load import InTask, Load
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
@@ -152,15 +151,13 @@ def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
     return None
 
 
-class BegunLoad(ABC):
+class BegunLoad(Loading):
     """A load that was begun in the call that started it, and ends in a callback.
 
     Attributes:
         is_admitted: Whether it is known how many blocks will be in place.
     """
 
-    num_layers: int
-    thread: int
     is_admitted = False
 
     def __init__(self, request: LoadRequest) -> None:
@@ -175,7 +172,7 @@ class BegunLoad(ABC):
         self._num_blocks = 0
         self._ended: asyncio.Future[LoadResult] = loop.create_future()
         self._admitted: asyncio.Future[None] | None = None  # once somebody waits for it
-        self._over: Callable[[], None] = _nothing
+        self._over: Callable[[], None] = nothing
 
     def handle(self) -> LoadHandle:
         """Return a handle of what is under way, which the end of the cache ends."""
@@ -183,6 +180,7 @@ class BegunLoad(ABC):
             self._over = self._request.chain.tasks.hold(self.revoke)
         return LoadHandle(self._ended, self)
 
+    @override
     async def wait_admitted(self) -> int:
         """Return how many blocks there will be, in a later turn of the loop."""
         await asyncio.sleep(0)
@@ -191,24 +189,12 @@ class BegunLoad(ABC):
             await asyncio.shield(self._admitted)
         return self._num_blocks
 
-    def copy_of(self, layer: int) -> LaneCopy | None:
-        """Return the one copy that brings all layers; None where none of a stream's does."""
-        return None
-
-    @property
-    def is_copying(self) -> bool:
-        """Whether something may have been written to the engine's blocks."""
-        return True
-
+    @override
     def stop_before(self, block: int) -> int:
         """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
         self._request.check_stop(block)
         has_failed = self._ended.done() and not self._ended.result().num_blocks
         return block if has_failed else 0
-
-    @abstractmethod
-    def revoke(self) -> None:
-        """Stop, as far as that is still possible."""
 
     def _admit(self, num_blocks: int) -> None:
         self._num_blocks = num_blocks
@@ -459,7 +445,3 @@ class ReadyLoad(BegunLoad):
             for source in brought.tolist():
                 counts[source] += 1
         return counts
-
-
-def _nothing() -> None:
-    pass
