@@ -59,7 +59,7 @@ def test_another_process_attaches_the_same_memory(slab: HostSlab) -> None:
     slab.payload(3)[:5] = b"hello"
     code = (
         "import sys; from tiered_kv.memory import HostSlab\n"
-        f"slab = HostSlab.attach(int(sys.argv[1]), 6, {STRIDE}, {PAYLOAD})\n"
+        f"slab = HostSlab(6, {STRIDE}, {PAYLOAD}, fd=int(sys.argv[1]))\n"
         "slab.payload(5)[:5] = bytes(slab.payload(3)[:5]).upper()\n"
         "slab.close()"
     )
@@ -85,7 +85,7 @@ def test_who_has_the_memory_cannot_change_its_size(slab: HostSlab, num_bytes: in
 def test_a_slab_of_other_sizes_is_not_attached(slab: HostSlab) -> None:
     """A worker set up otherwise hears so, instead of reading past the end."""
     with pytest.raises(ConfigurationError, match="has 49152 bytes, 57344 are expected"):
-        HostSlab.attach(slab.fd, 7, STRIDE, PAYLOAD)
+        HostSlab(7, STRIDE, PAYLOAD, fd=slab.fd)
 
 
 @pytest.mark.parametrize(("num_slots", "stride", "payload"), [(-1, 4096, 1), (1, 4097, 1), (1, 4096, 4097), (1, 0, 0)])

@@ -37,7 +37,7 @@ def test_of_an_attached_slab_only_what_is_there_is_touched_on_a_cpu() -> None:
     """Where there is no block its process may have given the memory back, or never have taken it."""
     slab, device = HostSlab(4, 2 << 20, 2 << 20), CPUDevice()
     slab.payload(1)[:3] = b"abc"
-    attached = HostSlab.attach(slab.fd, 4, 2 << 20, 2 << 20)
+    attached = HostSlab(4, 2 << 20, 2 << 20, fd=slab.fd)
     locking = device.page_lock(attached)
     assert locking.wait() is PageLockState.PAGEABLE
     assert os.fstat(slab.fd).st_blocks * 512 == 2 << 20
@@ -94,7 +94,7 @@ def test_memory_that_is_only_read_shows_what_is_stored_later() -> None:
     events: list[Event] = []
     slab = HostSlab(4, STRIDE, STRIDE)
     fd = os.open(f"/proc/self/fd/{slab.fd}", os.O_RDONLY)
-    reading = HostSlab.attach(fd, 4, STRIDE, STRIDE, is_read_only=True)
+    reading = HostSlab(4, STRIDE, STRIDE, fd=fd, is_read_only=True)
     os.close(fd)
     locking = PageLocking(reading, lock=locked.__setitem__, emit=events.append)
     assert locking.wait() is PageLockState.PAGEABLE

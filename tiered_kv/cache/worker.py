@@ -355,7 +355,7 @@ class _Slab:
         fd, is_read_only = handle.descriptor(page_locks=device.kind != "cpu")
         try:
             sizes = handle.num_slots, handle.stride_bytes, handle.payload_bytes
-            self._slab = HostSlab.attach(fd, *sizes, name=handle.pool, is_read_only=is_read_only)
+            self._slab = HostSlab(*sizes, name=handle.pool, fd=fd, is_read_only=is_read_only)
         finally:
             os.close(fd)
         self._device = device

@@ -327,7 +327,7 @@ class Attachment:
         try:
             for slab, fd in zip(attached.slabs, descriptors, strict=True):
                 sizes = slab.num_slots, slab.stride_bytes, slab.payload_bytes
-                self.slabs[slab.name] = HostSlab.attach(fd, *sizes, name=slab.name, is_read_only=attached.is_read_only)
+                self.slabs[slab.name] = HostSlab(*sizes, name=slab.name, fd=fd, is_read_only=attached.is_read_only)
         except BaseException:
             self._close_slabs()
             connection.close()

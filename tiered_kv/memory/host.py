@@ -90,7 +90,8 @@ class HostSlab:
             stride_bytes: From one slot to the next.
             payload_bytes: What a slot holds.
             name: For people.
-            fd: Of a slab of these sizes; it is duplicated and stays the caller's. None makes a new slab.
+            fd: Of another process's slab of these sizes, inherited or received over a socket. It is duplicated, and
+                stays the caller's. None makes a new slab.
             is_read_only: See the attribute: ``fd`` cannot be written by.
 
         Raises:
@@ -125,32 +126,6 @@ class HostSlab:
         self._num_keeping = 0
         self._close_fd = weakref.finalize(self, os.close, self._fd)  # of a slab that nobody closes, too
         self._close_fd.atexit = False
-
-    @classmethod
-    def attach(
-        cls,
-        fd: int,
-        num_slots: int,
-        stride_bytes: int,
-        payload_bytes: int,
-        *,
-        name: str = "slab",
-        is_read_only: bool = False,
-    ) -> "HostSlab":
-        """Map another process's slab by its file descriptor, inherited or received over a socket.
-
-        Args:
-            fd: Duplicated; it stays the caller's.
-            num_slots: As the other process made it, like all that follows.
-            stride_bytes: From one slot to the next.
-            payload_bytes: What a slot holds.
-            name: For people.
-            is_read_only: Whether ``fd`` cannot be written by.
-
-        Raises:
-            ConfigurationError: The memory has another length.
-        """
-        return cls(num_slots, stride_bytes, payload_bytes, name=name, fd=fd, is_read_only=is_read_only)
 
     @property
     def num_bytes(self) -> int:
