@@ -29,6 +29,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.gpu import DeviceLike, make_device
 from tiered_kv.memory.lanes import Lanes
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
+from tiered_kv.tiers.tier import MemoryTier
 from tiered_kv.transfers.handles import Handle
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.transfers.swap import SwapSide, SwapSpace
@@ -127,7 +128,7 @@ class _Attempt:
             handshake.give_back(begun[0], begun[2])
 
 
-@dataclass(frozen=True)
+@dataclass
 class FarGroup:
     """One KV group, as memory is bound to it."""
 
@@ -136,7 +137,7 @@ class FarGroup:
     h2d: Lanes
     d2h: Lanes
     loop_calls: LoopCalls
-    gpu: None = None
+    gpu: MemoryTier | None = None
 
 
 class FarSide(EngineSide):

@@ -74,13 +74,14 @@ class FarMemory(EngineMemory, Stream):
     def error(self) -> None:
         """What befalls the client's device, the client says copy by copy."""
 
-    def check(self, after: After) -> NoReturn:
-        """Events are the client's, and waited for there."""
-        raise ConfigurationError(f"{after!r:.80} is of another process")
+    def to_wait_for(self, after: After | None) -> None:
+        """Wait for nothing here."""
+        if after is not None:
+            self.wait(after)
 
     def wait(self, after: After) -> NoReturn:
         """Events are the client's, and waited for there."""
-        self.check(after)
+        raise ConfigurationError(f"{after!r:.80} is of another process")
 
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
         """Have the client copy blocks out of its pages."""

@@ -138,14 +138,8 @@ class EngineMemory(ABC):
         """What made its device unusable, if anything did."""
 
     @abstractmethod
-    def check(self, after: After) -> None:
-        """Raise `ConfigurationError` unless its copies can wait for ``after``."""
-
     def to_wait_for(self, after: After | None) -> After | None:
         """Return what copies of a caller in this thread are to come after; see `Device.to_wait_for`."""
-        if after is not None:
-            self.check(after)
-        return after
 
     @abstractmethod
     def gather(self, pages: Ids, rows: Tensor, slots: Ids, *, layers: slice | None = None) -> None:
@@ -182,10 +176,6 @@ class Binding(EngineMemory):
         return self.h2d.device.error
 
     @override
-    def check(self, after: After) -> None:
-        self.h2d.device.check(after)
-
-    @override
     def to_wait_for(self, after: After | None) -> After | None:
         return self.h2d.device.to_wait_for(after)
 
@@ -199,31 +189,23 @@ class Binding(EngineMemory):
 
 
 class Reach(Protocol):
-    """What of a KV group is asked for to bind memory to it."""
+    """What of a KV group is asked for to bind memory to it.
 
-    @property
-    def group(self) -> KVGroup:
-        """Its blocks."""
+    Attributes:
+        group: Its blocks.
+        codec: How they are kept.
+        gpu: Its GPU pool.
+        h2d: Streams into the engine's device.
+        d2h: Streams out of it.
+        loop_calls: Calls into the event loop.
+    """
 
-    @property
-    def codec(self) -> Codec | None:
-        """How they are kept."""
-
-    @property
-    def gpu(self) -> MemoryTier | None:
-        """Its GPU pool."""
-
-    @property
-    def h2d(self) -> Lanes:
-        """Streams into the engine's device."""
-
-    @property
-    def d2h(self) -> Lanes:
-        """Streams out of it."""
-
-    @property
-    def loop_calls(self) -> LoopCalls:
-        """Calls into the event loop."""
+    group: KVGroup
+    codec: Codec | None
+    gpu: MemoryTier | None
+    h2d: Lanes
+    d2h: Lanes
+    loop_calls: LoopCalls
 
 
 class Bindings:
