@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_seconds, check_specs
-from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, check_needs, find_longest, length_in_place
+from tiered_kv.cache.groups import GroupNeed, GroupsLoad, GroupsLookup, find_longest, length_in_place, lengths_of
 from tiered_kv.cache.planner import Planner
 from tiered_kv.cache.seat import EngineSide
 from tiered_kv.tiers.changes import Changes
@@ -227,8 +227,7 @@ class TransferCalls(ABC):
         Raises:
             ConfigurationError, LayoutMismatchError: As for `start_load`; of block ids, the group is named.
         """
-        side, step = self._open(), check_needs(needs)
-        length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+        side, length = self._open(), lengths_of(needs)[-1]
         wanted = [need.at(length) for need in needs]
         check_specs(side.bindings, wanted, into)  # all are right before any is started
         handles = [self.start_load(keys, spec, after=after) for keys, spec in zip(wanted, into, strict=True)]

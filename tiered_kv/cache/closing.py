@@ -13,7 +13,6 @@ from anyio import move_on_after
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.cache.seat import Seat
 from tiered_kv.tiers import upkeep
-from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import CacheClosed
 
@@ -170,14 +169,14 @@ async def _close(seat: Seat) -> None:
         nonlocal num_abandoned
         num_abandoned = await cache.tasks.aclose(max(0.0, deadline - loop.time()))
 
-    steps: tuple[Callable[[], Awaitable[None] | None], ...] = (
+    steps: tuple[Callable[[], Awaitable[object] | None], ...] = (
         seat.submissions.close,
         seat.pins.close,
         cache.subscribers.close,
         cache.close_jobs,
         lambda: _begin_no_more(cache),
         lambda: _within(limit_s, cache.settle()),
-        lambda: _ended(cache.background),
+        lambda: cache.background.aclose(0.0),
         lambda: cache.callers.aclose(max(0.0, deadline - loop.time())),  # before what they wait for is given up
         end_transfers,
         lambda: _within(limit_s, upkeep.checkpoint(cache.chains, sync=False)),
@@ -203,7 +202,3 @@ def _begin_no_more(cache: OpenCache) -> None:
 async def _within(limit_s: float, waiting: Awaitable[object]) -> None:
     with move_on_after(limit_s):
         await waiting
-
-
-async def _ended(tasks: Tasks) -> None:
-    await tasks.aclose(0.0)

@@ -125,8 +125,8 @@ class GroupsLoad:
     results: tuple[LoadResult, ...]
 
 
-def check_needs(needs: Sequence[GroupNeed]) -> int:
-    """Return the tokens that are whole blocks of every group.
+def lengths_of(needs: Sequence[GroupNeed]) -> range:
+    """Return the lengths in tokens, up to what all keys have in common, that are whole blocks of every group.
 
     Raises:
         ConfigurationError: No needs, a group twice, or keys that begin at different tokens or are of two salts.
@@ -143,7 +143,8 @@ def check_needs(needs: Sequence[GroupNeed]) -> int:
         raise ConfigurationError(
             f"all groups' keys are of one prompt: of one salt and from one token on; these start at {sorted(starts)}"
         )
-    return math.lcm(*(need.keys.block_size for need in needs))
+    step = math.lcm(*(need.keys.block_size for need in needs))
+    return range(0, min(len(need.keys) * need.keys.block_size for need in needs) + 1, step)
 
 
 def find_longest(needs: Sequence[GroupNeed]) -> Generator[list[GroupNeed], list[Mask], int]:
@@ -155,15 +156,15 @@ def find_longest(needs: Sequence[GroupNeed]) -> Generator[list[GroupNeed], list[
     Returns:
         The length, as the generator's value.
     """
-    step = check_needs(needs)
-    length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
+    lengths = lengths_of(needs)
+    length = lengths[-1]
     if wholes := [need.until(length) for need in needs if need.is_whole]:  # they cut the most
-        length = longest_of(wholes, (yield wholes), range(0, length + 1, step))
+        length = longest_of(wholes, (yield wholes), lengths)
     ends = [need.until(length) for need in needs if not need.is_whole]
     if length and ends:
         there = yield [replace(need, keys=need.at(length)) for need in ends]
         if not all(mask.all() for mask in there):  # mostly they are: then nobody is asked for all others
-            length = longest_of(ends, (yield ends), range(0, length + 1, step))
+            length = longest_of(ends, (yield ends), range(0, length + 1, lengths.step))
     return length
 
 
@@ -193,10 +194,9 @@ def length_in_place(needs: Sequence[GroupNeed], wanted: Sequence[BlockKeys], res
         wanted: Per group, the keys that were loaded.
         results: Per group, how many of them are in place.
     """
-    step, there = check_needs(needs), list[Mask]()
+    there = list[Mask]()
     for need, keys, result in zip(needs, wanted, results, strict=True):
         first = keys.start - need.keys.start
         there.append(np.zeros(len(need.keys), np.bool_))
         there[-1][first : first + result.num_blocks] = True
-    length = min(len(need.keys) * need.keys.block_size for need in needs) // step * step
-    return longest_of(needs, there, range(0, length + 1, step))
+    return longest_of(needs, there, lengths_of(needs))

@@ -175,10 +175,6 @@ class OpenCache:
             for run in keys.runs:
                 self.recorder.note(call, run)
 
-    def call_soon(self, function: Callable[[], object]) -> None:
-        """Have the event loop call a function, from any thread."""
-        self.loop_calls.call(function)
-
     async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
         """Do something to its end, also if who waits for it here is cancelled.
 

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -58,9 +57,9 @@ async def open_cache(parts: CacheParts) -> Seat:
     started = loop.time()
     kinds, tasks, fates = parts.kinds(), Tasks(), Fates()
     async with AsyncExitStack() as stack:
-        backends = await _open_backends(stack, parts, kinds, tasks)
-        chains, device = await _build_chains(stack, parts, backends, kinds, tasks, fates)
-        cache = OpenCache(parts, chains, device, tasks, fates, backends.services.loop_calls, stack.pop_all())
+        services, media = await _open_backends(stack, parts, kinds, tasks)
+        chains, device = await _build_chains(stack, parts, services, media, kinds, fates)
+        cache = OpenCache(parts, chains, device, tasks, fates, services.loop_calls, stack.pop_all())
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
     if any(isinstance(part.backend, Backend) and part.backend.keeps_memory for part in parts.tiers.storage):
         cache.keep_memory()
@@ -81,18 +80,14 @@ async def open_cache(parts: CacheParts) -> Seat:
     return seat
 
 
-@dataclass(frozen=True)
-class _OpenBackends:
-    """The media of a cache, open or to be opened later, and what they share."""
-
-    services: Services
-    media: tuple[StorageMedium, ...]
-
-
 async def _open_backends(
     stack: AsyncExitStack, parts: CacheParts, kinds: Sequence[BlockKind], tasks: Tasks
-) -> _OpenBackends:
-    """Open every backend, in the order of the chain; ``stack`` closes them, those too that were not opened."""
+) -> tuple[Services, list[StorageMedium]]:
+    """Open every backend, in the order of the chain; ``stack`` closes them, those too that were not opened.
+
+    Returns:
+        What they share, and the media, open or to be opened later.
+    """
     loop = asyncio.get_running_loop()
     CancelScope()  # AnyIO imports its asyncio half now, 40 ms, instead of in the first load
     np.unique(np.empty(0))  # and numpy its masked arrays, 7 ms
@@ -114,15 +109,15 @@ async def _open_backends(
         await medium.open()
         media.append(medium)
     stack.push_async_callback(calls.aclose, 0.0)  # what transfers still wanted of them ends before they are closed
-    return _OpenBackends(services, tuple(media))
+    return services, media
 
 
 async def _build_chains(
     stack: AsyncExitStack,
     parts: CacheParts,
-    backends: _OpenBackends,
+    services: Services,
+    media: Sequence[StorageMedium],
     kinds: Sequence[BlockKind],
-    tasks: Tasks,
     fates: Fates,
 ) -> tuple[list[Chain], Device]:
     """Allocate memory and make one chain per kind of block, each with its share of every tier's slots.
@@ -136,7 +131,7 @@ async def _build_chains(
         device = parts.device
     else:
         device = make_device(parts.device)
-        stack.push_async_callback(in_a_thread, backends.services.loop_calls, device.close, 1.0)  # it joins threads
+        stack.push_async_callback(in_a_thread, services.loop_calls, device.close, 1.0)  # it joins threads
         if tiers.gpu is not None and device.kind == "cpu":
             emit(GPUPoolInHostMemory(tier_name(tiers.gpu), tiers.gpu.capacity))
 
@@ -166,7 +161,6 @@ async def _build_chains(
         clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
     )
     is_written_back = any(part.settings.write == "back" for part in tiers.storage)
-    services = backends.services
     tell = _listen(device, services.loop_calls, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
@@ -191,7 +185,7 @@ async def _build_chains(
             device.page_lock(slab, emit=tell)
         waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(tiers.gpu, device, group.num_slots(gpu_blocks), stride_bytes, clock, write_back=waits_in_gpu)
-        storage = [medium.tier(number, kind.shape, kind.record_codec) for medium in backends.media]
+        storage = [medium.tier(number, kind.shape, kind.record_codec) for medium in media]
         chain = Chain(
             group=group,
             naming=kind.naming,
@@ -203,7 +197,7 @@ async def _build_chains(
             h2d=h2d,
             d2h=d2h,
             loop_calls=services.loop_calls,
-            tasks=tasks,
+            tasks=services.tasks,
             emit=emit,
             limits=limits,
             codec=kind.codec,
@@ -215,7 +209,7 @@ async def _build_chains(
             fates.watch(IndexPlace(tier.name, kind.number, rank), tier)
         chains.append(chain)
         await asyncio.sleep(0)  # each takes milliseconds: of many ranks others would wait for all
-    for number, medium in enumerate(backends.media):
+    for number, medium in enumerate(media):
         medium.open_later([chain.storage[number] for chain in chains])
     return chains, device
 
