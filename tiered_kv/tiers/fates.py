@@ -105,8 +105,7 @@ class Fates:
         """Count a load that has ended, with its blocks, and tell of it. Of plans `count_load` is told, by rank."""
         self.count_load(batch, loaded, why_not_more)
         self.load_seconds.saw(seconds)
-        if self.on_use is not None:
-            self.on_use("load", batch.names)
+        self.use("load", batch.names)
 
     def count_load(self, batch: "Batch", loaded: int, why_not_more: str) -> None:
         """Count the blocks of a load that has ended; those behind the first one missed are missed for its reason."""

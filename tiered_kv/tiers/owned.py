@@ -501,7 +501,7 @@ class OwnedTier(StorageTier, BookedTier):
                 raised.append(error)
                 raise
 
-        call = self._tasks.spawn(self.calls.make("resize", resize, until_late=False), f"resize {self.name}")
+        call = self._tasks.spawn(self.calls.make("resize", resize), f"resize {self.name}")
         self._resizing = call
         await asyncio.wait({call}, timeout=self.health.timeout_s)
         if not call.done():

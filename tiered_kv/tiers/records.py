@@ -78,7 +78,7 @@ class ExponentCodec:
 
     def __init__(self, payload_bytes: int) -> None:
         """Prepare for payloads of so many bytes, each two of them a bf16."""
-        self._num_values = n = payload_bytes // 2
+        n = payload_bytes // 2
         self.most_listed = max(16, n // 256)
         sizes = 4, 4 * self.most_listed, self.most_listed, -(-n // CHUNK), n, -(-n // 2)
         ends = np.cumsum(sizes).tolist()

@@ -312,15 +312,13 @@ class MemoryTier(BookedTier):
         index: Which block is in which row.
         rows: ``(num_slots, stride / 8)`` int64.
         left: What stores have left to others, which have slots for it.
-        write_back: Whether blocks wait in the tier above for the cleaner, if there is one above.
     """
 
-    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor, *, write_back: bool = False) -> None:
+    def __init__(self, name: str, index: TierIndex, rows: torch.Tensor) -> None:
         super().__init__(name)
         self.index = index
         self.rows = rows
         self.left = Expected()
-        self.write_back = write_back
 
     @property
     def can_keep(self) -> bool:
@@ -344,11 +342,16 @@ class MemoryTier(BookedTier):
 
 
 class HostTier(MemoryTier):
-    """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots."""
+    """The CPU tier and the bounce slots that everything else passes through: always there, if with no own slots.
+
+    Attributes:
+        write_back: Whether blocks wait in the tier above for the cleaner, if there is one above.
+    """
 
     def __init__(self, name: str, index: TierIndex, slab: HostSlab, *, write_back: bool = False) -> None:
-        super().__init__(name, index, slab.rows, write_back=write_back)
+        super().__init__(name, index, slab.rows)
         self.slab = slab
+        self.write_back = write_back
 
     def close(self) -> None:
         """Let go of the memory, which goes back to the system as soon as nothing copies to or from it any more."""

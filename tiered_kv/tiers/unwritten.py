@@ -56,11 +56,6 @@ class Unwritten:
         self.waiting = {tier: Waiting(tier, clock, self) for tier in tiers}
 
     @property
-    def num_under_way(self) -> int:
-        """How many stores and writes have not ended."""
-        return sum(self._under_way.values())
-
-    @property
     def num_blocks(self) -> int:
         """How many blocks wait, or were taken from a line and are being written."""
         return sum(len(line) + line.num_taken for line in self.waiting.values())
