@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import Final
 
 import numpy as np
@@ -30,22 +29,11 @@ from tiered_kv.values.errors import Reason, TierFault
 _ASKED_AT_ONCE: Final = 1024
 
 
-class _Known(IntEnum):
-    """What is known of a block in one shared tier."""
-
-    UNASKED = 0
-    ABSENT = 1
-    THERE = 2
-    BEYOND = 3
-    """Past the first block that the tier lacks: it has not said. Absent, unless no other tier has the block."""
-
-
-# numpy compares an array with a plain int in a quarter of the time.
-_UNASKED, _ABSENT, _THERE, _BEYOND = map(int, _Known)
-
-
+_UNASKED, _ABSENT, _THERE, _BEYOND = range(4)
+"""What is known of a block in one shared tier. `_BEYOND` is past the first block that the tier lacks: it has not said.
+Absent, unless no other tier has the block."""
 Said = Mapping[StorageTier, NDArray[np.int8]]
-"""What shared tiers have been asked about a transfer's blocks already: an array of `_Known`, by position, of each."""
+"""What shared tiers have been asked about a transfer's blocks already: by position, of each, what is known of it."""
 
 
 def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[np.int8]:
