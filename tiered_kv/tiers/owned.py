@@ -48,6 +48,7 @@ class OwnedTier(StorageTier, BookedTier):
     """A `SlotBackend` and the index of its slots.
 
     Attributes:
+        expected: What is to be written here once its turn comes.
         has_lost: Whether a part of the medium has failed with blocks that were written since it was opened.
     """
 
@@ -59,7 +60,7 @@ class OwnedTier(StorageTier, BookedTier):
         self.index = self.books = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
-        self._expected = Expected()
+        self.expected = Expected()
         self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
@@ -248,7 +249,7 @@ class OwnedTier(StorageTier, BookedTier):
         if len(todo) < len(at):
             is_left = ~(fresh | self.index.ready(asked.names))
             writing.left, writing.left_names = at[is_left], asked.names[is_left]
-            writing.left_wanted = self.expect(writing.left_names)
+            writing.left_wanted = self.expected.add(writing.left_names)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))
@@ -301,7 +302,7 @@ class OwnedTier(StorageTier, BookedTier):
         if len(left) and unwanted is not None:
             report.present[left] = is_there = self.index.ready(writing.left_names)
             report.dropped[left] = unwanted[left] = ~(is_there | writing.left_wanted)
-            self.expect_no_more(writing.left_wanted)
+            self.expected.drop(writing.left_wanted)
         is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
         return WriteReport(report.written, report.present, report.dropped, because, unwanted, report.num_removed)
@@ -341,7 +342,7 @@ class OwnedTier(StorageTier, BookedTier):
             self._tombstones.add(batch)
         has_to_pay = self._journal.is_owing or not self.index.ready(batch.names).all()  # of these, too, perhaps
         self.index.remove(batch.names)
-        self._expected.forget(batch.names)
+        self.expected.forget(batch.names)
 
         async def forget() -> bool:
             await self._until_written(batch.names)  # and until what has left is forgotten
@@ -357,14 +358,6 @@ class OwnedTier(StorageTier, BookedTier):
         if self._tombstones or self._journal.is_owing:
             return False
         return all(bool((self.index.find(names)[0] == slots).all()) for names, slots in self._in_write.values())
-
-    def expect(self, names: Names) -> Mask:
-        """Say of blocks that are to be written here once their turn comes which are wanted, see `Expected`."""
-        return self._expected.add(names)
-
-    def expect_no_more(self, wanted: Mask) -> None:
-        """End what `expect` began: they have slots, or will not come."""
-        self._expected.drop(wanted)
 
     def _left(self, names: Names, left: Lease) -> None:
         """Have the medium forget what has left the books; `forget` waits for it."""
@@ -395,7 +388,7 @@ class OwnedTier(StorageTier, BookedTier):
     def clear(self) -> Coroutine[Any, Any, bool]:
         """Forget every block: at once, before this returns; otherwise as `forget`."""
         self.index.clear()
-        self._expected.clear()
+        self.expected.clear()
         self._journal.owe()
         if not self.health.is_open:
             self._tombstones.add_all()

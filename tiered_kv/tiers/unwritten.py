@@ -184,7 +184,7 @@ class Waiting:
         They are of ``prompt``, unless the batch says of what prompt each is.
         """
         self._prompts[slots] = prompt if batch.prompts is None else batch.prompts
-        self._line_up(batch, slots, lease, self._unwritten.now if came is None else came)
+        self.put_back(batch, slots, lease, self._unwritten.now if came is None else came)
         self._num_tries[slots] = 0
         self.on_add()
 
@@ -196,12 +196,8 @@ class Waiting:
         self._num_tries[slots] += 1
         self._unwritten.num_failed += len(slots)
         again: NDArray[np.bool_] = self._num_tries[slots] < most_tries
-        self._line_up(batch[again], slots[again], lease, self._unwritten.now)
+        self.put_back(batch[again], slots[again], lease, self._unwritten.now)
         return again
-
-    def put_back(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
-        """Let blocks that nobody tried to write wait again."""
-        self._line_up(batch, slots, lease, came)
 
     def take(self, most: int) -> tuple[Batch, Lease, int]:
         """Take up to ``most`` of the blocks that wait longest, whoever's they are, of one time, to write them.
@@ -235,7 +231,8 @@ class Waiting:
         slots = self._index.oldest_dirty(1)
         return self._clock() - float(self._since_s[slots[0]]) if len(slots) else 0.0
 
-    def _line_up(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
+    def put_back(self, batch: Batch, slots: NDArray[np.int64], lease: Lease, came: int) -> None:
+        """Let blocks wait that came then, as those do again that nobody tried to write."""
         self._namespaces[slots] = batch.namespace if batch.spaces is None else batch.spaces
         self._positions[slots] = batch.positions
         if batch.prompts is not None:

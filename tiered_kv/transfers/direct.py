@@ -171,11 +171,11 @@ class DirectStore(Store):
         if not (lacks := tier.lacks(batch)).any():
             return None
         part, pages = batch[lacks], request.pages[lacks, 0]
-        lent, wanted = self._slots.lend(pages), tier.expect(part.names)
+        lent, wanted = self._slots.lend(pages), tier.expected.add(part.names)
 
         def end(report: WriteReport) -> None:
             lent.give_back()
-            tier.expect_no_more(wanted)
+            tier.expected.drop(wanted)
             if timer is not None:
                 timer.cancel()
             self._count(part, report, wanted)
@@ -220,14 +220,14 @@ class DirectStore(Store):
             part, pages, still = part[~known], pages[~known], still[~known]
         if not len(part):
             return
-        lent, wanted = self._slots.lend(pages), self._tier.expect(part.names)
+        lent, wanted = self._slots.lend(pages), self._tier.expected.add(part.names)
         still &= self._chain.unwritten.is_wanted(self._tier.name, part.names, self._came)
         wanted[~still] = False  # what was evicted while this waited for its turn
         ended: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(partial(_give_back, lent))
         self._tier.start_write(part, lent, wanted.copy, nothing, self._waiter, ended.set_result)
         await _to_the_end(self, self._chain, {ended: self._waiter}, deadline)
-        self._tier.expect_no_more(wanted)
+        self._tier.expected.drop(wanted)
         self._count(part, ended.result(), wanted)
 
     def _count(self, part: Batch, report: WriteReport, wanted: Mask) -> None:
