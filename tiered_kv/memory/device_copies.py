@@ -139,23 +139,23 @@ def _staged(caches: PagedCaches, rows: Tensor) -> Iterator[tuple[PagedCaches, Pa
 
 def gather_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages into slots on the host, one DMA a fragment."""
-    if may_batch(rows, slots):
-        in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
-        _copy_batch(in_rows, in_engine, sizes, caches.torch_device)
-        return
-    for in_cache, in_row in _fragments(caches, pages, rows, slots):
-        in_row.copy_(in_cache, non_blocking=True)
-    staging.current(caches.torch_device).num_operations += pages.size * len(caches.fragments)
+    _copy_directly(caches, pages, rows, slots, to_rows=True)
 
 
 def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots on the host into blocks of pages, one DMA a fragment."""
+    _copy_directly(caches, pages, rows, slots, to_rows=False)
+
+
+def _copy_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
     if may_batch(rows, slots):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
-        _copy_batch(in_engine, in_rows, sizes, caches.torch_device)
+        targets, sources = (in_rows, in_engine) if to_rows else (in_engine, in_rows)
+        _copy_batch(targets, sources, sizes, caches.torch_device)
         return
     for in_cache, in_row in _fragments(caches, pages, rows, slots):
-        in_cache.copy_(in_row, non_blocking=True)
+        target, source = (in_row, in_cache) if to_rows else (in_cache, in_row)
+        target.copy_(source, non_blocking=True)
     staging.current(caches.torch_device).num_operations += pages.size * len(caches.fragments)
 
 

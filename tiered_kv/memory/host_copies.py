@@ -38,48 +38,48 @@ _ONE_BY_ONE_BYTES = 16 << 10
 
 def gather_blocks(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> None:
     """Copy blocks of pages ``(n, pages_per_block)`` into slots."""
-    if _are_few(caches, pages):
-        for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
-            for address, stride, num_bytes, offset in caches.facts:
-                for page, page_id in enumerate(page_ids):
-                    _move_with_gil(slot + offset + page * num_bytes, address + page_id * stride, num_bytes)
+    if not _are_few(caches, pages):
+        _copy_many(caches, pages, rows, slots, to_rows=True)
         return
-    slot_addresses = _addresses(rows, slots)
-    for page, page_ids in enumerate(pages.T):
-        if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(page_ids) is not None:
-            at, to = _index(page_ids), _index(slots)
-            for in_engine, in_rows in _parts(caches, page, rows):
-                in_rows[to] = in_engine[at]
-            continue
-        places = list(zip(page_ids.tolist(), slot_addresses, strict=True))
-        for each in caches.fragments:
-            base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
-            offset = each.offset_bytes + page * num_bytes
-            for (page_id, slot), move in zip(places, _moves(num_bytes), strict=False):
-                move(slot + offset, base + page_id * stride, num_bytes)
+    for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
+        for address, stride, num_bytes, offset in caches.facts:
+            for page, page_id in enumerate(page_ids):
+                _move_with_gil(slot + offset + page * num_bytes, address + page_id * stride, num_bytes)
 
 
 def scatter_blocks(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
     """Copy slots into blocks of pages ``(n, pages_per_block)``."""
-    if _are_few(caches, pages):
-        for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
-            for address, stride, num_bytes, offset in caches.facts:
-                for page, page_id in enumerate(page_ids):
-                    _move_with_gil(address + page_id * stride, slot + offset + page * num_bytes, num_bytes)
+    if not _are_few(caches, pages):
+        _copy_many(caches, pages, rows, slots, to_rows=False)
         return
+    for slot, page_ids in zip(_addresses(rows, slots), pages.tolist(), strict=True):
+        for address, stride, num_bytes, offset in caches.facts:
+            for page, page_id in enumerate(page_ids):
+                _move_with_gil(address + page_id * stride, slot + offset + page * num_bytes, num_bytes)
+
+
+def _copy_many(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
+    """Copy blocks of pages into slots, or slots into these."""
     slot_addresses = _addresses(rows, slots)
     for page, page_ids in enumerate(pages.T):
-        if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(slots) is not None:
-            at, to = _index(slots), _index(page_ids)
+        if caches.fragments[0].num_bytes < _ONE_BY_ONE_BYTES or _as_slice(page_ids if to_rows else slots) is not None:
+            in_pages, in_slots = _index(page_ids), _index(slots)
             for in_engine, in_rows in _parts(caches, page, rows):
-                in_engine[to] = in_rows[at]
+                if to_rows:
+                    in_rows[in_slots] = in_engine[in_pages]
+                else:
+                    in_engine[in_pages] = in_rows[in_slots]
             continue
         places = list(zip(page_ids.tolist(), slot_addresses, strict=True))
         for each in caches.fragments:
             base, stride, num_bytes = each.address, each.stride_bytes, each.num_bytes
             offset = each.offset_bytes + page * num_bytes
             for (page_id, slot), move in zip(places, _moves(num_bytes), strict=False):
-                move(base + page_id * stride, slot + offset, num_bytes)
+                in_page, in_slot = base + page_id * stride, slot + offset
+                if to_rows:
+                    move(in_slot, in_page, num_bytes)
+                else:
+                    move(in_page, in_slot, num_bytes)
 
 
 def _are_few(caches: PagedCaches, pages: Ids) -> bool:

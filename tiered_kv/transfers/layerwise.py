@@ -104,11 +104,8 @@ class LayerLoad(Load):
         if not self._num_left:
             for copied in self._copied:
                 copied.ok = self._error is None
-            self._release()
-
-    def _release(self) -> None:
-        for copied in self._copied:
-            self._chain.release(*copied.landed.leases)
+            for copied in self._copied:
+                self._chain.release(*copied.landed.leases)
 
 
 class LayerStore(Store):
