@@ -13,7 +13,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import suppress
+from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, Final, Literal, TypeVar, TypeVarTuple
@@ -513,13 +513,13 @@ class Jobs(JobBook):
         request = underway.request
         try:
             if request.gaps:
-                self._spawn(job, self._bring_around_gaps(job))
+                self._spawn(job, self._bring(job, bring_around_gaps(request.parts, request.deadline)))
                 return
             brought, handles = (
                 start_bringing(request.parts, deadline=request.deadline) if request.direction == "load" else ([], [])
             )
             if handles:
-                self._spawn(job, self._bring(job, brought, handles), brought, handles)
+                self._spawn(job, self._bring(job, bringing(brought, handles)), brought, handles)
             else:
                 self._plan(job, brought)
         except BaseException as error:
@@ -544,18 +544,10 @@ class Jobs(JobBook):
         task = self._bringing[job] = self._tasks.spawn(work, "bring blocks for a plan")
         task.add_done_callback(ended)
 
-    async def _bring(self, job: Job, brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> None:
+    async def _bring(self, job: Job, bringing_all: AbstractAsyncContextManager[Sequence[Brought]]) -> None:
         try:
-            async with bringing(brought, handles):
-                self._plan(job, brought)
-        except Exception as error:
-            self._end_early(job, repr(error))
-            raise
-
-    async def _bring_around_gaps(self, job: Job) -> None:
-        try:
-            if (underway := self._underway.get(job)) is not None:
-                async with bring_around_gaps(underway.request.parts, underway.request.deadline) as brought:
+            if job in self._underway:
+                async with bringing_all as brought:
                     self._plan(job, brought)
         except Exception as error:
             self._end_early(job, repr(error))

@@ -104,8 +104,11 @@ class LayerLoad(Load):
         if not self._num_left:
             for copied in self._copied:
                 copied.ok = self._error is None
-            for copied in self._copied:
-                self._chain.release(*copied.landed.leases)
+            self._release()
+
+    def _release(self) -> None:
+        for copied in self._copied:
+            self._chain.release(*copied.landed.leases)
 
 
 class LayerStore(Store):

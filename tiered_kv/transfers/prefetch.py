@@ -239,8 +239,8 @@ def start_bringing(
 
 
 @asynccontextmanager
-async def bringing(brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> AsyncGenerator[None]:
-    """Wait until all has arrived that will; it is held until the ``async with`` block ends.
+async def bringing(brought: Sequence[Brought], handles: Sequence[PrefetchHandle]) -> AsyncGenerator[Sequence[Brought]]:
+    """Wait until all has arrived that will; yield it, which is held until the ``async with`` block ends.
 
     Cancelled meanwhile, stop it, without waiting: it touches no memory but ours.
     """
@@ -251,7 +251,7 @@ async def bringing(brought: Sequence[Brought], handles: Sequence[PrefetchHandle]
         except asyncio.CancelledError:
             cancel_each(handles)
             raise
-        yield
+        yield brought
     finally:
         for each in brought:
             each.let_go()
