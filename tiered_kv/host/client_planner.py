@@ -82,19 +82,6 @@ class FarRequest:
     refused: Reason | None = None
 
 
-class Hearing(Protocol):
-    """Who takes what the server says of jobs."""
-
-    def hear(self, far: "FarJob", reply: Reply) -> None:
-        """Take what it says of a job."""
-
-    def miss(self, far: "FarJob") -> None:
-        """It says nothing."""
-
-    def lose(self, far: "FarJob") -> None:
-        """It is gone, and says nothing any more."""
-
-
 class FarJob:
     """One job, from its beginning until the server says nothing more about it.
 
@@ -106,7 +93,7 @@ class FarJob:
         is_bound: Whether the engine's blocks are known.
     """
 
-    def __init__(self, book: Hearing, job: Job, request: FarRequest, clock: Callable[[], float]) -> None:
+    def __init__(self, book: "FarJobs", job: Job, request: FarRequest, clock: Callable[[], float]) -> None:
         self.job = job
         self.request = request
         self.there: Attachment | None = None
@@ -291,7 +278,6 @@ class FarJobs(JobBook):
         super().__init__(num_ranks, here.loop_calls)
         self._workers = WorkerProcesses(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
-        self._tasks = here.tasks
         self._underway: dict[Job, FarJob] = {}
         # The event loop's thread alone changes these.
         self._sent: dict[int, FarJob] = {}  # of which the server has more to say

@@ -302,10 +302,6 @@ class FarLoad(Moving[LoadResult]):
         self._num_copied = np.zeros(len(self._keys), np.int64)  # layers of each block
         self._by_tier: Mapping[str, int] = {}
 
-    def handle(self) -> LoadHandle:
-        """Return what the caller holds of it."""
-        return LoadHandle(self.ended, self)
-
     @property
     def is_admitted(self) -> bool:
         """See `Loading.is_admitted`."""
@@ -638,7 +634,7 @@ class Starts:
         if not is_told and len(request.keys):
             self.missed[load.ended.result().missed_because] += len(request.keys)
         request.side.tasks.watch(load.ended, load.revoke)
-        return load.handle()
+        return LoadHandle(load.ended, load)
 
     def begin_store(self, request: FarStoreRequest) -> StoreHandle:
         """Begin a store, on the event loop."""
