@@ -237,7 +237,7 @@ def test_a_checkpoint_of_what_was_there_before_enters_no_record() -> None:
     """
     tape = Tape(0, {})
     turns = Turns(tape)
-    files, disk = SimulatedFiles(turns, tape), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
+    files, disk = SimulatedFiles(turns), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
     files.mount(disk)
     slab, ledger = (files.open(f"/sim/disk/{name}", os.O_RDWR | os.O_CREAT) for name in ("slab", "ledger"))
     before, after = (b"TKVSLOT2" + name * 32 + bytes(24) for name in (b"a", b"b"))
@@ -331,7 +331,7 @@ def test_a_disk_that_damages_a_byte_has_it_so_for_good() -> None:
     """A loss of power brings nothing back."""
     tape = Tape(0, {})
     turns = Turns(tape)
-    files, disk = SimulatedFiles(turns, tape), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
+    files, disk = SimulatedFiles(turns), SimulatedDisk(Path("/sim/disk"), 1 << 20, tape, turns)
     files.mount(disk)
     slab = files.open("/sim/disk/slab", os.O_RDWR | os.O_CREAT)
     files.pwrite(slab, bytes(8192), 0)

@@ -115,7 +115,7 @@ class _Foretold:
     """The curves of all policies, and what they say is best."""
 
     def __init__(self, trace: Trace, policies: Sequence[str], engine_blocks: int, *, is_shown: bool) -> None:
-        self._trace, self._is_shown = trace, is_shown
+        self._trace = trace
         with progress("lru", len(trace.requests), is_shown=is_shown) as advance:
             self._lru = lru_curve(trace, on_request=advance).below(engine_blocks)
         # LRU's curve is exact unless an engine above chooses what it copies out.

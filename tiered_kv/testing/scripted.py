@@ -22,19 +22,13 @@ from tiered_kv.values.events import Emit, Event
 class ScriptedEvent:
     """Something to wait for, which has happened once the script calls `fire`, or a stream has come to it."""
 
-    def __init__(self) -> None:
+    def __init__(self, observer: Actor | None = None) -> None:
+        """Make one; an ``observer``, of an event of a stream, is ordered after it once it sees that it has fired."""
         self.fired = False
         self.error: BaseException | None = None
         self.clock: Clock = {}
         """What is ordered before it."""
-        self._observer: Actor | None = None
-
-    @classmethod
-    def behind(cls, observer: Actor) -> "ScriptedEvent":
-        """Return an event of a stream's; ``observer`` is ordered after it once it sees that it has fired."""
-        event = cls()
-        event._observer = observer
-        return event
+        self._observer = observer
 
     def fire(self, clock: Clock | None = None) -> None:
         """Let what waits for it go on, ordered after ``clock``."""
@@ -249,7 +243,7 @@ class ScriptedStream(Stream):
             raise ClosedError(f"the stream {self.name!r} is closed")
         device = self._device
         device.log.append((self.name, what))
-        event = ScriptedEvent.behind(device.host)
+        event = ScriptedEvent(device.host)
         self.queue.append(_Work(device.next_number(), after, copy, done, event, device.host.act()))
         return event
 

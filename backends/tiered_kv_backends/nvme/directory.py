@@ -125,7 +125,6 @@ IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 EXCLUSIVE: Final = fcntl.LOCK_EX | fcntl.LOCK_NB
 """How a directory is locked by who has it open."""
-_ADVICE = "the NVMe tier needs a directory that it can write to, and nobody else"
 
 
 @dataclass(frozen=True)

@@ -124,7 +124,7 @@ class _Planned:
         connection = PeerConnection(client.process.pid)
         attached = AttachedClient(session, "model", connection, lambda: None)  # type: ignore[arg-type]  # what it asks of one
         socket = ClientSocket(self._requests.world)
-        stream = ServerStream(self._requests.world.turns, attached.link, self._loop, socket)
+        stream = ServerStream(attached.link, self._loop, socket)
         attached.link.connection_made(stream)
         socket.stream = stream
         self._sessions.append(session)

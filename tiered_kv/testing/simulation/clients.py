@@ -25,7 +25,6 @@ from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE, content, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
-from tiered_kv.testing.simulation.threads import SimulatedProcess, Turns
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
@@ -72,9 +71,9 @@ class _Attached:
         self._client = AttachedClient(session, "model", PeerConnection(self._process.pid), self._has_ended)  # type: ignore[arg-type]  # what it asks of one
         slabs = {chain.host.slab.name: chain.host.slab for chain in SeatCalls(kv, shards, b"", Pins(0)).seat.chains}
         rows = {name: slab.rows.numpy().view(np.uint8) for name, slab in slabs.items()}
-        self._stream = ServerStream(world.turns, self._client.link, asyncio.get_running_loop())
+        self._stream = ServerStream(self._client.link, asyncio.get_running_loop())
         self._client.link.connection_made(self._stream)
-        self._thread = _ClientThread(requests, self._process, self._stream, rows, hangs=self._way == "hangs")
+        self._thread = _ClientThread(requests, self._stream, rows, hangs=self._way == "hangs")
         world.bury(self._client, self._stream, self._thread)
 
     async def serve(self) -> None:
@@ -148,7 +147,6 @@ class ServerStream(asyncio.Transport):
 
     def __init__(
         self,
-        turns: Turns,
         link: wire.Link[Any],
         loop: asyncio.AbstractEventLoop,
         inbox: Queue[bytes | None] | None = None,
@@ -156,7 +154,6 @@ class ServerStream(asyncio.Transport):
         """Have ``link`` take what comes, on ``loop``; what it sends goes to ``inbox``, a queue if that is left out."""
         super().__init__()
         self.inbox: Queue[bytes | None] = system().queue() if inbox is None else inbox
-        self._turns = turns
         self._link = link
         self._loop = loop
         self._is_cut = self._is_closing = False
@@ -235,7 +232,6 @@ class _ClientThread:
     def __init__(
         self,
         requests: "Requests",
-        process: SimulatedProcess,
         stream: ServerStream,
         rows: dict[str, NDArray[np.uint8]],
         *,
@@ -245,7 +241,6 @@ class _ClientThread:
         self.is_touching = False
         self._requests = requests
         self._world = requests.world
-        self._process = process
         self._stream = stream
         self._rows = rows
         self._hangs = hangs

@@ -306,9 +306,8 @@ class SimulatedDisk:
 class SimulatedFiles(Files):
     """The calls of the kernel, by whichever process's thread makes them."""
 
-    def __init__(self, turns: Turns, tape: Tape) -> None:
+    def __init__(self, turns: Turns) -> None:
         self._turns = turns
-        self._tape = tape
         self._disks: list[SimulatedDisk] = []
         self._open: dict[int, _Open] = {}
         self._next_fd = _FIRST_FD

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
@@ -53,7 +52,7 @@ async def share_store(requests: "Requests", numbers: "Numbers") -> None:
         shape = replace(requests.shape, chain=("cpu", "store"), cpu_slots=6, writes_back=bool(numbers[2] % 2))
         cache = world.new_cache(process, shape, device, requests.weights)
         world.bury(cache, device, asyncio.current_task())
-        await _Neighbour(world, cache, device, requests.weights).serve()
+        await _Neighbour(world, cache, requests.weights).serve()
 
     process = world.start_process("a neighbour", main)
     if numbers[1] % 3 == 0:
@@ -79,10 +78,9 @@ async def until_ended(world: World, process: SimulatedProcess) -> None:
 class _Neighbour:
     """An engine of another process. What it is served is right; what it stores may be found by others."""
 
-    def __init__(self, world: World, cache: TieredKV, device: ScriptedDevice, weights: str) -> None:
+    def __init__(self, world: World, cache: TieredKV, weights: str) -> None:
         self._world = world
         self._cache = cache
-        self._device = device
         self._weights = weights
         self._memory = Memory()
 

@@ -20,7 +20,7 @@ from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
 from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.neighbours import until_ended
 from tiered_kv.testing.simulation.threads import SimulatedProcess
-from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, TIMEOUT_S, Held, World
+from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, TIMEOUT_S, World, what_is_held
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, Shard
@@ -232,7 +232,7 @@ class _Scheduler:
             await asyncio.sleep(1.0)
             await self._cache.flush()
         is_well = not self._world.may_have_been_wrong(self._began)
-        if is_well and (held := Held.of(stats).what):
+        if is_well and (held := what_is_held(stats)):
             raise WrongAnswer("leak", "; ".join(held))
 
     async def _within(self, limit_s: float, what: str, call: Any) -> Any:  # noqa: ANN401 - its result

@@ -5,10 +5,9 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent
+from tiered_kv.testing.scripted import ScriptedEvent
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import Name, WrongAnswer
-from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import World
 from tiered_kv.transfers.handles import LoadHandle
@@ -39,22 +38,14 @@ class Requester:
         copies_until: Until when some store may not have copied what loads wait for.
     """
 
-    def __init__(
-        self,
-        world: World,
-        process: SimulatedProcess,
-        shape: Shape,
-        memory: Memory,
-        device: ScriptedDevice,
-        weights: str,
-    ) -> None:
+    def __init__(self, world: World, process: SimulatedProcess, weights: str) -> None:
         self.world = world
         self.process = process
-        self.shape = shape
-        self.memory = memory
-        self.device = device
+        self.shape = shape = world.shape
+        self.memory = Memory()
+        self.device = world.device(process)
         self.weights = weights
-        self.kv: TieredKV = world.new_cache(process, shape, device, weights)
+        self.kv: TieredKV = world.new_cache(process, shape, self.device, weights)
         self.ending = ""
         self.disk_bytes = world.disk_bytes(shape.disk_slots // shape.num_disks)
         self.num_removals = self.num_epochs = self.num_resizing = 0
@@ -70,7 +61,7 @@ class Requester:
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
         self._settling: list[tuple[asyncio.Task[Any], list[Name]]] = []
-        world.bury(self.kv, self)
+        world.bury(self.kv, self, self.device)
 
     @property
     def has_opened(self) -> bool:

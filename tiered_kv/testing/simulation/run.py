@@ -15,13 +15,12 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tiered_kv.testing.simulation import directories
-from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
 from tiered_kv.testing.simulation.threads import SimulatedProcess, Stuck
-from tiered_kv.testing.simulation.workload import End, Requests
+from tiered_kv.testing.simulation.workload import Requests
 from tiered_kv.testing.simulation.world import WEIGHTS, World
 
 _MOST_LIVES: Final = 6
@@ -115,43 +114,17 @@ def _interrupted_later() -> Iterator[None]:
 
 def _direct(world: World, theme: Scene) -> None:
     """Begin a process, end it or have it killed, and begin another on what it has left behind."""
-    shape, turns, tape = world.shape, world.turns, world.tape
+    shape = world.shape
     weights, past, is_clean = WEIGHTS[0], directories.Past(world), False
     for life in range(directories.MOST_LIVES if shape.changes_disks else _MOST_LIVES):
         if life:
             world.shape = shape = _changed(world, shape)
-        ends: list[End] = []
-        memory, name = Memory(), f"engine {life + 1}"
-        requests: list[Requests] = []
-
-        async def main(
-            process: SimulatedProcess,
-            shape: Shape = shape,
-            memory: Memory = memory,
-            ends: list[End] = ends,
-            requests: list[Requests] = requests,
-            weights: str = weights,
-        ) -> None:
-            device = world.device(process)
-            requests.append(Requests(world, process, shape, memory, device, weights, theme))
-            world.bury(device, asyncio.current_task())
-            ends.append(await requests[0].serve(tape.pick("plan", (3, 1, 2, 5))))
-
         world.die_at = None
         if shape.changes_disks:
             directories.begin(world, past)
         else:
             _may_lose_ledgers(world, is_clean=is_clean)
-        world.tell(f"{name} begins: {shape}")
-        process, was_over = world.start_process(name, main), False
-        while not turns.wait(
-            lambda process=process: process.has_ended or _is_to_die(world) or bool(world.failures),  # type: ignore[misc]  # bound now
-            600.0,
-            "the engine",
-        ):
-            if was_over:
-                world.fail(WrongAnswer("never ends", f"{name} does not end"))
-            was_over = world.is_over  # from now on it has as long again, whenever its last step was done
+        process, requests = _live(world, f"engine {life + 1}", weights, theme)
         if world.failures:
             return
         _end(world, process)
@@ -161,6 +134,27 @@ def _direct(world: World, theme: Scene) -> None:
             past.end(world, has_opened=requests[0].has_opened)
         if world.is_over:
             return
+
+
+def _live(world: World, name: str, weights: str, theme: Scene) -> tuple[SimulatedProcess, list[Requests]]:
+    """Begin a process, and wait until it has ended, is to die, or something was found; return its requests, if any."""
+    requests: list[Requests] = []
+
+    async def main(process: SimulatedProcess) -> None:
+        requests.append(Requests(world, process, weights, theme))
+        world.bury(asyncio.current_task())
+        await requests[0].serve(world.tape.pick("plan", (3, 1, 2, 5)))
+
+    def is_over() -> bool:
+        return process.has_ended or _is_to_die(world) or bool(world.failures)
+
+    world.tell(f"{name} begins: {world.shape}")
+    process, was_over = world.start_process(name, main), False
+    while not world.turns.wait(is_over, 600.0, "the engine"):
+        if was_over:
+            world.fail(WrongAnswer("never ends", f"{name} does not end"))
+        was_over = world.is_over  # from now on it has as long again, whenever its last step was done
+    return process, requests
 
 
 def _end(world: World, process: SimulatedProcess) -> None:

@@ -36,7 +36,6 @@ class SimulatedSystem(System):
     def __init__(self, turns: Turns, tape: Tape, files: SimulatedFiles) -> None:
         self.turns = turns
         self.files: SimulatedFiles = files
-        self._tape = tape
         self._rng = random.Random(f"{tape.seed} secrets")  # noqa: S311 - the same bytes in each run
 
     def monotonic(self) -> float:

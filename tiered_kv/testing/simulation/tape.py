@@ -6,26 +6,14 @@ choice (go on with the same thread, no fault, the shortest delay), so that a fai
 
 import random
 from collections.abc import Mapping, Sequence
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar, get_args
 
 T = TypeVar("T")
 Track = Literal[
     "plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks", "events", "ledgers"
 ]
 """What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
-TRACKS: Final[tuple[Track, ...]] = (
-    "plan",
-    "turns",
-    "faults",
-    "clients",
-    "scrubs",
-    "ranks",
-    "planners",
-    "hands",
-    "disks",
-    "events",
-    "ledgers",
-)
+_TRACKS: Final[tuple[Track, ...]] = get_args(Track)
 Numbers = Mapping[Track, Sequence[int]]
 
 
@@ -41,10 +29,10 @@ class Tape:
     def __init__(self, seed: int, played: Numbers | None = None) -> None:
         """Draw from ``seed``; or play numbers back, and 0 when they have run out."""
         self.seed = seed
-        self.drawn: dict[Track, list[int]] = {track: [] for track in TRACKS}
+        self.drawn: dict[Track, list[int]] = {track: [] for track in _TRACKS}
         self.num_faults = 0
         self._played = played
-        self._rngs = {track: random.Random(f"{seed} {track}") for track in TRACKS}  # noqa: S311 - no secret
+        self._rngs = {track: random.Random(f"{seed} {track}") for track in _TRACKS}  # noqa: S311 - no secret
 
     def draw(self, track: Track, n: int, odds: float = 1.0) -> int:
         """Choose one of ``n``: the first, or with a chance of ``odds`` any."""

@@ -8,6 +8,7 @@ for it. A process is some threads; killed, each of its threads ends where it sta
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Final
 
 from tiered_kv.testing.simulation.tape import Tape
@@ -102,7 +103,6 @@ class Turns:
         self._preempt_odds = tape.pick("plan", (0.0, 0.02, 0.1, 0.3)) if self._pct is None else 1.0
         self._director = SimulatedProcess("the director", 1)
         self._real: list[threading.Thread] = []
-        self._by_ident: dict[int, SimulatedThread] = {}
         self._killer: SimulatedThread | None = None
         self._current = self._new(self._director, "the director")
         self.problem: Stuck | None = None
@@ -246,7 +246,7 @@ class Turns:
                     self._stamp += 1
                     each.since = self._stamp
                 found.append(each)
-        found.sort(key=_since)
+        found.sort(key=attrgetter("since"))
         return found
 
     def _choose(self, candidates: list[SimulatedThread]) -> int:
@@ -300,7 +300,3 @@ class _Priorities:
         best = max(range(len(candidates)), key=lambda i: (candidates[i].priority, -i))
         tape.drawn["turns"].append(best)
         return best
-
-
-def _since(thread: SimulatedThread) -> int:
-    return thread.since

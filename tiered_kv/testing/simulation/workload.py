@@ -1,24 +1,21 @@
 """What the engines of a simulation do, several at once, from the opening of a cache to its end."""
 
 import asyncio
-from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 
-from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.asking import Asking
 from tiered_kv.testing.simulation.disk import RECORD_BYTES
-from tiered_kv.testing.simulation.engine import PROMPTS, Memory
+from tiered_kv.testing.simulation.engine import PROMPTS
 from tiered_kv.testing.simulation.engine_workers import Planning
 from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.mirroring import Subscriber
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
-from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.threads import SimulatedProcess
-from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, Held, World
+from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, World, what_is_held
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.results import CacheStatistics
 
@@ -67,34 +64,18 @@ _LOOKS: Final = 40
 """Within which a scrub, which rests for a second between passes, holds nothing for a moment."""
 
 
-@dataclass(frozen=True)
-class End:
-    """Why a process's cache ended: ``"over"``, ``"reopen"`` or ``"drain"``."""
-
-    why: str
-
-
 class Requests(Asking, Keeping):
     """The requests of one process's engine, while its cache is open."""
 
-    def __init__(
-        self,
-        world: World,
-        process: SimulatedProcess,
-        shape: Shape,
-        memory: Memory,
-        device: ScriptedDevice,
-        weights: str,
-        theme: Scene,
-    ) -> None:
-        super().__init__(world, process, shape, memory, device, weights)
+    def __init__(self, world: World, process: SimulatedProcess, weights: str, theme: Scene) -> None:
+        super().__init__(world, process, weights)
         self._planning: Planning | None = None
         self._subscriber: Subscriber | None = None
         self._theme = theme
 
     # A process from the opening of its cache to its end.
 
-    async def serve(self, num_drivers: int) -> End:
+    async def serve(self, num_drivers: int) -> None:
         """Open the cache, serve requests until enough is done, and close it."""
         world = self.world
         async with asyncio.timeout(LONGEST_S):
@@ -127,7 +108,6 @@ class Requests(Asking, Keeping):
                 await self._settle()
         finally:
             await self._close()
-        return End(self.ending or "over")
 
     def _check_kept(self) -> None:
         """What was promised to survive is there, now that the cache is open again."""
@@ -223,11 +203,11 @@ class Requests(Asking, Keeping):
         await self.within(LONGEST_S, "the end of all transfers", end())
         stats = kv.stats()
         for _ in range(_LOOKS if self.shape.scrub_bytes_per_s else 0):
-            if not Held.of(stats).what:
+            if not what_is_held(stats):
                 break
             await asyncio.sleep(_LOOKS_AGAIN_S)  # a scrub holds what it reads just now
             stats = kv.stats()
-        if held := Held.of(stats).what:
+        if held := what_is_held(stats):
             raise WrongAnswer("leak", "; ".join(held))
         self._check_counts(stats)
         if self._subscriber is not None:

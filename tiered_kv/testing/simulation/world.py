@@ -10,7 +10,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, cast
@@ -131,7 +131,7 @@ class World:
         self.tape = tape
         depth = tape.pick("plan", (None, None, None, 3, 10))
         self.turns = Turns(tape, pct_depth=depth)
-        self.files = SimulatedFiles(self.turns, tape)
+        self.files = SimulatedFiles(self.turns)
         self.system = SimulatedSystem(self.turns, tape, self.files)
         self.known = Known(sends_below=shape.is_owned and not (shape.has("gpu") or shape.has_short_queue))
         self.known_of_ranks = Known()
@@ -174,7 +174,7 @@ class World:
     def tell(self, what: str) -> None:
         """Note what happened."""
         line = f"{self.turns.now:10.4f} {self.turns.current.name:<24} {what}"
-        self.hash = hash_line(self.hash, line)
+        self.hash = zlib.crc32(line.encode(), self.hash)  # the same in every process
         self.num_lines += 1
         if self._keeps_timeline:
             self.timeline.append(line)
@@ -458,8 +458,7 @@ class World:
             if isinstance(event, TierFailed):
                 self.told[event.error.split(":")[0]] += 1
             trouble = self.trouble
-            is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale
-            is_explained = is_explained or trouble.has_unentered
+            is_explained = trouble.has_rot or trouble.has_lied or trouble.is_stale or trouble.has_unentered
             if isinstance(event, BlocksCorrupted) and not is_explained and not self._are_damaged(event.keys):
                 self.fail(WrongAnswer("corrupt", f"{event.keys} are not what was written, though nothing is damaged"))
 
@@ -587,30 +586,18 @@ class _TapeRandom(random.Random):
         return seq[self._tape.draw("turns", len(seq), 0.3)]
 
 
-@dataclass
-class Held:
-    """What statistics say is held."""
-
-    what: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, stats: CacheStatistics) -> "Held":
-        """Look at a cache in which nothing moves."""
-        held = cls()
-        for tier in stats.tiers:
-            if tier.leased or tier.pending:
-                held.what.append(f"{tier.tier}: {tier.leased} leased, {tier.pending} pending")
-            if tier.in_flight_bytes:
-                held.what.append(f"{tier.tier}: {tier.in_flight_bytes} bytes in flight")
-            if tier.num_slots and tier.free + tier.ready + tier.withheld != tier.num_slots:
-                held.what.append(f"{tier.tier}: {tier.free} free, {tier.ready} ready of {tier.num_slots} slots")
-        if stats.bounce_free != stats.bounce_slots:
-            held.what.append(f"{stats.bounce_slots - stats.bounce_free} bounce slots")
-        if stats.store_queue_bytes:
-            held.what.append(f"{stats.store_queue_bytes} bytes in the store queue")
-        return held
-
-
-def hash_line(before: int, line: str) -> int:
-    """Hash a line after those before, the same in every process."""
-    return zlib.crc32(line.encode(), before)
+def what_is_held(stats: CacheStatistics) -> list[str]:
+    """Say what statistics say is held of a cache in which nothing moves: nothing, if it is well."""
+    held: list[str] = []
+    for tier in stats.tiers:
+        if tier.leased or tier.pending:
+            held.append(f"{tier.tier}: {tier.leased} leased, {tier.pending} pending")
+        if tier.in_flight_bytes:
+            held.append(f"{tier.tier}: {tier.in_flight_bytes} bytes in flight")
+        if tier.num_slots and tier.free + tier.ready + tier.withheld != tier.num_slots:
+            held.append(f"{tier.tier}: {tier.free} free, {tier.ready} ready of {tier.num_slots} slots")
+    if stats.bounce_free != stats.bounce_slots:
+        held.append(f"{stats.bounce_slots - stats.bounce_free} bounce slots")
+    if stats.store_queue_bytes:
+        held.append(f"{stats.store_queue_bytes} bytes in the store queue")
+    return held
