@@ -13,7 +13,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, Literal, Protocol
+from typing import Final, Literal
 
 import numpy as np
 from typing_extensions import override
@@ -154,6 +154,8 @@ class FarJob:
         return JobResult(self.job.number, 0, errors, seconds=seconds, planned_s=self._planned - self._begun, mask=mask)
 
 
+Introducing = Callable[[str, bytes, WorkerProcesses, Sequence[Process], float], None]
+"""Does what `introduce` does, perhaps by other means than a socket."""
 _MAP_S: Final = 10.0
 
 
@@ -195,7 +197,7 @@ class Introductions:
         workers: WorkerProcesses,
         here: FarSide,
         ended: Callable[[str], None],
-        introducing: "Introducing | None",
+        introducing: Introducing | None,
     ) -> None:
         """Have each server know ``workers``; ``ended`` is told whenever it does, or why it does not."""
         self._connection = connection
@@ -258,15 +260,6 @@ def introduce(
     finally:
         for each in pidfds:
             os.close(each)
-
-
-class Introducing(Protocol):
-    """Does what `introduce` does, by other means than a socket."""
-
-    def __call__(
-        self, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
-    ) -> None:
-        """See `introduce`."""
 
 
 class FarJobs(JobBook):

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tiered_kv.testing.simulation.known import Name, names_of
+from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout
 from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
@@ -97,6 +97,14 @@ class Memory:
         names = names_of(keys, weights)
         read = [self._read(keys.group, region * N + i, in_pool=in_pool) for i in range(len(names))]
         return np.array([each == content(name) for each, name in zip(read, names, strict=True)], np.bool_)
+
+    def check(
+        self, keys: BlockKeys, weights: str, region: int, mask: NDArray[np.bool_], what: str, *, in_pool: bool = False
+    ) -> None:
+        """Raise `WrongAnswer` unless each block that is said to be in place is right."""
+        right = self.are_right(keys, weights, region, in_pool=in_pool)
+        if (wrong := np.flatnonzero(mask & ~right)).size:
+            raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of {what}")
 
     def poison(self, region: int) -> None:
         """Overwrite a region."""

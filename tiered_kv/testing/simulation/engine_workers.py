@@ -1,28 +1,48 @@
 """Engines whose workers are other processes: they plan, lose plans, cancel them, and their workers die."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from tiered_kv.cache.planner import Planner
 from tiered_kv.cache.worker import Worker
 from tiered_kv.system import Queue, system
-from tiered_kv.testing.simulation.engine import LAYOUT, span
+from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
-from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
+from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, World
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError, ConfigurationError
-from tiered_kv.values.plan import Outcomes, Plan
+from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.workload import Requests
 
 _PLANNED_S: Final = LIMITS.load_timeout_s + 0.3
 """A plan is there by then, with what is in host memory."""
+
+
+def make_worker(
+    world: World, process: SimulatedProcess, slabs: Sequence[SlabHandle], memory: Memory, *, rank: int = 0
+) -> Worker:
+    """Make a worker of an engine, which has this memory, in a thread of its own process."""
+    device = world.device(process)
+    worker = Worker(slabs, layout=LAYOUT, rank=rank, device=device)
+    world.bury(worker, device)
+    for group, caches in enumerate(memory.caches):
+        worker.register_kv_caches(caches, group=group)
+    return worker
+
+
+def carried_out(world: World, worker: Worker, plan: Plan) -> Outcomes:
+    """Have a worker carry out a plan, and wait in its thread until it has."""
+    ended: list[Outcomes] = []
+    worker.start(plan).add_done_callback(lambda future: ended.append(future.result()))
+    world.turns.wait(lambda: bool(ended), what="a worker's copies")
+    return ended[0]
 
 
 class Planning:
@@ -100,10 +120,8 @@ class Planning:
                 may_be_lost = requests.may_be_lost(is_planned=True)
                 known.store_ends(names, requests.now, is_whole=is_whole, may_be_lost=may_be_lost)
         if is_load:
-            right = requests.memory.are_right(keys, weights, region)
             mask = result.mask if len(result.mask) else np.zeros(len(keys), np.bool_)
-            if (wrong := np.flatnonzero(mask & ~right)).size:
-                raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of a planned load")
+            requests.memory.check(keys, weights, region, mask, "a planned load")
             known.check(asked, mask, "a planned load")
             known.used(names, requests.now)
             known.loaded(name for name, is_there in zip(names, mask, strict=True) if is_there)
@@ -147,16 +165,9 @@ class Planning:
         slabs, memory, answers = self._planner.slabs(), requests.memory, self._answers
 
         def work() -> None:
-            device = world.device(process)
-            worker = Worker(slabs, layout=LAYOUT, device=device)
-            world.bury(worker, device)
-            for group, caches in enumerate(memory.caches):
-                worker.register_kv_caches(caches, group=group)
+            worker = make_worker(world, process, slabs, memory)
             while (plan := plans.get()) is not None:
-                started: list[Any] = []
-                worker.start(plan).add_done_callback(lambda future, got=started: got.append(future.result()))  # type: ignore[misc]  # bound now
-                world.turns.wait(lambda got=started: bool(got), what="a worker's copies")  # type: ignore[misc]  # bound now
-                answers.put(started[0])
+                answers.put(carried_out(world, worker, plan))
             process.has_ended = True
 
         world.start_thread(process, work, process.name)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from tiered_kv.testing.simulation.engine import STRIDE, span
-from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
+from tiered_kv.testing.simulation.known import Name, names_of, within
 from tiered_kv.testing.simulation.requester import COPIES_S, Numbers, Requester
 from tiered_kv.testing.simulation.shapes import NUM_ALL
 from tiered_kv.testing.simulation.world import LONGEST_S, TIMEOUT_S, WEIGHTS, World
@@ -99,10 +99,7 @@ class Keeping(Requester):
     async def _see_settled(self, settling: Sequence[tuple["asyncio.Task[Any]", list[Name]]]) -> None:
         """See what became of stores that a flush has waited for."""
         for task, names in settling:
-            await asyncio.wait({task}, timeout=LONGEST_S)
-            if not task.done():
-                raise WrongAnswer("never ends", "settled() of a store that a flush has waited for")
-            for tier in task.result():
+            for tier in await within(LONGEST_S, "settled() of a store that a flush has waited for", task):
                 if tier.tier not in {"gpu", "cpu"} and tier.dropped + tier.failed:
                     self.world.known.taken_apart(names)
         self._settling = [each for each in self._settling if each not in settling]

@@ -1,15 +1,17 @@
 """The model: which blocks could be served. A cache may forget any of them at any time, and may know nothing else."""
 
+import asyncio
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.values.keys import BlockKeys
 
+T = TypeVar("T")
 Name = tuple[str, int, bytes]
 """Of a block: its version (weights and tenant), KV group and hash."""
 
@@ -28,6 +30,15 @@ class WrongAnswer(AssertionError):  # noqa: N818 - what a run finds is a finding
     def __init__(self, what: str, words: str) -> None:
         super().__init__(f"{what}: {words}")
         self.what = what
+
+
+async def within(limit_s: float, what: str, call: Awaitable[T]) -> T:
+    """Make a call, or wait for one; it is to end in time."""
+    task = asyncio.ensure_future(call)
+    await asyncio.wait({task}, timeout=limit_s)
+    if not task.done():
+        raise WrongAnswer("never ends", f"{what} has not ended after {limit_s:g} s")
+    return task.result()
 
 
 def check_lent(before: list[bytes], now: list[bytes], what: str, found: Callable[[WrongAnswer], object]) -> None:

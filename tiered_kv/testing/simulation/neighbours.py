@@ -117,9 +117,7 @@ class _Neighbour:
             known.store_ends(names, self._world.turns.now, is_whole=False)
         else:
             loaded = await self._cache.load(keys, self._memory.at(keys, 0))
-            right = self._memory.are_right(keys, self._weights, 0)
-            if (wrong := np.flatnonzero(loaded.mask & ~right)).size:
-                raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of a neighbour's load")
+            self._memory.check(keys, self._weights, 0, loaded.mask, "a neighbour's load")
             if (found := np.flatnonzero(loaded.mask & ~known.were_stored(names))).size:
                 raise WrongAnswer("came back", f"a neighbour's load found blocks {found}, which were never stored")
         self._memory.poison(0)

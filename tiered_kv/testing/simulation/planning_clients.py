@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cache.worker import Worker
 from tiered_kv.host import protocol
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_planner import FarJobs, FarPlanner, Introducing
@@ -32,7 +31,8 @@ from tiered_kv.testing.simulation.client_connections import (
     PlannersConnection,
 )
 from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
-from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
+from tiered_kv.testing.simulation.engine_workers import carried_out, make_worker
+from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of, within
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, World
 from tiered_kv.tiers.tasks import in_a_thread
@@ -321,11 +321,7 @@ class PlanningClient:
         return await in_a_thread(self._calls, call, *args)
 
     async def _within(self, limit_s: float, what: str, call: Any) -> Any:  # noqa: ANN401 - its result
-        task = asyncio.ensure_future(call)
-        await asyncio.wait({task}, timeout=limit_s)
-        if not task.done():
-            raise WrongAnswer("never ends", f"{what} of a client's planner")
-        return task.result()
+        return await within(limit_s, f"{what} of a client's planner", call)
 
     def _take_answers(self) -> None:
         while (outcomes := self._answers.get()) is not None:
@@ -385,29 +381,22 @@ class _Worker:
         self, process: SimulatedProcess, inbox: "Queue[Any]", slabs: Sequence[SlabHandle], moving: set[int]
     ) -> None:
         world = self._world
-        device = world.device(process)
-        worker = Worker(slabs, layout=LAYOUT, device=device)
-        world.bury(worker, device)
-        for group, caches in enumerate(self._memory.caches):
-            worker.register_kv_caches(caches, group=group)
+        worker = make_worker(world, process, slabs, self._memory)
         while True:
             given = inbox.get()
             if not isinstance(given, Plan):
                 worker.attach(given)
                 continue
             self._wait()
-            ended: list[Any] = []
             try:
-                started = worker.start(given)
+                outcomes = carried_out(world, worker, given)
             except ConfigurationError as error:  # of a server, or for a worker, before these
                 world.tell(f"refuses: {error}")
                 moving.discard(given.job)
                 continue
-            started.add_done_callback(lambda future, got=ended: got.append(future.result()))  # type: ignore[misc]  # bound now
-            world.turns.wait(lambda got=ended: bool(got), what="a worker's copies")  # type: ignore[misc]  # bound now
             self._wait()
             moving.discard(given.job)
-            self._answers.put(ended[0])
+            self._answers.put(outcomes)
 
     def _wait(self) -> None:
         if (late_s := self._world.tape.pick("planners", _LATE_S)) > 0:

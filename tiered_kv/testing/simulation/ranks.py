@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.cache.worker import Worker
 from tiered_kv.system import Queue, system
-from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
-from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of
+from tiered_kv.testing.simulation.engine import Memory, span
+from tiered_kv.testing.simulation.engine_workers import carried_out, make_worker
+from tiered_kv.testing.simulation.known import Name, WrongAnswer, names_of, within
 from tiered_kv.testing.simulation.neighbours import until_ended
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S, TIMEOUT_S, World, what_is_held
@@ -217,9 +217,8 @@ class _Scheduler:
     def _check_load(self, names: list[Name], keys: BlockKeys, region: int, mask: NDArray[np.bool_]) -> None:
         """What is said to be in place is so on every rank."""
         for rank in self._ranks:
-            right = rank.memory.are_right(keys, rank.version(self._weights), region)
-            if (wrong := np.flatnonzero(mask & ~right)).size:
-                raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of a planned load on rank {rank.number}")
+            said = f"a planned load on rank {rank.number}"
+            rank.memory.check(keys, rank.version(self._weights), region, mask, said)
         if (found := np.flatnonzero(mask & ~self._known.were_stored(names))).size:
             raise WrongAnswer("came back", f"a planned load found blocks {found.tolist()}, which were never stored")
 
@@ -236,12 +235,7 @@ class _Scheduler:
             raise WrongAnswer("leak", "; ".join(held))
 
     async def _within(self, limit_s: float, what: str, call: Any) -> Any:  # noqa: ANN401 - its result
-        """Make a call, which is to end in time."""
-        task = asyncio.ensure_future(call)
-        await asyncio.wait({task}, timeout=limit_s)
-        if not task.done():
-            raise WrongAnswer("never ends", f"{what} of a scheduler has not ended after {limit_s:g} s")
-        return task.result()
+        return await within(limit_s, f"{what} of a scheduler", call)
 
     def _take_answers(self) -> None:
         while (outcomes := self._answers.get()) is not None:
@@ -306,35 +300,28 @@ class _Rank:
 
     def _work(self, process: SimulatedProcess, plans: "Queue[Plan]", slabs: Sequence[Any]) -> None:
         world = self._world
-        device = world.device(process)
         try:
-            worker = Worker(slabs, layout=LAYOUT, rank=self.number, device=device)
+            worker = make_worker(world, process, slabs, self.memory, rank=self.number)
         except ConfigurationError:
             if not self.may_be_late:
                 raise
             return  # its memory has gone with the scheduler's cache before this process got to run
-        world.bury(worker, device)
-        for group, caches in enumerate(self.memory.caches):
-            worker.register_kv_caches(caches, group=group)
         while True:
             plan = plans.get()
             self._wait()
             move = plan.move_of(self.number)
             if move.positions:  # else nobody waits for it
                 self._moving.add(plan.job)
-            ended: list[Any] = []
             try:
-                started = worker.start(plan)
+                outcomes = carried_out(world, worker, plan)
             except ConfigurationError:
                 if move.pid == process.pid:
                     raise
                 self._moving.discard(plan.job)
                 continue  # it was for the worker before this one, which had died before it was handed out
-            started.add_done_callback(lambda future, got=ended: got.append(future.result()))  # type: ignore[misc]  # bound now
-            world.turns.wait(lambda got=ended: bool(got), what="a rank's copies")  # type: ignore[misc]  # bound now
             self._wait()
             self._moving.discard(plan.job)
-            self._answers.put(ended[0])
+            self._answers.put(outcomes)
 
     def _wait(self) -> None:
         if (late_s := self._world.tape.pick("ranks", _LATE_S)) > 0:

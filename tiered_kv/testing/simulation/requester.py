@@ -7,7 +7,7 @@ from typing import Any, Final
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing.scripted import ScriptedEvent
 from tiered_kv.testing.simulation.engine import Memory
-from tiered_kv.testing.simulation.known import Name, WrongAnswer
+from tiered_kv.testing.simulation.known import Name, within
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import World
 from tiered_kv.transfers.handles import LoadHandle
@@ -83,10 +83,7 @@ class Requester:
         task = asyncio.ensure_future(call)
         self._num_beginning += 1
         asyncio.get_running_loop().call_soon(self._has_begun)
-        await asyncio.wait({task}, timeout=limit_s)
-        if not task.done():
-            raise WrongAnswer("never ends", f"{what} has not ended after {limit_s:g} s")
-        return task.result()
+        return await within(limit_s, what, task)
 
     def _has_begun(self) -> None:
         self._num_beginning -= 1

@@ -101,10 +101,9 @@ class Turns:
         self._num_in_a_row = 0
         self._moment = (self.now, 0)
         self._preempt_odds = tape.pick("plan", (0.0, 0.02, 0.1, 0.3)) if self._pct is None else 1.0
-        self._director = SimulatedProcess("the director", 1)
         self._real: list[threading.Thread] = []
         self._killer: SimulatedThread | None = None
-        self._current = self._new(self._director, "the director")
+        self._current = self._new(SimulatedProcess("the director", 1), "the director")
         self.problem: Stuck | None = None
 
     @property

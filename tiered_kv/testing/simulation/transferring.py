@@ -9,7 +9,7 @@ import numpy as np
 
 from tiered_kv.testing.scripted import ScriptedEvent
 from tiered_kv.testing.simulation.engine import PROMPTS, STRIDE, span
-from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
+from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of, within
 from tiered_kv.testing.simulation.requester import COPIES_S, Numbers, Requester
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.gate import Priority
@@ -155,9 +155,7 @@ class Transferring(Requester):
         self, asked: Asked, keys: BlockKeys, region: int, result: LoadResult, weights: str, *, in_pool: bool
     ) -> None:
         """Every block that is in place is right, and may be there."""
-        right = self.memory.are_right(keys, weights, region, in_pool=in_pool)
-        if (wrong := np.flatnonzero(result.mask & ~right)).size:
-            raise WrongAnswer("wrong bytes", f"blocks {wrong.tolist()} of a load of {len(keys)}")
+        self.memory.check(keys, weights, region, result.mask, f"a load of {len(keys)}", in_pool=in_pool)
         self.world.known.check(asked, result.mask, "a load")
         if sum(result.by_tier.values()) != int(np.count_nonzero(result.mask)):
             raise WrongAnswer("counts", f"{result.by_tier} is not {result.num_blocks} blocks")
@@ -234,7 +232,7 @@ class Transferring(Requester):
         ):
             raise WrongAnswer("late", f"a store took {took_s:.2f} s")
 
-    async def _submit(self, numbers: Numbers) -> None:  # noqa: C901 - a load or a store, there and here
+    async def _submit(self, numbers: Numbers) -> None:
         """Load or store from a thread of the engine's, which polls."""
         if (region := self.memory.take()) is None:
             return
@@ -266,10 +264,7 @@ class Transferring(Requester):
 
         self.world.start_thread(self.process, work, f"{self.process.name}: submits")
         try:
-            await asyncio.wait({ended}, timeout=LONGEST_S)
-            if not ended.done():
-                raise WrongAnswer("never ends", "what a thread has submitted")
-            result = ended.result()
+            result = await within(LONGEST_S, "what a thread has submitted", ended)
             if isinstance(result, LoadResult):
                 self.check_load(asked, keys, region, result, weights, in_pool=False)
                 known.loaded(name for name, is_there in zip(names, result.mask, strict=True) if is_there)
