@@ -20,7 +20,6 @@ from tiered_kv.media.backend import Block, Ended, Make, Outcome, RecordShape, Th
 from tiered_kv.system import system
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import Names
-from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Order, Slots
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.open_files import HELD, WRITING, Group, OpenFiles, look_at, rebuild
@@ -136,13 +135,6 @@ class DirectoryStore:
             raise
         self._num_recovered = sum(len(each.slots) for each in recovered)
         return recovered
-
-    async def locate(self, group: int, slots: Slots) -> FileLoadStoreSpec:
-        """Say which bytes of the slab are the records in these slots."""
-        shape = self._group(group, slots).slab.shape
-        path = self.path.absolute() / shape.folder / "slab"
-        lengths = np.full(len(slots), shape.record_bytes)
-        return FileLoadStoreSpec(np.zeros_like(slots), (str(path),), slots * shape.stride_bytes, lengths)
 
     async def read(
         self, group: int, slots: Slots, into: Sequence[Block], verify: Verify | None = None
