@@ -9,7 +9,7 @@ from tiered_kv.cache.groups import full, window
 from tiered_kv.testing.simulation.engine import BOTH_GROUPS, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.requester import Numbers
-from tiered_kv.testing.simulation.transferring import Transferring, awaited
+from tiered_kv.testing.simulation.transferring import Transferring
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.results import BlockState
@@ -41,7 +41,7 @@ class Asking(Transferring):
             handle.cancel()
         elif numbers[3] % 3 == 1:
             return
-        task = asyncio.ensure_future(awaited(lambda: handle))
+        task = asyncio.ensure_future(handle)
         await asyncio.wait({task}, timeout=LONGEST_S)
         if not task.done():
             raise WrongAnswer("never ends", "prefetch")

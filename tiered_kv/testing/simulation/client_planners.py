@@ -9,22 +9,16 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.cache.tiered_kv import SeatCalls
-from tiered_kv.host.admission import AttachedClient
-from tiered_kv.host.session import Session
-from tiered_kv.host.session_transfers import Account
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, files, system
 from tiered_kv.testing.simulation.client_connections import ClientSocket
-from tiered_kv.testing.simulation.clients import PeerConnection, ServerStream
+from tiered_kv.testing.simulation.clients import Served
 from tiered_kv.testing.simulation.engine import STRIDE
 from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.planning_clients import PlanningClient
 from tiered_kv.testing.simulation.world import LONGEST_S
-from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.workers import Process, WorkerProcesses
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
-from tiered_kv.values.keys import Shard
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.requester import Numbers
@@ -57,10 +51,7 @@ class _Planned:
         self._requests = requests
         self._loop = asyncio.get_running_loop()
         self._client = PlanningClient(requests, self._introduce)
-        self._sessions: list[Session] = []
-        self._accounts: list[Account] = []
-        self._streams: list[ServerStream] = []
-        self._by_token: dict[bytes, Session] = {}
+        self._served: dict[bytes, Served] = {}  # by token, the last one last
 
     async def serve(self) -> None:
         """Let it plan, and things befall it; see that nothing is held for it in the end."""
@@ -76,18 +67,22 @@ class _Planned:
         if not client.process.is_dead:
             # Workers have answered all that they were given; of a connection before this one nobody hears that.
             if not client.leaves_early:
-                await self._until("a planner's job", lambda: not self._sessions[-1].statistics()["jobs"])
+                await self._until("a planner's job", lambda: not self._last.session.statistics()["jobs"])
             client.may_leave()
             await self._until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
             world.turns.kill(client.process)
         else:
             await asyncio.sleep(tape.pick("planners", _WHEN_S))  # its worker goes on
         client.give_up()
-        for stream in self._streams:
-            stream.cut()
+        for served in self._served.values():
+            served.stream.cut()
         await self._until("the end of what is held", self._is_rid)
-        for session in self._sessions:
-            await self._requests.within(LONGEST_S, "what is under way for a planner", session.ended())
+        for served in self._served.values():
+            await self._requests.within(LONGEST_S, "what is under way for a planner", served.session.ended())
+
+    @property
+    def _last(self) -> Served:
+        return list(self._served.values())[-1]
 
     async def _befall(self, what: str, away_s: float) -> None:
         client, world = self._client, self._requests.world
@@ -108,9 +103,9 @@ class _Planned:
             socket.let_go()
             return
         if what == "says rubbish":
-            self._streams[-1].deliver(b"\xff" * 64)
+            self._last.stream.deliver(b"\xff" * 64)
         else:
-            self._streams[-1].cut()
+            self._last.stream.cut()
         await self._until("a lost server", lambda: socket.is_closed or client.process.is_dead or client.is_done)
         await asyncio.sleep(away_s)
         if not client.process.is_dead:
@@ -118,23 +113,12 @@ class _Planned:
 
     def _attach(self) -> None:
         """Have a session for the client from now on, as after a handshake."""
-        client, kv, shards = self._client, self._requests.kv, (Shard(0, 1),)
-        account = Account(_LIMITS, 8 * STRIDE, Pins(0))
-        session = Session(client.process.name, kv, shards, account, _LIMITS, is_read_only=False)
-        connection = PeerConnection(client.process.pid)
-        attached = AttachedClient(session, "model", connection, lambda: None)  # type: ignore[arg-type]  # what it asks of one
-        socket = ClientSocket(self._requests.world)
-        stream = ServerStream(attached.link, self._loop, socket)
-        attached.link.connection_made(stream)
-        socket.stream = stream
-        self._sessions.append(session)
-        self._accounts.append(account)
-        self._streams.append(stream)
-        self._requests.world.bury(attached, session, stream)
+        client, socket = self._client, ClientSocket(self._requests.world)
+        served = Served(self._requests, client.process, _LIMITS, lambda: None, socket)
+        socket.stream = served.stream
         token = system().token_bytes(16)
-        self._by_token[token] = session
-        slabs = [chain.host.slab for chain in SeatCalls(kv, shards, b"", Pins(0)).seat.chains]
-        client.attach(socket, token, slabs)
+        self._served[token] = served
+        client.attach(socket, token, self._requests.slabs())
 
     def _introduce(
         self, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
@@ -160,13 +144,13 @@ class _Planned:
         self, token: bytes, ranks: Sequence[tuple[int, int]], given: Sequence[int], answers: Queue[Exception | None]
     ) -> None:
         """Do in the server what it does with an introduction."""
-        session = self._by_token.get(token)
+        served = self._served.get(token)
         try:
-            if session is None or self._streams[self._sessions.index(session)].is_closing():
+            if served is None or served.stream.is_closing():
                 for each in given:
                     files().close(each)
                 raise BackendUnavailableError("no client has this token: attach again")
-            session.jobs.watch(ranks, given)
+            served.session.jobs.watch(ranks, given)
         except TieredKVError as error:
             answers.put(ConfigurationError(str(error)))
         else:
@@ -174,13 +158,13 @@ class _Planned:
 
     def _is_rid(self) -> bool:
         """Whether nothing is under way or held for the client, of any of its connections."""
-        told = [session.statistics() for session in self._sessions]
-        return not any(each["jobs"] for each in told) and not any(account.num_bytes for account in self._accounts)
+        told = [served.session.statistics() for served in self._served.values()]
+        return not any(each["jobs"] or each["bytes"] for each in told)
 
     async def _until(self, what: str, is_so: Callable[[], bool]) -> None:
         for _ in range(int(50 * LONGEST_S)):
             if is_so() or self._requests.world.failures:
                 return
             await asyncio.sleep(0.02)
-        jobs = [session.statistics()["jobs"] for session in self._sessions]
+        jobs = [served.session.statistics()["jobs"] for served in self._served.values()]
         raise WrongAnswer("never ends", f"{what} of {self._client.process.name}: {jobs} jobs")

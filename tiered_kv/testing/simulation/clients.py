@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cache.tiered_kv import SeatCalls
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.admission import AttachedClient
 from tiered_kv.host.session import Session
@@ -25,6 +24,7 @@ from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, system
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE, content, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
+from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
@@ -62,19 +62,13 @@ class _Attached:
         self._requests = requests
         self._way = ("leaves", "dies", "dies", "hangs", "is cut off", "is cut off, and dies", "says rubbish")[how % 7]
         self._when_s = (0.0, 0.002, 0.02, 0.3)[when % 4]
-        world, kv = requests.world, requests.kv
+        world = requests.world
         self._process = world.new_process(f"client {world.number()}")
-        shards = (Shard(0, 1),)
-        self._account = Account(_LIMITS, 8 * STRIDE, Pins(0))
-        session = Session(self._process.name, kv, shards, self._account, _LIMITS, is_read_only=False)
         self._num_ends = 0
-        self._client = AttachedClient(session, "model", PeerConnection(self._process.pid), self._has_ended)  # type: ignore[arg-type]  # what it asks of one
-        slabs = {chain.host.slab.name: chain.host.slab for chain in SeatCalls(kv, shards, b"", Pins(0)).seat.chains}
-        rows = {name: slab.rows.numpy().view(np.uint8) for name, slab in slabs.items()}
-        self._stream = ServerStream(self._client.link, asyncio.get_running_loop())
-        self._client.link.connection_made(self._stream)
-        self._thread = _ClientThread(requests, self._stream, rows, hangs=self._way == "hangs")
-        world.bury(self._client, self._stream, self._thread)
+        served = Served(requests, self._process, _LIMITS, self._has_ended)
+        self._session, self._stream = served.session, served.stream
+        self._thread = _ClientThread(requests, self._stream, hangs=self._way == "hangs")
+        world.bury(self._thread)
 
     async def serve(self) -> None:
         """Have the client do its work and end in its way; see that the server is rid of it then."""
@@ -97,14 +91,13 @@ class _Attached:
         self._stream.cut()
         self._thread.give_up()
         await self._until("the end of a client", lambda: self._num_ends == 1 and self._is_rid)
-        await requests.within(LONGEST_S, "what is under way for a client", self._client.session.ended())
+        await requests.within(LONGEST_S, "what is under way for a client", self._session.ended())
 
     @property
     def _is_rid(self) -> bool:
         """Whether nothing is under way or held for the client, and nothing of it is counted."""
-        told = self._client.session.statistics()
-        counts = (told[each] for each in ("loads", "stores", "copies", "leases", "questions", "jobs", "pinned_bytes"))
-        return not any(counts) and not self._account.num_bytes
+        told = self._session.statistics()
+        return not any(told[each] for each in ("loads", "stores", "copies", "leases", "questions", "jobs", "bytes"))
 
     async def _until(self, what: str, is_so: Callable[[], bool]) -> None:
         for _ in range(int(10 * LONGEST_S)):
@@ -112,21 +105,42 @@ class _Attached:
                 return
             self._check_limits()
             await asyncio.sleep(0.1)
-        raise WrongAnswer("never ends", f"{what}, which {self._way}: {self._client.session.statistics()}")
+        raise WrongAnswer("never ends", f"{what}, which {self._way}: {self._session.statistics()}")
 
     def _check_limits(self) -> None:
         """A client has no more under way than it may, but for one transfer alone."""
-        told = self._client.session.statistics()
+        told = self._session.statistics()
         for what, most in (("loads", 2), ("stores", 2), ("leases", 1), ("questions", 2)):
             if told[what] > most:  # type: ignore[operator]  # a number
                 raise WrongAnswer("limit", f"{told[what]} {what} of one client, {most} at most")
-        if self._account.num_bytes > _MOST_BYTES and told["loads"] + told["stores"] > 1:  # type: ignore[operator]  # the same
-            raise WrongAnswer("limit", f"{self._account.num_bytes} bytes of one client, {_MOST_BYTES} at most")
+        if told["bytes"] > _MOST_BYTES and told["loads"] + told["stores"] > 1:  # type: ignore[operator]  # the same
+            raise WrongAnswer("limit", f"{told['bytes']} bytes of one client, {_MOST_BYTES} at most")
 
     def _has_ended(self) -> None:
         self._num_ends += 1
         if not self._process.is_dead and self._thread.is_touching:
             self._requests.world.fail(WrongAnswer("too early", "a client is gone for the server, and copies yet"))
+
+
+class Served:
+    """What a server has of one connection of a client, as after a handshake: its session, and its end of a stream."""
+
+    def __init__(
+        self,
+        requests: "Requests",
+        process: SimulatedProcess,
+        limits: HostSettings,
+        has_ended: Callable[[], None],
+        inbox: Queue[bytes | None] | None = None,
+    ) -> None:
+        """Begin; what is sent to the client goes to ``inbox``, a queue if that is left out."""
+        account = Account(limits, 8 * STRIDE, Pins(0))
+        self.session = Session(process.name, requests.kv, (Shard(0, 1),), account, limits, is_read_only=False)
+        connection = PeerConnection(process.pid)
+        client = AttachedClient(self.session, "model", connection, has_ended)  # type: ignore[arg-type]  # what it asks of one
+        self.stream = ServerStream(client.link, inbox)
+        client.link.connection_made(self.stream)
+        requests.world.bury(client, self.stream)
 
 
 class PeerConnection:
@@ -145,17 +159,12 @@ class PeerConnection:
 class ServerStream(asyncio.Transport):
     """The server's end of a stream in memory: what is sent comes in order, in pieces, until it is cut."""
 
-    def __init__(
-        self,
-        link: wire.Link[Any],
-        loop: asyncio.AbstractEventLoop,
-        inbox: Queue[bytes | None] | None = None,
-    ) -> None:
-        """Have ``link`` take what comes, on ``loop``; what it sends goes to ``inbox``, a queue if that is left out."""
+    def __init__(self, link: wire.Link[Any], inbox: Queue[bytes | None] | None) -> None:
+        """Have ``link`` take what comes, on this event loop; what it sends goes to ``inbox``, or a queue."""
         super().__init__()
         self.inbox: Queue[bytes | None] = system().queue() if inbox is None else inbox
         self._link = link
-        self._loop = loop
+        self._loop = asyncio.get_running_loop()
         self._is_cut = self._is_closing = False
 
     # The client's side, any thread.
@@ -233,7 +242,6 @@ class _ClientThread:
         self,
         requests: "Requests",
         stream: ServerStream,
-        rows: dict[str, NDArray[np.uint8]],
         *,
         hangs: bool,
     ) -> None:
@@ -242,7 +250,7 @@ class _ClientThread:
         self._requests = requests
         self._world = requests.world
         self._stream = stream
-        self._rows = rows
+        self._rows = requests.rows()
         self._hangs = hangs
         self._asked: dict[int, _Asked] = {}
         self._num_asked = 0

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.cache.tiered_kv import SeatCalls
 from tiered_kv.testing.simulation.engine import LAYOUT, PROMPTS, content
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.meetings import (
@@ -25,10 +24,9 @@ from tiered_kv.testing.simulation.meetings import (
     well,
 )
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
-from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import BlockKeys, Shard, hash_blocks
+from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.plan import Outcomes, Plan
 from tiered_kv.values.results import BlockState
 
@@ -55,8 +53,7 @@ class _Hand:
         self._requests = requests
         self._tape = requests.world.tape
         self._planner = requests.planning().with_worker()
-        seat = SeatCalls(requests.kv, (Shard(0, 1),), b"", Pins(0)).seat
-        self._rows = {chain.host.slab.name: chain.host.slab.rows.numpy().view(np.uint8) for chain in seat.chains}
+        self._rows = requests.rows()
 
     async def store(self, runs: Sequence[BlockKeys], way: str = "", late_s: float | None = None) -> None:
         """Have a store of several prompts planned, copy some of it, and answer in some way or other."""
@@ -185,8 +182,7 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
     """Workers have slots for every other block of a long prompt: a load with gaps has what storage has of the rest."""
     world, kv = requests.world, requests.kv
     await well(requests)
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     tokens = np.arange(_LONG * LAYOUT.groups[0].block_size) + 1_000_000 * world.number()
     keys = hash_blocks(tokens, block_size=LAYOUT.groups[0].block_size, salt="long")
     with requests.planning().unless_ended():

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_kv.testing.simulation.engine import PROMPTS, N, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import KINDS_OF_TROUBLE, LONGEST_S
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState
@@ -196,8 +195,7 @@ async def _evict_behind_a_full_host(requests: "Requests", numbers: "Numbers") ->
     with world.slow():
         for disk in world.disks:
             disk.faults.latency_s = _SLOW_WRITE_S
-        world.known.forget_kept()
-        world.has_flooded = True
+        world.flood()
         for i in range(3):
             num_epochs, prompts = requests.num_epochs, [fresh(world.number()) for _ in range(8)]
             for keys in prompts:
@@ -228,8 +226,7 @@ async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
     for prompt in prompts:
         await store(requests, (prompt, 0, 0, 0))
     planning = [asyncio.ensure_future(requests.do("plan", (prompt, 2, 5 + 8 * 2, 0))) for prompt in prompts]
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     for _ in range(4):
         keys = [fresh(world.number()) for _ in range(5)]
         await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
@@ -406,9 +403,9 @@ async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") 
         quiet = Quiet(requests)
         handle = kv.start_store(keys, memory.fill(keys, requests.weights, region))
         requests.count_asked("store", len(keys), is_sure=True)
-        result = await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
+        result = await requests.within(LONGEST_S, "the end of a store", handle)
         memory.give(region)
-        settled = await requests.within(LONGEST_S, "settled()", awaited(result.settled))
+        settled = await requests.within(LONGEST_S, "settled()", result.settled())
         is_written = all(tier.written == len(keys) for tier in settled if tier.tier == "store")
         await asyncio.sleep(2 * _LATE_DELETION_S[1])
         world.store.faults.extra_s = {}

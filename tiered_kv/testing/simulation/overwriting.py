@@ -34,8 +34,7 @@ async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
     for prompt in range(len(PROMPTS)):
         await requests.do("store", (prompt, 2, 10, 2))
     await requests.do("flush", (0, 0, 0, numbers[1] % 2))
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     with world.slow():
         keys = [fresh(world.number()) for _ in range(1 + numbers[2] % 5)]
         storing = [asyncio.ensure_future(requests.transfer(each, PLAIN, is_load=False)) for each in keys]
@@ -50,8 +49,7 @@ async def fail_to_overwrite_and_die(requests: "Requests", numbers: "Numbers") ->
     for prompt in range(3):
         await requests.do("store", (prompt, 2, 10, 2))
     await requests.do("flush", (0, 0, 0, 1))
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     world.fail_all()
     keys = [fresh(world.number()) for _ in range(1 + numbers[1] % 3)]
     await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
@@ -109,8 +107,7 @@ class _Churn:
 async def note_down_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """Disks note down what they hold while blocks come and go, in the place of others; then the process may die."""
     world, churn = requests.world, _Churn(requests, numbers)
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     with world.slow():
         for i, disk in enumerate(world.disks):
             disk.faults.bytes_per_s = _ANY_SPEED  # so that calls end at the same moments

@@ -1,16 +1,22 @@
 """What all requests of a simulated engine have in common: whose they are, and what is known of them together."""
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Awaitable
 from typing import Any, Final
 
-from tiered_kv.cache.tiered_kv import TieredKV
+import numpy as np
+from numpy.typing import NDArray
+
+from tiered_kv.cache.tiered_kv import SeatCalls, TieredKV
+from tiered_kv.memory.host import HostSlab
 from tiered_kv.testing.scripted import ScriptedEvent
 from tiered_kv.testing.simulation.engine import Memory
 from tiered_kv.testing.simulation.known import Name, within
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import World
+from tiered_kv.tiers.pins import Pins
 from tiered_kv.transfers.handles import LoadHandle
+from tiered_kv.values.keys import Shard
 
 COPIES_S: Final = 0.3
 """What is at hand when a call's time is up is still copied."""
@@ -78,7 +84,16 @@ class Requester:
         """Virtual seconds."""
         return self.world.turns.now
 
-    async def within(self, limit_s: float, what: str, call: Coroutine[Any, Any, Any]) -> Any:  # noqa: ANN401 - its result
+    def slabs(self) -> list[HostSlab]:
+        """Return the host memory of its cache, as processes have it that map it."""
+        seat = SeatCalls(self.kv, (Shard(0, 1),), b"", Pins(0)).seat
+        return [chain.host.slab for chain in seat.chains]
+
+    def rows(self) -> dict[str, NDArray[np.uint8]]:
+        """Return the bytes of its slots, by pool."""
+        return {slab.name: slab.rows.numpy().view(np.uint8) for slab in self.slabs()}
+
+    async def within(self, limit_s: float, what: str, call: Awaitable[Any]) -> Any:  # noqa: ANN401 - its result
         """Make a call, which is to end in time. No other weights are named before it has begun."""
         task = asyncio.ensure_future(call)
         self._num_beginning += 1

@@ -63,7 +63,6 @@ from tiered_kv.testing.simulation.scrubbing import (
 )
 from tiered_kv.testing.simulation.shapes import Shape, drawn_shape, scrubbed
 from tiered_kv.testing.simulation.tape import Tape
-from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS
 from tiered_kv.values.results import BlockState
 
@@ -148,8 +147,7 @@ async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     world = requests.world
     if world.is_slow:  # by how much others say: and two who flood cost twice, and find no more than one
         return
-    world.known.forget_kept()
-    world.has_flooded = True  # others have to go for what never ends
+    world.flood()  # others have to go for what never ends
     is_over = False
 
     async def store_for_ever() -> None:
@@ -316,7 +314,7 @@ async def _evict_at_once(requests: "Requests", num_turns: int, *, in_pool: bool)
     for _ in range(num_turns):
         await asyncio.sleep(0)
     evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
-    await requests.within(LONGEST_S, "the end of a store", awaited(lambda: handle))
+    await requests.within(LONGEST_S, "the end of a store", handle)
     memory.give(region)
     await requests.do("flush", (0, 0, 0, 1))
     if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:

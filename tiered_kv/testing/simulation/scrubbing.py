@@ -2,14 +2,13 @@
 
 import asyncio
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
 from tiered_kv.testing.simulation.engine import FRESH_SALT, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.meetings import PLAIN, Quiet, evict_from_memory, is_there, well
-from tiered_kv.testing.simulation.transferring import awaited
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState
@@ -93,10 +92,10 @@ async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> Non
                 await asyncio.sleep(0)
             handle = kv.start_store(keys, memory.fill(keys, requests.weights, region))
             requests.count_asked("store", len(keys), is_sure=True)
-            await requests.within(LONGEST_S, "evict", awaited(lambda evicting=evicting: evicting))  # type: ignore[misc]  # bound now
-            result = await requests.within(LONGEST_S, "the end of a store", awaited(lambda handle=handle: handle))  # type: ignore[misc]  # bound now
+            await requests.within(LONGEST_S, "evict", _result_of(evicting))
+            result = await requests.within(LONGEST_S, "the end of a store", handle)
             memory.give(region)
-            settled = await requests.within(LONGEST_S, "settled()", awaited(result.settled))
+            settled = await requests.within(LONGEST_S, "settled()", result.settled())
             await asyncio.sleep(_ONE_PASS_S)
             if requests.ending or world.may_be_wrong or not quiet.is_so() or not requests.keeps_all():
                 continue
@@ -113,8 +112,7 @@ async def overfill_beside_scrubs(requests: "Requests", _: "Numbers") -> None:
     """A small disk that is full takes more: what has to go for it is what was used least recently, not verified so."""
     world, shape, is_alone = requests.world, requests.shape, requests.is_alone
     await well(requests)
-    world.known.forget_kept()
-    world.has_flooded = True
+    world.flood()
     quiet, started = Quiet(requests), requests.now
     num_slots = requests.kv.stats()["nvme"].num_slots // 2  # of one KV group
     prompts = [fresh(world.number()) for _ in range(num_slots // 2 + 2)]
@@ -160,6 +158,10 @@ async def _break(requests: "Requests", keys: BlockKeys) -> bool:
         requests.world.damage(spec, [each.tobytes().hex() for each in namespace.names(keys)] + [d.hex() for d in keys])
     requests.world.known.damaged(names_of(keys, weights))
     return True
+
+
+async def _result_of(task: "asyncio.Task[Any]") -> object:
+    return await task
 
 
 def _num_on_disk(requests: "Requests", keys: BlockKeys) -> int:

@@ -1,7 +1,7 @@
 """Loads and stores of a simulated engine, in every form there is, and what must be true of each."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
@@ -215,14 +215,14 @@ class Transferring(Requester):
         if self.keeps_in_memory() and num_removals == self.num_removals and not self.world.may_be_late:
             known.remember(names)
         if numbers[2] % 3 == 0:
-            settled = await self.within(LONGEST_S, "settled()", awaited(result.settled))
+            settled = await self.within(LONGEST_S, "settled()", result.settled())
             for tier in settled:
                 if tier.written + tier.present + tier.deferred + tier.dropped + tier.failed != len(keys):
                     raise WrongAnswer("counts", f"{tier} of {len(keys)} blocks")
 
     def _settles(self, names: list[Name], result: StoreResult) -> None:
         """Take note of what a store says once it has settled: of what was lost on its way nothing is promised."""
-        self._settling.append((asyncio.ensure_future(awaited(result.settled)), names))
+        self._settling.append((asyncio.ensure_future(result.settled()), names))
 
     def _check_store(self, result: StoreResult, num_keys: int, took_s: float, *, in_pool: bool) -> None:
         if result.num_stored + result.num_present + result.num_dropped != num_keys:
@@ -280,11 +280,6 @@ class Transferring(Requester):
                 may_be_lost = self.may_be_lost(is_told=is_whole)
                 known.store_ends(names, self.now, is_whole=is_whole, may_be_lost=may_be_lost)
             self.memory.give(region)
-
-
-async def awaited(of: Callable[[], Awaitable[Any]]) -> Any:  # noqa: ANN401 - its result
-    """Return what something that can be awaited, and is no coroutine, comes to."""
-    return await of()
 
 
 def _tell(ended: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:

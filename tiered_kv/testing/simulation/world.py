@@ -346,9 +346,13 @@ class World:
         """Return a number that was never returned before: most are of blocks that nobody has named before either."""
         self._num_numbers += 1
         if self._num_numbers > MOST_STRANGERS and not self.has_flooded:
-            self.has_flooded = True
-            self.known.forget_kept()
+            self.flood()
         return self._num_numbers
+
+    def flood(self) -> None:
+        """Have more blocks be stored than media have room for: others may go for them, and none is promised to stay."""
+        self.has_flooded = True
+        self.known.forget_kept()
 
     def end_trouble(self) -> None:
         """Have nothing go wrong any more."""
