@@ -2,7 +2,8 @@
 
 from tests.support import virtual
 from tests.support.caches import keep, open_cache, until_idle
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt, small_layout
+from tiered_kv import TieredKV
 from tiered_kv.cache.hinted import Favours, Hints
 from tiered_kv.values.hints import HintAction
 
@@ -60,6 +61,14 @@ def test_nobody_is_judged_where_nobody_says_what_is_asked_for() -> None:
     assert taken == [64] * 9
 
 
+def hints_of(kv: TieredKV, counts: list[tuple[int, int]]) -> Hints:
+    """Return what does hints of a cache as the page's server has it, and appends what is counted."""
+    layout = small_layout()
+    hints = Hints.of(kv, layout=layout, num_ranks=1, each=1 / 8, together=1 / 4, favoured=lambda *n: counts.append(n))
+    assert hints is not None
+    return hints
+
+
 def test_shares_are_of_what_the_tier_holds_now() -> None:
     """One that was made smaller is not filled by a tenant that says what is to stay."""
 
@@ -68,8 +77,7 @@ def test_shares_are_of_what_the_tier_holds_now() -> None:
         cpu = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES, "max_capacity": 64 * PAYLOAD_BYTES}
         async with open_cache(cpu, engine=engine) as kv:
             await keep(kv, engine, keys)
-            hints = Hints.of(kv, each=1 / 8, together=1 / 4, num_ranks=1, favoured=lambda *each: counts.append(each))
-            assert hints is not None
+            hints = hints_of(kv, counts)
             for num_blocks in (16, 64, 8):
                 await kv.resize("cpu", num_blocks * PAYLOAD_BYTES)
                 await virtual.advance(2.0)

@@ -1,5 +1,6 @@
 """KV hints by HTTP, on the page's server: who may send them, what they do, and how much of it."""
 
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -7,6 +8,8 @@ import pytest
 from fastapi import FastAPI
 from pydantic import SecretStr
 
+from tests.support import any_layout
+from tests.support.any_layout import AnyEngine
 from tests.support.caches import keep, open_cache
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, small_layout
 from tests.support.hints import hints
@@ -16,6 +19,7 @@ from tiered_kv import (
     BlockState,
     ConfigurationError,
     CPUTier,
+    KVLayout,
     Shard,
     TieredKV,
     TieredKVSettings,
@@ -103,6 +107,26 @@ async def test_what_hints_keep_is_bounded_on_each_rank() -> None:
         await settle(page)
         said = (await client.get("/stats.json")).json()["hints"]
         assert (said["blocks"], said["blocks_refused"]) == (8, 10)
+
+
+async def test_what_hints_keep_is_bounded_in_each_group() -> None:
+    """By an eighth of its slots in the CPU tier, and a quarter for all: states have few of their own."""
+    page, states = Page(hints_token=TOKEN), replace(any_layout.SMALL.groups[0], slots_per_block=1 / 32)
+    engine = AnyEngine(KVLayout((*any_layout.SMALL.groups, states)))
+    memory = CPUTier(capacity=(512 + 64) * any_layout.STRIDE)
+    cache = TieredKV([memory], model=MODEL, layout=engine.layout, limits=any_layout.LIMITS, device="cpu", page=page)
+    async with cache as kv, asking(page) as client:
+        for group, caches in enumerate(engine.caches):
+            kv.register_kv_caches(caches, group=group)
+        counted = []
+        for group, num_blocks, salt in ((1, 20, "a"), (1, 20, "b"), (1, 20, "c"), (0, 64, "a"), (0, 64, "b")):
+            wanted = any_layout.prompt(num_blocks, group=group, salt=salt)
+            await kv.store(wanted, engine.fill(wanted, range(num_blocks)))
+            named = [each.hex() for each in wanted]
+            await send(client, ("kv.pin", {}), hashes=named, salt=salt, group=group)
+            await settle(page)
+            counted.append(sum(each.is_pinned for each in await kv.explain(wanted)))
+        assert counted == [8, 8, 0, 64, 64]
 
 
 async def test_only_what_is_a_tenants_own_is_removed() -> None:

@@ -4,6 +4,7 @@ Whoever reads hints, an adapter or the page's server, names the blocks that they
 """
 
 import asyncio
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
@@ -14,6 +15,7 @@ from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.hints import HintAction, ReuseHint
 from tiered_kv.values.keys import BlockKeys
+from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.log import log
 
 MOST_WAITING: Final = 1024
@@ -34,6 +36,8 @@ class Hints:
         cache: BlockCache,
         *,
         memory: str,
+        layout: KVLayout,
+        num_ranks: int,
         each: float,
         together: float,
         favoured: Callable[[int, int], object],
@@ -43,30 +47,42 @@ class Hints:
         Args:
             cache: That is told.
             memory: The name of the tier that blocks are prefetched to.
-            each: The part of it that may be kept or brought at once for a tenant.
+            layout: The KV groups, each of which has slots of its own there.
+            num_ranks: For each of which a block takes a slot.
+            each: The part of a group's slots that may be kept or brought at once for a tenant.
             together: For all tenants together.
             favoured: Called with how many blocks are kept or brought by an action, and how many are not, as they would
                 be too many.
         """
         self._cache = cache
         self._memory = memory
+        self._groups = layout.groups
+        self._num_ranks = num_ranks
         self._each = each
         self._together = together
-        self._favours = Favours(0, 0)
+        self._favours = [Favours(0, 0) for _ in layout.groups]
         self._seen_s = -inf
         self._favoured = favoured
         self._tasks: set[asyncio.Task[None]] = set()
 
     @classmethod
     def of(
-        cls, cache: BlockCache, *, each: float, together: float, num_ranks: int, favoured: Callable[[int, int], object]
+        cls,
+        cache: BlockCache,
+        *,
+        layout: KVLayout,
+        num_ranks: int,
+        each: float,
+        together: float,
+        favoured: Callable[[int, int], object],
     ) -> Self | None:
-        """Return one of an open cache of so many ranks, for these parts of its CPU tier; None if it has none."""
+        """Return one of an open cache, for these parts of its CPU tier; None if it has none."""
         memory = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
         if memory is None:
             return None
-        parts = each / num_ranks, together / num_ranks  # a block takes a slot for every rank
-        return cls(cache, memory=memory, each=parts[0], together=parts[1], favoured=favoured)
+        return cls(
+            cache, memory=memory, layout=layout, num_ranks=num_ranks, each=each, together=together, favoured=favoured
+        )
 
     def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job] = ()) -> bool:
         """Begin to do what is meant of a tenant's blocks, once ``jobs`` have stored them; say no if too many wait."""
@@ -81,7 +97,7 @@ class Hints:
         """Take note of what a tenant asks for: hints of it were right."""
         now_s = asyncio.get_running_loop().time()
         for each in keys:
-            self._favours.use(salt, _named(each), now_s=now_s)
+            self._favours[each.group].use(salt, list(each), now_s=now_s)
 
     async def settle(self) -> None:
         """Wait until all that was begun is done, delays included."""
@@ -119,7 +135,7 @@ class Hints:
         now_s = asyncio.get_running_loop().time()
         self._see_capacity(now_s)
         stays = action.kind == "pin"  # whether it is used or not
-        num_blocks = self._favours.take(salt, _named(keys), now_s=now_s, for_s=action.for_s, stays=stays)
+        num_blocks = self._favours[keys.group].take(salt, list(keys), now_s=now_s, for_s=action.for_s, stays=stays)
         self._favoured(num_blocks, len(keys) - num_blocks)
         if not num_blocks:
             return
@@ -136,11 +152,15 @@ class Hints:
         if now_s - self._seen_s >= _SWEEP_S:
             self._seen_s = now_s
             num_slots = sum(tier.num_slots for tier in self._cache.stats().tiers if tier.tier == self._memory)
-            self._favours.allow(int(num_slots * self._each), int(num_slots * self._together))
+            num_slots //= self._num_ranks
+            num_blocks = bisect_right(range(1, num_slots + 1), num_slots, key=self._slots_for)
+            for group, favours in zip(self._groups, self._favours, strict=True):
+                num_slots = group.num_slots(num_blocks)
+                favours.allow(int(num_slots * self._each), int(num_slots * self._together))
 
-
-def _named(keys: BlockKeys) -> list[bytes]:
-    return [bytes([keys.group]) + each for each in keys]
+    def _slots_for(self, num_blocks: int) -> int:
+        """Return how many slots all groups have in a tier that is to hold so many blocks of prompts."""
+        return sum(group.num_slots(num_blocks) for group in self._groups)
 
 
 class Favours:

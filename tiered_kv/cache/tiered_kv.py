@@ -568,8 +568,8 @@ class TieredKV(TierCalls):
         return await self.explain(keys, ask=True)
 
     def _make_hints(self, favoured: Callable[[int, int], object]) -> Hints | None:
-        num_ranks = len(self._open().shards)
-        return Hints.of(self, each=1 / 8, together=1 / 4, num_ranks=num_ranks, favoured=favoured)
+        layout, num_ranks = self._parts.layout, len(self._open().shards)
+        return Hints.of(self, layout=layout, num_ranks=num_ranks, each=1 / 8, together=1 / 4, favoured=favoured)
 
 
 def pins_of(cache: TierCalls) -> Pins:

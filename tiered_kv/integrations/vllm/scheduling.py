@@ -35,6 +35,7 @@ from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.hints import evicts
 from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
 
@@ -101,7 +102,8 @@ class SchedulingSide:
             )
         wanted = self._configuration = replace(wanted, groups=next(iter(hellos)).groups)
         shard = Shard.every(wanted.num_ranks)
-        cache = wanted.below.cache(model=wanted.model, layout=layouts.pop(), shard=shard, device="cpu")
+        layout = layouts.pop()
+        cache = wanted.below.cache(model=wanted.model, layout=layout, shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
         planner = self._planner = cache.planner()
         self._storing = PendingStores(
@@ -115,7 +117,7 @@ class SchedulingSide:
         for hello in hellos:
             planner.register_worker(rank=hello.rank, pid=hello.pid)
         self._watch_pool()
-        self._hear_hints()
+        self._hear_hints(layout)
         memory = self._memory()
         self._paying = Paying(self._kv, wanted, self.counts, num_memory_blocks=sum(memory.values()))
         self._loads = PendingLoads(
@@ -156,11 +158,11 @@ class SchedulingSide:
             call = self._loop_calls.call
             self._evicting = Evicting(self._storing, wanted, self.counts, self.kv.cache, call, host, budget)
 
-    def _hear_hints(self) -> None:
+    def _hear_hints(self, layout: KVLayout) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
         share = self._configuration.connector.hint_share
-        of_ranks = partial(Hints.of, num_ranks=self._configuration.num_ranks)
-        make = partial(of_ranks, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
+        of_layout = partial(Hints.of, layout=layout, num_ranks=self._configuration.num_ranks)
+        make = partial(of_layout, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
         if not share or (hints := self.kv.call(make)) is None:
             return
         groups, call = self._configuration.groups, self._loop_calls.call
