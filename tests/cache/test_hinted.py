@@ -61,6 +61,35 @@ def test_nobody_is_judged_where_nobody_says_what_is_asked_for() -> None:
     assert taken == [64] * 9
 
 
+async def test_what_is_not_there_takes_no_ones_share() -> None:
+    """Pins of it keep nothing, and count neither as kept nor as refused: the share is for what is there."""
+    engine, counts = Engine(), list[tuple[int, int]]()
+    async with open_cache({"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}, engine=engine) as kv:
+        await keep(kv, engine, prompt(2))
+        hints = hints_of(kv, counts)
+        for seed, salt in ((0, "a"), (1, "a"), (2, "b"), (0, "c")):
+            assert hints.begin([(HintAction("pin", for_s=60.0), prompt(4, seed=seed))], salt)
+            await hints.settle()
+        assert counts == [(2, 0), (0, 2), (0, 0), (2, 0)]
+        await hints.aclose()
+
+
+async def test_what_is_evicted_is_given_back() -> None:
+    """Its room is free at once though it was pinned, and whoever has said so may keep others."""
+    engine, counts = Engine(), list[tuple[int, int]]()
+    pin, evict = HintAction("pin", for_s=60.0), HintAction("evict")
+    async with open_cache({"medium": "cpu", "capacity": 32 * PAYLOAD_BYTES}, engine=engine) as kv:
+        hints = hints_of(kv, counts)
+        for seed in range(12):
+            keys = prompt(4, seed=seed)
+            await keep(kv, engine, keys)
+            assert hints.begin([(pin, keys), (evict, keys)], "tenant")
+            await hints.settle()
+        assert counts == [(4, 0)] * 12
+        assert (kv.stats()["cpu"].ready, kv.stats()["cpu"].doomed, kv.stats().pinned_bytes) == (0, 0, 0)
+        await hints.aclose()
+
+
 def hints_of(kv: TieredKV, counts: list[tuple[int, int]]) -> Hints:
     """Return what does hints of a cache as the page's server has it, and appends what is counted."""
     layout = small_layout()

@@ -103,7 +103,7 @@ async def test_what_hints_keep_is_bounded_on_each_rank() -> None:
     cache = TieredKV([memory], model=MODEL, layout=small_layout(), shard=Shard.every(2), device="cpu", page=page)
     async with cache, asking(page) as client:
         for salt in ("a", "b", "c"):
-            await send(client, ("kv.pin", {}), tokens=tokens(6), salt=salt)
+            await send(client, ("kv.retain", {}), tokens=tokens(6), salt=salt)
         await settle(page)
         said = (await client.get("/stats.json")).json()["hints"]
         assert (said["blocks"], said["blocks_refused"]) == (8, 10)

@@ -126,25 +126,27 @@ class Hints:
                 log("error", "background.failed", exc_info=error, task="KV hints")
 
     async def _act(self, action: HintAction, keys: BlockKeys, salt: str) -> None:
+        favours, blocks = self._favours[keys.group], list(keys)
         if action.kind in {"demote", "evict"}:
             if action.kind == "evict" and salt:  # what has no salt is everybody's
+                self._cache.unpin(keys)  # else their room is not free before their pins end, and is still to be counted
+                favours.drop(salt, blocks)
                 await self._cache.evict(keys)
             else:
                 self._cache.touch(keys, hint=ReuseHint(0.0))
             return
         now_s = asyncio.get_running_loop().time()
         self._see_capacity(now_s)
+        num_allowed = num_blocks = favours.room(salt, blocks, now_s=now_s)
+        if num_allowed and action.kind == "pin":  # what is not there takes no room: nothing is awaited in between
+            num_blocks = self._cache.pin(keys[:num_allowed], ttl_s=action.for_s).num_blocks
         stays = action.kind == "pin"  # whether it is used or not
-        num_blocks = self._favours[keys.group].take(salt, list(keys), now_s=now_s, for_s=action.for_s, stays=stays)
-        self._favoured(num_blocks, len(keys) - num_blocks)
-        if not num_blocks:
-            return
-        if action.kind == "retain":
+        favours.take(salt, blocks[:num_blocks], now_s=now_s, for_s=action.for_s, stays=stays)
+        self._favoured(num_blocks, len(keys) - num_allowed)
+        if num_blocks and action.kind == "retain":
             hint = ReuseHint(action.probability, within_s=action.for_s, category="kv.retain")
             self._cache.touch(keys[:num_blocks], hint=hint)
-        elif action.kind == "pin":
-            self._cache.pin(keys[:num_blocks], ttl_s=action.for_s)
-        else:
+        elif num_blocks and action.kind == "prefetch":
             await self._cache.prefetch(keys[:num_blocks], to=self._memory)
 
     def _see_capacity(self, now_s: float) -> None:
@@ -185,32 +187,52 @@ class Favours:
         self._most_each = most_each
         self._most_all = most_all
 
-    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float, stays: bool = False) -> int:
-        """Favour the first of these blocks, as many as are allowed, for so long; return how many.
-
-        Until they are used, or for all of that time if they stay.
-        """
+    def room(self, tenant: str, blocks: Sequence[bytes], *, now_s: float) -> int:
+        """Return how many of these blocks, the first ones, `take` would favour."""
         if now_s - self._swept_s >= _SWEEP_S:
             self._sweep(now_s)
-        favoured = self._until.setdefault(tenant, {})
         most = (
             max(1, int(self._most_each * self._judged[tenant].trust ** 3))
             if tenant in self._judged
             else self._most_each
         )
-        num_taken = 0
-        for block in blocks:
+        favoured = self._until.get(tenant, {})
+        num_left = min(most - len(favoured), self._most_all - self._num_all)
+        new: set[bytes] = set()
+        for at, block in enumerate(blocks):
             if block not in favoured:
-                if len(favoured) >= most or self._num_all >= self._most_all:
-                    break
-                self._num_all += 1
+                new.add(block)
+                if len(new) > num_left:
+                    return at
+        return len(blocks)
+
+    def take(self, tenant: str, blocks: Sequence[bytes], *, now_s: float, for_s: float, stays: bool = False) -> int:
+        """Favour the first of these blocks, as many as are allowed, for so long; return how many.
+
+        Until they are used, or for all of that time if they stay.
+        """
+        num_taken = self.room(tenant, blocks, now_s=now_s)
+        favoured = self._until.setdefault(tenant, {})
+        self._num_all -= len(favoured)
+        for block in blocks[:num_taken]:
             favoured[block] = max(favoured.get(block, 0.0), now_s + for_s)
             if stays:
                 self._staying.setdefault((tenant, block), False)
-            num_taken += 1
+        self._num_all += len(favoured)
         if not favoured:
             del self._until[tenant]
         return num_taken
+
+    def drop(self, tenant: str, blocks: Sequence[bytes]) -> None:
+        """Forget favours of a tenant's blocks that are to go: they were neither right nor wrong."""
+        favoured = self._until.get(tenant, {})
+        self._num_all -= len(favoured)
+        for block in blocks:
+            favoured.pop(block, None)
+            self._staying.pop((tenant, block), None)
+        self._num_all += len(favoured)
+        if not favoured:
+            self._until.pop(tenant, None)
 
     def use(self, tenant: str, blocks: Sequence[bytes], *, now_s: float) -> None:
         """Take note that a tenant asks for blocks: favours that were right are over."""
