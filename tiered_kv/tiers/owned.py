@@ -61,6 +61,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self.expected = Expected()
+        self._awaited = Expected()  # what writes have left to others that have slots for it
         self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
         self._missing: Missing | None = None
@@ -250,6 +251,7 @@ class OwnedTier(StorageTier, BookedTier):
             is_left = ~(fresh | self.index.ready(asked.names))
             writing.left, writing.left_names = at[is_left], asked.names[is_left]
             writing.left_wanted = self.expected.add(writing.left_names)
+            writing.left_missing = self._awaited.add(writing.left_names)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))
@@ -268,6 +270,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._is_fresh[writing.slots[stored]] = True
         doomed = stored & (reservation.keep(ok)[is_fresh] < 0)
         writing.report.num_removed = len(doomed.nonzero()[0])
+        self._awaited.forget(writing.batch.names[stored & ~doomed])
         doomed |= ~stored & ~refused  # there may be anything
         if len(reservation.evicted):  # of which the medium still has what was not overwritten
             doomed |= refused
@@ -297,12 +300,16 @@ class OwnedTier(StorageTier, BookedTier):
         waiting.add_done_callback(lambda _: then(self._report_of(writing)))
 
     def _report_of(self, writing: "_SlotWrite") -> WriteReport:
-        """Say what became of the blocks: what another write was to bring, and has not, is gone or has failed here."""
+        """Say what became of the blocks: what another write was to bring, and has not, is gone or has failed here.
+
+        What it has brought is not looked for: it may have been evicted since to make room.
+        """
         report, left, unwanted = writing.report, writing.left, writing.report.unwanted
         if len(left) and unwanted is not None:
-            report.present[left] = is_there = self.index.ready(writing.left_names)
-            report.dropped[left] = unwanted[left] = ~(is_there | writing.left_wanted)
+            report.present[left] = has_come = ~writing.left_missing
+            report.dropped[left] = unwanted[left] = ~(has_come | writing.left_wanted)
             self.expected.drop(writing.left_wanted)
+            self._awaited.drop(writing.left_missing)
         is_refused = writing.reservation is not None and len(report.dropped.nonzero()[0]) > 0
         because = self._refusal if is_refused else Reason.NO_ROOM
         return WriteReport(report.written, report.present, report.dropped, because, unwanted, report.num_removed)
@@ -519,8 +526,8 @@ class _SlotWrite:
         todo: Its positions in the write.
         reservation: Of its slots; None if there was no room.
         report: What has become of all blocks.
-        left: Positions of those that another write has slots for, which may fail; ``left_names`` are theirs, and
-            ``left_wanted`` says which were not removed since.
+        left: Positions of those that another write has slots for, which may fail; ``left_names`` are theirs,
+            ``left_wanted`` says which were not removed since, and ``left_missing`` which it has not brought.
     """
 
     batch: Batch
@@ -530,6 +537,7 @@ class _SlotWrite:
 
     def __post_init__(self) -> None:
         self.done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.left, self.left_names, self.left_wanted = np.empty(0, np.intp), self.batch.names[:0], np.empty(0, np.bool_)
+        self.left, self.left_names = np.empty(0, np.intp), self.batch.names[:0]
+        self.left_wanted, self.left_missing = np.empty(0, np.bool_), np.empty(0, np.bool_)
         slots = np.empty(0, np.int64) if self.reservation is None else self.reservation.slots
         self.slots: Slots = slots[slots >= 0]
