@@ -627,7 +627,9 @@ class BlockCache(TransferCalls):
 
     @abstractmethod
     async def clear(self) -> RemovalResult:
-        """Empty every tier that this cache owns, after a restart too. Takes time in their size.
+        """Empty every tier that this cache owns of its blocks, after a restart too. Takes time in their size.
+
+        What a directory has of other models, of this one as it was before a change, or under another names key stays.
 
         A tier that does not answer within its time is not waited for: its blocks are unfindable here all the same, and
         the result names it.
