@@ -1,5 +1,6 @@
 """KV hints by HTTP, on the page's server: who may send them, what they do, and how much of it."""
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +164,24 @@ async def test_what_is_no_hint_is_refused(asked: dict[str, Any]) -> None:
         assert answer.status_code == 400
         assert answer.json()["error"]
         assert (await client.get("/stats.json")).json()["hints"]["actions"] == 0
+
+
+async def test_hints_are_read_in_a_thread() -> None:
+    """As the event loop may be the cache's own, and there may be megabytes of them."""
+
+    class Envelope(dict[str, Any]):
+        def get(self, name: str, default: object = None) -> Any:  # noqa: ANN401 - as a dict has it
+            threads.add(threading.get_ident())
+            return super().get(name, default)
+
+    page, threads = Page(hints_token=TOKEN), set[int]()
+    async with open_cache(CPU, engine=Engine(), page=page):
+        envelope = Envelope(hints(("kv.pin", {})))
+        door, watch = page._door, page._watch  # noqa: SLF001 - by HTTP envelopes come as plain dicts
+        assert door is not None and watch is not None  # noqa: PT018 - both are
+        assert await door.take(watch, keys(4), {"kv_hints": envelope}) == {"actions": 1, "ignored": 0}
+        assert threads
+        assert threading.get_ident() not in threads
 
 
 async def test_a_cache_without_memory_says_so() -> None:

@@ -1,12 +1,13 @@
 """What orchestrators say of KV: the envelope read, bounded, and what it is about."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.support.hints import hints
-from tiered_kv.values.hints import MOST_ACTIONS, MOST_S, HintAction, read_hints
+from tiered_kv.values.hints import MOST_ACTIONS, MOST_S, HintAction, blocks_meant, read_hints
 
 
 @pytest.mark.parametrize(
@@ -64,10 +65,34 @@ def test_an_action_is_about_whole_blocks_of_its_request() -> None:
     names = [bytes(24) + number.to_bytes(8, "big") for number in range(10)]
 
     def of(**wanted: Any) -> list[range]:  # noqa: ANN401 - a HintAction's
-        return list(HintAction("pin", **wanted).ranges(names, 16, 100))
+        meant = blocks_meant([HintAction("pin", **wanted)], names, block_size=16, num_prompt_tokens=100)
+        return [blocks for _, blocks in meant]
 
     assert of() == [range(10)]
     assert of(start=1, end=63) == [range(1, 3)]
     assert of(start=None) == [range(7, 10)]
     assert of(hashes=frozenset({2, 3, 7, 99})) == [range(2, 4), range(7, 8)]
     assert of(start=500) == []
+
+
+def test_what_many_actions_name_is_looked_for_once() -> None:
+    """However many they are: blocks times actions would keep whoever asks for too long. What has a delay comes last."""
+
+    class Names(Sequence[bytes]):
+        num_looks = 0
+
+        def __getitem__(self, at: Any) -> Any:  # noqa: ANN401 - as a Sequence has it
+            if at >= len(self):
+                raise IndexError
+            self.num_looks += 1
+            return int(at).to_bytes(32, "big")
+
+        def __len__(self) -> int:
+            return 1000
+
+    names = Names()
+    actions = [HintAction("prefetch", after_s=16.0 - at, hashes=frozenset({at, 2 * at, 5000})) for at in range(16)]
+    meant = list(blocks_meant(actions, names, block_size=16, num_prompt_tokens=16_000))
+    assert names.num_looks <= 1000
+    assert meant[:3] == [(actions[15], range(15, 16)), (actions[15], range(30, 31)), (actions[14], range(14, 15))]
+    assert meant[-2:] == [(actions[1], range(1, 3)), (actions[0], range(1))]

@@ -13,7 +13,7 @@ from typing import Final, Self
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ClosedError
-from tiered_kv.values.hints import HintAction, ReuseHint
+from tiered_kv.values.hints import HintAction, ReuseHint, delay_of
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.log import log
@@ -85,7 +85,10 @@ class Hints:
         )
 
     def begin(self, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, jobs: Sequence[Job] = ()) -> bool:
-        """Begin to do what is meant of a tenant's blocks, once ``jobs`` have stored them; say no if too many wait."""
+        """Begin to do what is meant of a tenant's blocks, once ``jobs`` have stored them; say no if too many wait.
+
+        What comes with a delay is behind all that comes sooner.
+        """
         if len(self._tasks) >= MOST_WAITING:
             return False
         task = asyncio.get_running_loop().create_task(self._run(meant, salt, jobs))
@@ -116,8 +119,10 @@ class Hints:
         began_s = loop.time()
         while any(job.result is None for job in jobs) and loop.time() < began_s + _STORED_S:  # noqa: ASYNC110 - see above
             await asyncio.sleep(_LOOK_S)
-        for action, keys in sorted(meant, key=lambda each: each[0].after_s or 0.0):
-            await asyncio.sleep(max(0.0, began_s + (action.after_s or 0.0) - loop.time()))
+        for action, keys in meant:
+            await asyncio.sleep(
+                max(0.0, began_s + delay_of(action) - loop.time())
+            )  # others have their turn in any case
             try:
                 await self._act(action, keys, salt)
             except ClosedError:

@@ -129,26 +129,44 @@ class HintAction:
     end: int | None = None
     hashes: frozenset[int] | None = None
 
-    def ranges(self, hashes: Sequence[bytes], block_size: int, num_prompt_tokens: int) -> Iterator[range]:
-        """Yield which of a request's blocks are meant, neighbours together.
 
-        Args:
-            hashes: The engine's name of each block, as far as its tokens are known.
-            block_size: Tokens a block.
-            num_prompt_tokens: Of the request.
-        """
-        start = -(-(num_prompt_tokens if self.start is None else self.start) // block_size)
-        stop = min(len(hashes), inf if self.end is None else self.end // block_size)
-        first = None
-        for at in range(start, int(stop)):
-            is_meant = self.hashes is None or int.from_bytes(hashes[at][-8:], "big") in self.hashes
-            if is_meant and first is None:
-                first = at
-            elif not is_meant and first is not None:
-                yield range(first, at)
-                first = None
-        if first is not None:
-            yield range(first, int(stop))
+def blocks_meant(
+    actions: Sequence[HintAction], hashes: Sequence[bytes], *, block_size: int, num_prompt_tokens: int
+) -> Iterator[tuple[HintAction, range]]:
+    """Yield which of a request's blocks are meant by each action, neighbours together, in the order of their delays.
+
+    Takes time in the blocks and in what actions name, and not in one times the other.
+
+    Args:
+        actions: What is wanted.
+        hashes: The engine's name of each block, as far as its tokens are known.
+        block_size: Tokens a block.
+        num_prompt_tokens: Of the request.
+    """
+    at: dict[int, int] = {}
+    if any(action.hashes is not None for action in actions):
+        at = {int.from_bytes(each[-8:], "big"): position for position, each in enumerate(hashes)}
+    for action in sorted(actions, key=delay_of):
+        start = -(-(num_prompt_tokens if action.start is None else action.start) // block_size)
+        stop = len(hashes) if action.end is None else min(len(hashes), action.end // block_size)
+        if action.hashes is None:
+            named = [range(start, stop)] if start < stop else []
+        else:
+            named = _neighbours(sorted(at[each] for each in action.hashes & at.keys() if start <= at[each] < stop))
+        for blocks in named:
+            yield action, blocks
+
+
+def delay_of(action: HintAction) -> float:
+    """Return in how many seconds it is to be done."""
+    return action.after_s or 0.0
+
+
+def _neighbours(positions: Sequence[int]) -> list[range]:
+    """Return ascending positions as ranges."""
+    ends = [at for at, after in zip(positions, [*positions[1:], inf], strict=True) if after != at + 1]
+    starts = [at for at, before in zip(positions, [-inf, *positions], strict=False) if before != at - 1]
+    return [range(first, last + 1) for first, last in zip(starts, ends, strict=True)]
 
 
 def read_hints(envelope: object) -> tuple[list[HintAction], int]:

@@ -13,7 +13,7 @@ from tiered_kv.integrations.vllm.messages import Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.transfers.jobs import Job
-from tiered_kv.values.hints import HintAction, read_hints
+from tiered_kv.values.hints import HintAction, blocks_meant, delay_of, read_hints
 
 _NAMES: Final = ("kv_hints", "kv_hint")
 """In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
@@ -96,16 +96,15 @@ class Hinting:
         if not self._naming.can_name(request):  # nothing of it is kept
             return
         meant = []
-        for action in actions:
-            for group in self._groups:
-                each = group.hashes_per_block
-                hashes = request.block_hashes[each - 1 :: each]
-                ranges = action.ranges(hashes, group.block_size, request.num_prompt_tokens)
-                for blocks in ranges:
-                    first = blocks.start
-                    if action.kind not in {"demote", "evict"}:  # without the others it is of no less use
-                        first = max(first, group.num_left(blocks.stop * group.block_size))
-                    meant.append((action, self._naming.keys(group, request, first, blocks.stop)))
+        for group in self._groups:
+            hashes = request.block_hashes[group.hashes_per_block - 1 :: group.hashes_per_block]
+            sizes = {"block_size": group.block_size, "num_prompt_tokens": request.num_prompt_tokens}
+            for action, blocks in blocks_meant(actions, hashes, **sizes):
+                first = blocks.start
+                if action.kind not in {"demote", "evict"}:  # without the others it is of no less use
+                    first = max(first, group.num_left(blocks.stop * group.block_size))
+                meant.append((action, self._naming.keys(group, request, first, blocks.stop)))
+        meant.sort(key=lambda each: delay_of(each[0]))  # of all groups
         if meant:
             self._has_hinted = True
             self._call(self._hints.begin, meant, request.cache_salt or "", jobs)

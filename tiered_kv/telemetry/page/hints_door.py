@@ -3,6 +3,7 @@
 Who has the token speaks for every tenant, and is bounded for each: nobody's hints take the room of the others.
 """
 
+import asyncio
 import hmac
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -11,7 +12,7 @@ from typing import Any, Final
 from tiered_kv.settings.page_address import checked_token
 from tiered_kv.telemetry.watch import Hinted, Watch
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.hints import HintAction, read_hints
+from tiered_kv.values.hints import HintAction, blocks_meant, read_hints
 from tiered_kv.values.keys import BlockKeys
 
 _SCHEME: Final = b"bearer "
@@ -45,6 +46,8 @@ class HintsDoor:
     async def take(self, watch: Watch, keys: BlockKeys, asked: Mapping[str, Any]) -> dict[str, int] | None:
         """Begin with what is asked of blocks; return what was understood, or None if too many wait.
 
+        It is read in a thread: the event loop may be the cache's own, and there may be much of it.
+
         Args:
             watch: Of the cache.
             keys: The blocks.
@@ -59,16 +62,11 @@ class HintsDoor:
         prompt_tokens = asked.get("prompt_tokens", num_tokens)
         if not isinstance(envelope, Mapping) or type(prompt_tokens) is not int or prompt_tokens < 0:
             raise ConfigurationError('ask with "kv_hints", an envelope with "actions"; "prompt_tokens" is a number')
-        actions, num_ignored = read_hints(envelope)
-        meant = [
-            (action, keys[blocks.start : blocks.stop])
-            for action in actions
-            for blocks in action.ranges(list(keys), keys.block_size, prompt_tokens)
-        ]
-        begin = partial(self._begin, watch, meant, asked.get("salt", ""), (len(actions), num_ignored))
+        meant, num_actions, num_ignored = await asyncio.to_thread(_read, envelope, keys, prompt_tokens)
+        begin = partial(self._begin, watch, meant, asked.get("salt", ""), (num_actions, num_ignored))
         if not await watch.ask(begin):
             return None
-        return {"actions": len(actions), "ignored": num_ignored}
+        return {"actions": num_actions, "ignored": num_ignored}
 
     async def _begin(
         self, watch: Watch, meant: Sequence[tuple[HintAction, BlockKeys]], salt: str, counts: tuple[int, int]
@@ -91,3 +89,10 @@ class HintsDoor:
         """End what waits; on the cache's event loop."""
         if self._hinted is not None:
             await self._hinted.aclose()
+
+
+def _read(envelope: object, keys: BlockKeys, prompt_tokens: int) -> tuple[list[tuple[HintAction, BlockKeys]], int, int]:
+    """Return what is meant of blocks, of how many actions, and how many are not understood."""
+    actions, num_ignored = read_hints(envelope)
+    meant = blocks_meant(actions, list(keys), block_size=keys.block_size, num_prompt_tokens=prompt_tokens)
+    return [(action, keys[blocks.start : blocks.stop]) for action, blocks in meant], len(actions), num_ignored
