@@ -120,9 +120,8 @@ class Hints:
         while any(job.result is None for job in jobs) and loop.time() < began_s + _STORED_S:  # noqa: ASYNC110 - see above
             await asyncio.sleep(_LOOK_S)
         for action, keys in meant:
-            await asyncio.sleep(
-                max(0.0, began_s + delay_of(action) - loop.time())
-            )  # others have their turn in any case
+            wait_s = max(0.0, began_s + delay_of(action) - loop.time())
+            await asyncio.sleep(wait_s)  # others have their turn in any case
             try:
                 await self._act(action, keys, salt)
             except ClosedError:
