@@ -3,7 +3,7 @@
 import asyncio
 import re
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, STRIDE, AnyEngine, cpu, gpu, nvme, open_any, prompt
 from tests.support.backends import ScriptedBackend
@@ -36,6 +37,8 @@ from tiered_kv import (
     hash_blocks,
 )
 from tiered_kv.catalog.policies import LRUPolicy
+from tiered_kv.media.backend import BackendContext, Block, Outcome, Recovered, SlotBackend
+from tiered_kv.values.keys import Names
 
 Cache = tuple[TieredKV, AnyEngine]
 Given = tuple[Any, Any]
@@ -448,6 +451,51 @@ async def test_wrong_tiers(tmp_path: Path, wrong: str) -> None:
         await asyncio.sleep(0)
     assert threading.active_count() <= num_threads  # others of the tests before may have ended meanwhile
     assert open_files() <= files
+
+
+class KeptElsewhere(ScriptedBackend):
+    """A backend that keeps its settings under a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._settings = self.settings
+        del self.settings
+
+
+class Without(SlotBackend):
+    """A backend that has no settings."""
+
+    async def open(self, context: BackendContext) -> list[Recovered]:
+        """Find nothing."""
+        empty = np.empty((0, 4), np.uint64), np.empty(0, np.int64)
+        return [Recovered(4, *empty) for _ in context.groups]
+
+    async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
+        """Have nothing."""
+        return [Outcome.MISS] * len(slots)
+
+    async def write(self, group: int, slots: NDArray[np.int64], names: Names, blocks: Sequence[Block]) -> list[Outcome]:
+        """Take nothing."""
+        return [Outcome.FAILED] * len(slots)
+
+    async def forget(self, group: int, slots: NDArray[np.int64]) -> None:
+        """Have nothing."""
+
+    async def aclose(self) -> None:
+        """Hold nothing."""
+
+
+def test_a_backend_that_keeps_its_settings_where_nobody_looks() -> None:
+    """It is refused: what its settings ask of the cache, as to encrypt, would be dropped without a word."""
+    with pytest.raises(ConfigurationError, match=r"KeptElsewhere .* write self\.settings = settings in its __init__"):
+        TieredKV([cpu(4), KeptElsewhere()], model=MODEL, layout=SMALL)
+
+
+async def test_a_backend_without_settings() -> None:
+    """One whose class has no model of settings needs none: its tier has the defaults."""
+    async with open_any(AnyEngine(), cpu(4), Without()) as kv:
+        assert kv.media == {"cpu": "cpu"}
+        assert not kv.stats()["without"].is_bypassed
 
 
 @pytest.mark.parametrize(

@@ -144,8 +144,8 @@ def chain_parts(
     """Sort tiers into parts, making the backends that settings describe. Opens nothing.
 
     Raises:
-        ConfigurationError: No tiers, a wrong order, two of one name, what is no tier at all, or ``{rank}`` where a
-            cache stands for all ranks.
+        ConfigurationError: No tiers, a wrong order, two of one name, what is no tier at all, a backend that does
+            not keep its settings, or ``{rank}`` where a cache stands for all ranks.
     """
     settings = [_of_rank(each, shards) if isinstance(each, TierSettings) else each for each in check_tiers(tiers)]
     named = [
@@ -194,12 +194,29 @@ def _can_be_scrubbed(backend: Backend | SlotBackend) -> bool:
 
 
 def _name_of(backend: Backend | SlotBackend) -> str:
-    settings = getattr(backend, "settings", None)
-    if isinstance(settings, StorageTierSettings):
+    if (settings := _kept_by(backend)) is not None:
         return tier_name(settings)
     return type(backend).__name__.removesuffix("Backend").lower() or "storage"
 
 
 def _settings_of(backend: Backend | SlotBackend) -> StorageTierSettings:
+    return _kept_by(backend) or StorageTierSettings(medium=type(backend).__name__)
+
+
+def _kept_by(backend: Backend | SlotBackend) -> StorageTierSettings | None:
+    """Return the settings that a backend was made with; None of one whose class takes none.
+
+    Raises:
+        ConfigurationError: Its class has a model of them, and it does not keep them where they are looked for: what
+            they ask of the cache, as to encrypt, would not be done.
+    """
     settings = getattr(backend, "settings", None)
-    return settings if isinstance(settings, StorageTierSettings) else StorageTierSettings(medium=type(backend).__name__)
+    if isinstance(settings, StorageTierSettings):
+        return settings
+    model = getattr(backend, "Settings", None)
+    if isinstance(model, type) and issubclass(model, StorageTierSettings):
+        raise ConfigurationError(
+            f"{type(backend).__name__} has a model of settings and does not keep them: write self.settings = settings "
+            "in its __init__"
+        )
+    return None

@@ -310,7 +310,11 @@ _CLOSERS: Final = ("close", "shutdown", "stop", "dispose", "disconnect")
 
 class _Tier(ABC):
     Settings: ClassVar[type[Any]]
-    """The model of its settings, a `StorageTierSettings`; ``Backend(settings)`` is how the registry makes one."""
+    """The model of its settings, a `StorageTierSettings`; ``Backend(settings)`` is how the registry makes one.
+
+    A backend that has one keeps them as ``self.settings``: of one that is given as an object the cache reads there what
+    it does itself, such as to encrypt, and refuses it if nothing is there.
+    """
 
     def __init_subclass__(cls) -> None:
         """Refuse what looks like a method of the interface that is not overridden: it would never be called."""
