@@ -647,6 +647,24 @@ async def test_a_lease_of_slots_that_are_not_there_is_of_nothing(pool: str, slot
             await until(lambda: protocol.Cancel(number[0]) in heard)
 
 
+async def test_who_waits_for_a_lease_as_the_client_closes_within_another_gets_none(tmp_path: Path) -> None:
+    """The server, which keeps what is leased yet, answers nothing more; at the end of the block it hears a goodbye."""
+    with answering(tmp_path / "kv.sock", lambda asked: protocol.Leased(asked.id, "slab", bytes(8))) as heard:
+        async with attached(tmp_path / "kv.sock", timeout_s=60.0) as kv:
+
+            async def lease() -> int:
+                async with kv.lease(KEYS) as held:
+                    return held.num_blocks
+
+            async with kv.lease(KEYS) as held:
+                leasing = asyncio.ensure_future(lease())
+                await until(lambda: any(isinstance(each, protocol.Lease) for each in heard))
+                await kv.aclose()
+                assert await leasing == 0
+                assert (held.num_blocks, protocol.Bye() in heard) == (1, False)
+            await until(lambda: protocol.Bye() in heard)
+
+
 async def test_a_load_ends_when_its_server_says_of_it_what_cannot_be(tmp_path: Path) -> None:
     """At once, as if the server had gone: nothing more is heard of this one."""
     engine, part = AnyEngine(), protocol.Part("slab", b"part of a slot", b"part of an id")

@@ -92,7 +92,7 @@ async def test_what_a_client_was_filling_is_a_miss_and_its_slots_go_back(tmp_pat
 
 
 async def test_leases_and_pins_end_with_their_client(tmp_path: Path) -> None:
-    """A client that goes without a word holds nothing any more, and what others hold stays."""
+    """A client that has closed holds nothing but leases whose blocks have not ended; what others hold stays."""
     with serving(tmp_path, cpu(16)) as server:
         engine = AnyEngine()
         async with attached(server, engine) as kv:
@@ -104,8 +104,28 @@ async def test_leases_and_pins_end_with_their_client(tmp_path: Path) -> None:
                 assert other.pin(keys[4:], ttl_s=600).num_blocks == 4
                 assert kv.pin(keys[4:6], ttl_s=600).num_blocks == 2
                 assert kv.stats()["cpu"].leased == 8
+            await until(lambda: kv.stats()["cpu"].leased == 6)
+            await lease.__aexit__(None, None, None)
             await until(lambda: kv.stats()["cpu"].leased == 2)
             assert (await kv.explain(keys[4:5]))[0].is_pinned
+
+
+async def test_a_lease_shows_its_blocks_until_its_block_ends_though_the_client_closes(tmp_path: Path) -> None:
+    """As with a cache of one's own: whoever stores meanwhile gets other slots."""
+    engine, keys = AnyEngine(), prompt(4)
+    with serving(tmp_path, cpu(8)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(keys, engine.fill(keys, range(4)))
+            async with attached(server) as other, other.lease(keys) as lease:
+                before = [bytes(view) for view in lease.views]
+                await other.aclose()
+                await kv.evict(keys)
+                for seed in range(1, 9):  # the tier is full many times over
+                    await kv.store(prompt(4, seed=seed), engine.fill(prompt(4, seed=seed), range(4)))
+                assert [bytes(view) for view in lease.views] == before
+                assert lease.num_blocks == kv.stats()["cpu"].leased == 4
+            await until(lambda: len(server.health()["clients"]) == 1)
+            assert kv.stats()["cpu"].leased == 0
 
 
 async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -> None:

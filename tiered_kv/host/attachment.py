@@ -1,7 +1,8 @@
 """A client's attachment to one server process: its memory as mapped here, its connection, and what waits for answers.
 
 An attachment ends once and for good, with the server or with this client; whoever attaches again gets another. It says
-goodbye only when no copy of this process touches the slabs any more: what the server holds for us it holds until then.
+goodbye only when no copy of this process touches the slabs any more, and no lease is open: what the server holds for
+those it holds until then.
 
 Whether a server is there is told by what it says, whatever that is about: a call that takes long says nothing of that.
 """
@@ -322,7 +323,7 @@ class Attachment:
         self._patience_s = patience_s
         self._num_seen = self._num_quiet = 0
         self._waiting: dict[int, asyncio.Future[Answer | None]] = {}
-        self._num_copying = 0
+        self._num_copying = self._num_leases = 0
         self._is_ending = False
         try:
             for slab, fd in zip(attached.slabs, descriptors, strict=True):
@@ -407,12 +408,11 @@ class Attachment:
         if self._num_quiet * every_s < self._patience_s:
             return
         self.is_silent = self.is_open
-        for future in self._waiting.values():
-            _answer(future, None)
+        self._answer_none()
         for transfer in list(self.transfers.values()):
             transfer.miss()
 
-    # Copies, which the end of an attachment waits for.
+    # Copies and leases, which the end of an attachment waits for.
 
     def copy_begins(self) -> None:
         """A copy that the server has asked for is queued."""
@@ -423,13 +423,28 @@ class Attachment:
         self._num_copying -= 1
         self._end_if_still()
 
+    def lease_begins(self) -> bool:
+        """Stay until `lease_ended`; False if it has ended: what was leased is somebody else's by now."""
+        is_there = self.is_open and self._num_copying >= 0
+        self._num_leases += is_there
+        return is_there
+
+    def lease_ended(self) -> None:
+        """Nobody looks at what was leased any more."""
+        self._num_leases -= 1
+        self._end_if_still()
+
     def end(self) -> None:
-        """Say goodbye, as soon as no copy is under way."""
+        """Say goodbye, as soon as no copy is under way, nor a lease open."""
         self._is_ending = True
         self._end_if_still()
 
     def _end_if_still(self) -> None:
         if not self._is_ending or self._num_copying:
+            return
+        if self._num_leases:
+            self.send(protocol.Closing())
+            self._answer_none()  # nothing else will
             return
         self._num_copying = -1  # once
         self.send(protocol.Bye())
@@ -460,12 +475,15 @@ class Attachment:
     def _lose(self) -> None:
         """Nothing comes from the server any more."""
         self.is_open = False
-        for future in self._waiting.values():
-            _answer(future, None)
+        self._answer_none()
         for transfer in list(self.transfers.values()):
             transfer.lose()
         self._on_lost(self)
         self.end()
+
+    def _answer_none(self) -> None:
+        for future in self._waiting.values():
+            _answer(future, None)
 
 
 def _answer(future: "asyncio.Future[Answer | None]", answer: Answer | None) -> None:

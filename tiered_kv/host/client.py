@@ -156,13 +156,14 @@ class FarCalls(AskedCalls):
     async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
         there = self._connection.there
         answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), math.inf)
-        if there is None or not there.is_open or not isinstance(answer, protocol.Leased):  # it may be gone by now
+        if there is None or not isinstance(answer, protocol.Leased) or not there.lease_begins():
             yield HostLease([])
             return
         try:
             yield HostLease(_views(there, answer))
         finally:
             there.send(protocol.Cancel(answer.id))
+            there.lease_ended()
 
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
@@ -287,7 +288,7 @@ class ConnectedKV(FarCalls):
         return self
 
     async def aclose(self) -> None:
-        """See `BlockCache.aclose`. What was stored stays with the server."""
+        """See `BlockCache.aclose`. What was stored stays with the server; what is leased, for its block."""
         await self._connection.aclose()
 
 

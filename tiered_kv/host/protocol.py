@@ -569,6 +569,10 @@ class Settled(Message, frozen=True, tag="settled"):
     tiers: tuple[TierStore, ...]
 
 
+class Closing(Message, frozen=True, tag="closing"):
+    """The client has closed, and has nothing but leases, whose ends it says; then `Bye`."""
+
+
 class Bye(Message, frozen=True, tag="bye"):
     """No copy of this client touches the slabs any more, nor will."""
 
@@ -586,7 +590,7 @@ class Advanced(Message, frozen=True, tag="advanced"):
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Ping | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
+Request = Moving | Ping | Closing | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

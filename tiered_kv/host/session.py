@@ -109,7 +109,7 @@ class Session:
         self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks, self._serves)
         self._changes = SessionChanges(self._tasks)
         self._keep_no_more: Callable[[], None] | None = None
-        self._has_ended = False
+        self._has_left = False
 
     def keep_memory(self) -> None:
         """Give none of its model's memory back while it is attached: it, or a worker of its, may page-lock that."""
@@ -140,7 +140,7 @@ class Session:
 
         What is wrong with a request is answered: the client raises it, or counts it.
         """
-        if self._has_ended:
+        if self._has_left and not isinstance(request, protocol.Cancel):
             return
         match request:
             case protocol.Copied() | protocol.Cancel() | protocol.LeaveJobs() | protocol.Preempted() | Advanced():
@@ -155,6 +155,8 @@ class Session:
                 self._note(request)
             case protocol.Ping():
                 send(protocol.Answered(request.id, wire.encoded(None)))
+            case protocol.Closing():
+                self._leave()
             case protocol.Bye():
                 pass  # the connection's
             case _:
@@ -162,18 +164,22 @@ class Session:
 
     def end(self) -> None:
         """The client is gone: let go of everything. Nothing of its touches a slot any more."""
-        self._has_ended = True
-        self._transfers.end()
-        for task in list(self._asked.values()):
-            task.cancel()
+        self._leave()
         for id_ in list(self._leases):
             self._give_up(id_)
-        self.jobs.leave()
-        self._changes.end_all()
-        self._account.pins.close()
         if (keep_no_more := self._keep_no_more) is not None:
             self._keep_no_more = None
             keep_no_more()
+
+    def _leave(self) -> None:
+        """The client has closed: let go of all but what it leases, which it may be reading yet."""
+        self._has_left = True
+        self._transfers.end()
+        for task in list(self._asked.values()):
+            task.cancel()
+        self.jobs.leave()
+        self._changes.end_all()
+        self._account.pins.close()
 
     async def ended(self) -> None:
         """Wait until nothing is under way for it."""
