@@ -265,6 +265,27 @@ def test_a_process_that_was_forked_leaves_the_block_at_once() -> None:
         assert kv.load(KEYS, INTO).num_blocks == 9
 
 
+def test_leaving_the_block_waits_for_no_lease() -> None:
+    """One that another thread holds, perhaps for good, stays readable there until its own block ends."""
+    engine, is_held, is_left, seen = Engine(), threading.Event(), threading.Event(), list[list[bytes]]()
+
+    def hold() -> None:
+        with kv.lease(KEYS) as lease:
+            is_held.set()
+            is_left.wait()
+            seen.append([bytes(view) for view in lease.views])
+
+    holding = threading.Thread(target=hold)
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        holding.start()
+        is_held.wait()
+    is_left.set()
+    holding.join()
+    assert seen == [contents(KEYS)]
+
+
 def test_what_cannot_be_called_is_refused() -> None:
     """By an error that says what to pass, before the loop hears of it."""
     with open_blocking(cache_of(CPU)) as kv:

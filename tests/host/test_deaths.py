@@ -13,11 +13,12 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
-from tests.support.any_layout import LIMITS, MODEL, AnyEngine, cpu, memory, prompt
-from tests.support.caches import a_while, until
+from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine, cpu, memory, prompt
+from tests.support.caches import Recorder, a_while, until
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
+    BlockCache,
     BlockKeys,
     CacheLimits,
     ConnectedKV,
@@ -26,8 +27,10 @@ from tiered_kv import (
     Outcome,
     PrefetchResult,
     Reason,
+    TieredKV,
     TieredKVServer,
     TierFault,
+    open_blocking,
 )
 from tiered_kv.cli.app import app
 from tiered_kv_backends.memory import MemoryBackend
@@ -126,6 +129,41 @@ async def test_a_lease_shows_its_blocks_until_its_block_ends_though_the_client_c
                 assert lease.num_blocks == kv.stats()["cpu"].leased == 4
             await until(lambda: len(server.health()["clients"]) == 1)
             assert kv.stats()["cpu"].leased == 0
+
+
+def test_a_lease_that_a_thread_holds_shows_its_blocks_though_its_event_loop_has_ended(tmp_path: Path) -> None:
+    """The end of `open_blocking` gives nothing back under a thread that is in its block yet; the end of that does."""
+    engine, keys = AnyEngine(), prompt(4)
+    is_held, is_left, seen = threading.Event(), threading.Event(), list[list[bytes]]()
+
+    def hold() -> None:
+        with other.lease(keys) as lease:
+            seen.append([bytes(view) for view in lease.views])
+            is_held.set()
+            is_left.wait()
+            seen.append([bytes(view) for view in lease.views])
+
+    holding = threading.Thread(target=hold)
+    with serving(tmp_path, cpu(8)) as server, open_blocking(blocking_client(server)) as kv:
+        kv.register_kv_caches(engine.caches[0])
+        kv.store(keys, engine.fill(keys, range(4)))
+        with open_blocking(blocking_client(server)) as other:
+            holding.start()
+            is_held.wait()
+        kv.evict(keys)
+        for seed in range(1, 9):  # the tier is full many times over
+            kv.store(prompt(4, seed=seed), engine.fill(prompt(4, seed=seed), range(4)))
+        is_left.set()
+        holding.join()
+        assert len(seen[0]) == 4
+        assert seen[0] == seen[1]
+        kv.call(until, lambda: len(server.health()["clients"]) == 1)
+        assert kv.stats()["cpu"].leased == 0
+
+
+def blocking_client(server: TieredKVServer) -> BlockCache:
+    """Return a client that is not open yet."""
+    return TieredKV.connect(f"unix://{server.path}", model=MODEL, layout=SMALL, device="cpu", emit=Recorder())
 
 
 async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -> None:

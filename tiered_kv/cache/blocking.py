@@ -11,7 +11,7 @@ import asyncio
 import inspect
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, AsyncExitStack, contextmanager, suppress
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Final, ParamSpec, TypeAlias, TypeVar, overload
 
@@ -100,13 +100,16 @@ def _holding(
     def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> Iterator[T]:
         held_later: AbstractAsyncContextManager[T] = kv.call(getattr(kv.cache, call.__name__), *args, **kwargs)
         portal, num_parents = kv._open_portal(), len(parents)  # noqa: SLF001 - its own module's
-        with ExitStack() as stack:
-            held = stack.enter_context(portal.wrap_async_context_manager(held_later))
-            try:
-                yield held
-            finally:
-                if len(parents) != num_parents:  # a process that was forked meanwhile holds nothing: its parent does
-                    stack.pop_all()
+        stack = AsyncExitStack()
+        try:
+            yield kv.call(stack.enter_async_context, held_later)  # no task stays: the loop would not end before it
+        finally:
+            if len(parents) == num_parents:  # a process that was forked meanwhile holds nothing: its parent does
+                try:
+                    portal.call(stack.aclose)
+                except RuntimeError:  # the cache has been closed, and its loop has ended: what is a server's goes back
+                    with suppress(RuntimeError), kv._leaving, start_blocking_portal() as another:  # noqa: SLF001
+                        another.call(stack.aclose)
 
     update_wrapper(blocking, call)
     return blocking
@@ -117,6 +120,8 @@ class BlockingTieredKV:
 
     Each takes the same arguments and keeps the same promises, and returns what awaiting gives there: ``load`` a
     `LoadResult`, ``prefetch`` a `PrefetchResult`; ``lease`` is for a ``with`` block. ``load`` ends by its deadline.
+
+    The end of `open_blocking` does not wait for ``lease`` blocks of other threads: what they show stays as it is.
 
     A thread that is interrupted in a call leaves only when no copy of it touches the engine's memory any more.
 
@@ -136,6 +141,7 @@ class BlockingTieredKV:
         self.namespace = cache.namespace
         self.planner = cache.planner
         self._portal: BlockingPortal | None = portal
+        self._leaving = threading.Lock()  # for one at a time of those who leave a block when its loop has ended
         self._num_parents, self._loop_thread = len(parents), portal.call(system().get_ident)
 
     def __repr__(self) -> str:

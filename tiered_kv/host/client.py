@@ -15,10 +15,11 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
+from types import TracebackType
 from typing import Final, NoReturn, Self
 from urllib.parse import urlsplit
 
@@ -150,20 +151,7 @@ class FarCalls(AskedCalls):
 
     def lease(self, keys: BlockKeys) -> AbstractAsyncContextManager[HostLease]:
         """See `BlockCache.lease`; it ends with the server, or this process, at the latest."""
-        return self._lease(self._starts.said(keys))
-
-    @asynccontextmanager
-    async def _lease(self, said: Keys) -> AsyncGenerator[HostLease]:
-        there = self._connection.there
-        answer = await self._connection.ask(lambda id_: protocol.Lease(id_, said), math.inf)
-        if there is None or not isinstance(answer, protocol.Leased) or not there.lease_begins():
-            yield HostLease([])
-            return
-        try:
-            yield HostLease(_views(there, answer))
-        finally:
-            there.send(protocol.Cancel(answer.id))
-            there.lease_ended()
+        return _FarLease(self._connection, self._starts.said(keys))
 
     async def swap_out(
         self, keys: BlockKeys, source: GPULoadStoreSpec, *, after: object = None, ttl_s: float = 600.0
@@ -228,6 +216,34 @@ class FarCalls(AskedCalls):
             raise ConfigurationError(f"rank {rank} of {len(self._shards)}: this cache has no such rank")
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
+
+
+class _FarLease(AbstractAsyncContextManager[HostLease]):
+    """A lease of the server's slots.
+
+    No generator: an event loop that ends ends those as well, and a thread may be in the block yet.
+    """
+
+    def __init__(self, connection: Connection, said: Keys) -> None:
+        self._connection = connection
+        self._said = said
+        self._held: tuple[Attachment, int] | None = None
+
+    async def __aenter__(self) -> HostLease:
+        there = self._connection.there
+        answer = await self._connection.ask(lambda id_: protocol.Lease(id_, self._said), math.inf)
+        if there is None or not isinstance(answer, protocol.Leased) or not there.lease_begins():
+            return HostLease([])
+        self._held = there, answer.id
+        return HostLease(_views(there, answer))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._held is not None:
+            there, number = self._held
+            there.send(protocol.Cancel(number))
+            there.lease_ended()
 
 
 def _views(there: Attachment, answer: protocol.Leased) -> list[memoryview]:
