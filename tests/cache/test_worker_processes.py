@@ -238,6 +238,10 @@ async def test_memory_that_is_not_what_was_meant_is_not_attached() -> None:
         fewer = KVLayout((replace(SMALL.groups[0], num_layers=1),))
         with pytest.raises(LayoutMismatchError, match="768 bytes here, 1536 where"):
             Worker(slabs, layout=fewer, device="cpu")
+        halved = KVLayout((replace(SMALL.groups[0], num_kv_heads=2, head_dim=24),))
+        assert halved.groups[0].payload_bytes == SMALL.groups[0].payload_bytes
+        with pytest.raises(LayoutMismatchError, match=r"head_dim=24.* here, .*head_dim=48.* where"):
+            Worker(slabs, layout=halved, device="cpu")
 
 
 async def test_what_no_worker_has_ends_with_a_worker() -> None:

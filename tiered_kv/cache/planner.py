@@ -161,9 +161,11 @@ class OwnPlanner(Planner):
         return tuple(
             ProcessSlab(
                 slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name, number // num_ranks,
-                number % num_ranks, codec.name if codec else "none", pid, slab.fd, os.fstat(slab.fd).st_ino,
+                number % num_ranks, codec.name if codec else "none", group, pid, slab.fd, os.fstat(slab.fd).st_ino,
             )
-            for number, (slab, codec) in enumerate((chain.host.slab, chain.codec) for chain in seat.chains)
+            for number, (slab, codec, group) in enumerate(
+                (chain.host.slab, chain.codec, chain.group) for chain in seat.chains
+            )
         )  # fmt: skip
 
     @override

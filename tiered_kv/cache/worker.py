@@ -302,6 +302,10 @@ class Worker:
                 f"a block of KV group {handle.group} has {stored_bytes} bytes here, {handle.payload_bytes} where the "
                 "plans are made"
             )
+        if (ours := self._layout.groups[handle.group]) != handle.layout:  # of as many bytes, in another order
+            raise LayoutMismatchError(
+                f"a block of KV group {handle.group} is {ours} here, {handle.layout} where the plans are made"
+            )
 
     def __repr__(self) -> str:
         return (

@@ -493,7 +493,7 @@ class FarPlanner(Planner):
             self._slabs = token, tuple(
                 ServedSlab(
                     slab.num_slots, slab.stride_bytes, slab.payload_bytes, there.pool_of(slab.name), slab.group,
-                    slab.rank, here.attached.codec, there.path, token, slab.name,
+                    slab.rank, here.attached.codec, here.group(slab.group).group, there.path, token, slab.name,
                 )
                 for slab in there.attached.slabs
             )  # fmt: skip

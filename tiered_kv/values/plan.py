@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.values.errors import ConfigurationError, TierFault
+from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 
@@ -30,6 +31,7 @@ class SlabHandle(ABC):
         group: The KV group whose blocks it holds.
         rank: Whose part of them.
         codec: How they are kept.
+        layout: What they are made of, as the planner has it.
     """
 
     num_slots: int
@@ -39,6 +41,7 @@ class SlabHandle(ABC):
     group: int
     rank: int
     codec: str
+    layout: KVGroup
 
     @abstractmethod
     def descriptor(self, *, page_locks: bool = True) -> tuple[int, bool]:

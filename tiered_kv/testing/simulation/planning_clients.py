@@ -167,7 +167,7 @@ class PlanningClient:
         self._slabs = tuple(
             GivenSlab(
                 each.num_slots, each.stride_bytes, each.payload_bytes, there.pool_of(each.name), each.group, 0, "none",
-                slab.fd,
+                LAYOUT.groups[each.group], slab.fd,
             )
             for each, slab in zip(said, slabs, strict=True)
         )  # fmt: skip
