@@ -148,6 +148,24 @@ async def test_what_was_evicted_while_it_was_copied_is_not_on_the_host() -> None
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("removal", ["evict", "clear"])
+async def test_what_was_planned_before_it_is_removed_never_becomes_readable(removal: str) -> None:
+    """Planned by the thread of the loop, which has had no turn since: its slots are filled, and nobody finds them."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        known = await planner.plan_store(prompt(N, 1), engine.spec(range(N, 2 * N))).planned()  # so is the worker
+        planner.complete(Outcomes(known.job, 0, N))
+        job = planner.plan_store(KEYS, engine.spec(range(N)))
+        await (kv.evict(KEYS) if removal == "evict" else kv.clear())
+        plan = await job.planned()
+        planner.complete(Outcomes(plan.job, 0, plan.num_blocks))
+        await job.ended()
+        assert not (await kv.presence(KEYS)).any()
+        await until_idle(kv)
+
+
 async def test_what_another_worker_is_to_copy_is_not_on_the_host() -> None:
     """Nor what was there and was evicted since: a job's mask says so of neither."""
     engine = AnyEngine()

@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.any_layout import STRIDE, AnyEngine, cpu, gpu, memory, nvme, open_any, prompt
 from tests.support.backends import ScriptedSlotBackend, only
-from tests.support.caches import Recorder, until_idle
+from tests.support.caches import Recorder, until, until_idle
 from tiered_kv import (
     BlockKeys,
     BlockState,
@@ -287,6 +287,33 @@ async def test_a_cleared_cache_is_empty(cache: Cache) -> None:
         assert await load(cache, keys) == 0
     await store(cache, keys)
     assert await load(cache, keys) == 16
+
+
+@pytest.mark.parametrize("removal", ["evict", "clear"])
+async def test_what_was_submitted_before_it_is_removed_never_becomes_readable(cache: Cache, removal: str) -> None:
+    """Submitted by the thread of the loop, which has had no turn since: it was asked for, and is filled by then."""
+    kv, engine = cache
+    keys = prompt(6)
+    ticket = kv.submit_store(keys, engine.fill(keys, range(6)))
+    await (kv.evict(keys) if removal == "evict" else kv.clear())
+    await until(lambda: ticket.result is not None)
+    await kv.flush()
+    if removal == "evict" or "memory" not in [tier.tier for tier in kv.stats().tiers]:  # not the cache's to empty
+        assert await load(cache, keys) == 0
+
+
+@pytest.mark.parametrize("waiting", ["flush", "drain"])
+async def test_what_was_submitted_before_is_waited_for(cache: Cache, waiting: str) -> None:
+    """By the thread of the loop too, which has had no turn since; a drain takes it, and nothing after it."""
+    kv, engine = cache
+    keys = prompt(6)
+    ticket = kv.submit_store(keys, engine.fill(keys, range(6)))
+    assert await (kv.flush() if waiting == "flush" else kv.drain())
+    owned = [tier.tier for tier in kv.stats().tiers if tier.tier != "memory"]
+    assert kv.membership(keys, tier=owned[-1]).tolist() == [BlockState.HIT] * 6
+    await until(lambda: ticket.result is not None)
+    assert ticket.result is not None
+    assert ticket.result.num_stored == 6
 
 
 async def test_other_weights_see_nothing_of_these(cache: Cache) -> None:

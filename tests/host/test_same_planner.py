@@ -37,6 +37,7 @@ SAME = {
         "test_a_closed_planner_says_so",
         "test_a_flush_waits_for_no_worker_of_a_closed_planner",
         "test_a_planned_store_of_who_drains_is_dropped_for_that",
+        "test_what_was_planned_before_it_is_removed_never_becomes_readable",
         "test_after_a_cancellation_nobody_is_handed_what_was_to_be_moved",
         "test_a_plan_is_handed_out_or_its_job_is_cancelled",
         "test_the_plan_of_a_cancelled_job_is_not_polled",

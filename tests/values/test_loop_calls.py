@@ -76,6 +76,20 @@ def test_many_calls_share_one_wakeup() -> None:
     loop.close()
 
 
+async def test_who_catches_up_finds_all_done_that_came_before() -> None:
+    """In its order, each once, and without a turn of the loop; also where one of the calls catches up itself."""
+    loop_calls, ran = LoopCalls(asyncio.get_running_loop()), list[str]()
+    loop_calls.catch_up()
+    loop_calls.call(ran.append, "first")
+    loop_calls.call(loop_calls.catch_up)
+    loop_calls.call(ran.append, "second")
+    loop_calls.catch_up()
+    assert ran == ["first", "second"]
+    loop_calls.call(ran.append, "third")
+    await asyncio.sleep(0)
+    assert ran == ["first", "second", "third"]
+
+
 @pytest.mark.both_loops
 async def test_a_call_that_raises_goes_to_the_loops_handler() -> None:
     """And the calls after it run."""

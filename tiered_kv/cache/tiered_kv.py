@@ -257,7 +257,7 @@ class TierCalls(BlockCache):
 
     @override
     async def evict(self, keys: BlockKeys, *, tier: str | None = None) -> RemovalResult:
-        seat = self._open()
+        seat = self._open_so_far()
         parts = seat.batches(keys)
         names = parts[0][0].names
         if tier is not None and tier not in names:
@@ -274,7 +274,7 @@ class TierCalls(BlockCache):
 
     @override
     async def clear(self) -> RemovalResult:
-        seat = self._open()
+        seat = self._open_so_far()
         with seat.cache.callers.waiting():
             num_blocks, kept_by = await upkeep.clear(seat.cache.chains)
         return RemovalResult(num_blocks, tuple(dict.fromkeys(kept_by)))
@@ -287,7 +287,7 @@ class TierCalls(BlockCache):
 
     @override
     async def flush(self, *, sync: bool = False) -> bool:
-        seat = self._open()
+        seat = self._open_so_far()
         with seat.cache.callers.waiting():
             is_written = await seat.cache.settle()
         if sync:
@@ -296,7 +296,7 @@ class TierCalls(BlockCache):
 
     @override
     async def drain(self, *, timeout_s: float | None = None) -> bool:
-        seat = self._open()
+        seat = self._open_so_far()
         check_seconds("timeout_s", timeout_s)
         return await drain(seat.cache, timeout_s)
 
@@ -335,6 +335,15 @@ class TierCalls(BlockCache):
         if seat.cache.closing is not None:
             raise ClosedError("this TieredKV is closed")
         seat.check_loop(anywhere=anywhere)
+        return seat
+
+    def _open_so_far(self) -> Seat:
+        """Return the seat, with all begun that was submitted and planned so far: in this thread, too, without a turn.
+
+        For coroutines only, which begin where nobody is in the midst of anything.
+        """
+        seat = self._open()
+        seat.cache.loop_calls.catch_up()
         return seat
 
     @override

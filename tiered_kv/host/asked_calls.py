@@ -352,7 +352,11 @@ class Asking:
             raise ConfigurationError(f"no tier {tier!r:.80} here; there are {', '.join(names)}")
 
     async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
-        """Ask the server, part by part if that is about many keys, and wait so long for what each comes to."""
+        """Ask the server, part by part if that is about many keys, and wait so long for what each comes to.
+
+        It hears first of what was submitted and planned before, in this thread too.
+        """
+        self.connection.here().loop_calls.catch_up()
         parts, answers = self.parts(remote, given), list[T]()
         if len(parts) > 1:
             self.making(remote, given)  # which checks all of it

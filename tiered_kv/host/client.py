@@ -173,8 +173,9 @@ class FarCalls(AskedCalls):
 
     async def drain(self, *, timeout_s: float | None = None) -> bool:
         """Take no more stores, and wait until all that were made are settled; say whether they were in time."""
-        self._connection.here()
+        here = self._connection.here()
         check_seconds("timeout_s", timeout_s)
+        here.loop_calls.catch_up()  # what was submitted before is taken
         self._starts.is_draining = True
         flush = CALLS["flush"]
         try:

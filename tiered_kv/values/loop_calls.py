@@ -58,9 +58,19 @@ class LoopCalls:
             self._loop.call_soon_threadsafe(self._run)
             raise
 
+    def catch_up(self) -> None:
+        """Run now what was given in so far: for whoever promises something of all that came before.
+
+        In the thread of the loop, which may have called and not had a turn since; not from a signal's handler.
+        """
+        if self._calls:
+            self._run()
+
     def _run(self) -> None:
         self._waking = False
         for _ in range(len(self._calls)):  # those that come meanwhile wake the loop again
+            if not self._calls:
+                return  # one of them has caught up
             function, args = self._calls.popleft()
             try:
                 function(*args)
