@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import mmap
 import os
 import signal
 import sys
@@ -16,9 +17,10 @@ from typing import assert_type
 import pytest
 
 from tests.support import programs
-from tests.support.backends import ScriptedBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import AnyTier, Recorder
 from tests.support.engine import MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tests.support.interrupts import interrupted_everywhere
 from tiered_kv import (
     BlockCache,
     BlockingTieredKV,
@@ -365,6 +367,91 @@ def test_any_interrupted_call_lets_go_of_the_memory_first() -> None:
         after.set()
         kv.flush()
         assert engine.is_poisoned()
+
+
+class StoppedError(Exception):
+    """What a program's own handler raises."""
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StoppedError])
+@pytest.mark.parametrize("by", ["submission", "call"])
+def test_a_medium_that_writes_to_the_memory_outlasts_every_interrupt(by: str, error: type[BaseException]) -> None:
+    """Whatever handlers raise, and how often: the call leaves when the medium has let go, and raises the last of it."""
+    slots, engine, main = ScriptedSlotBackend(), Engine(), threading.get_ident()
+    raised, has_raised, has_left, has_let_go = list[BaseException](), *(threading.Event() for _ in range(3))
+
+    was_let_go = list[bool]()
+
+    def handle(*_: object) -> None:
+        raised.append(error())
+        has_raised.set()
+        raise raised[-1]
+
+    def interrupt(kv: BlockingTieredKV) -> None:
+        while not slots.on_read.num_held:
+            pass
+        while len(raised) < 3 and not has_left.is_set():
+            if waits(main):
+                has_raised.clear()
+                signal.pthread_kill(main, signal.SIGUSR1)
+                has_raised.wait(0.1)  # one that comes just before its thread waits is handled with the next
+        has_let_go.set()
+        kv.call(slots.on_read.release)
+
+    def load(kv: BlockingTieredKV) -> None:
+        into = CPULoadStoreSpec(range(9), pool="pool")
+        try:
+            _ = kv.load(KEYS, into) if by == "submission" else kv.call(kv.cache.start_load, KEYS, into)
+        finally:
+            was_let_go.append(has_let_go.is_set())
+            has_left.set()
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    with open_blocking(cache_of(slots)) as kv:
+        kv.register_kv_caches(engine.caches)
+        pool = mmap.mmap(-1, 9 * PAYLOAD_BYTES)
+        kv.register_host_pool("pool", memoryview(pool), direct=True)
+        kv.store(KEYS, engine.compute(KEYS))
+        kv.flush()
+        slots.on_read.hold()
+        thread = threading.Thread(target=interrupt, args=(kv,))
+        thread.start()
+        with pytest.raises(error) as left_by:
+            load(kv)
+        thread.join()
+        assert was_let_go == [True]
+        assert len(raised) >= 3
+        assert (left_by.value, left_by.value.__cause__) == (raised[-1], raised[0])
+        assert kv.poll() == []
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.parametrize("of", ["tiered_kv.cache.blocking", "tiered_kv.cache.block_cache"])
+def test_wherever_a_load_is_interrupted_nothing_of_it_goes_on(of: str) -> None:
+    """Also where its thread has not been handed the ticket yet, or the result; and nobody polls it."""
+    engine, after = Engine(), threading.Event()
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS[:1], engine.compute(KEYS[:1]))
+
+        def load() -> None:
+            with suppress(KeyboardInterrupt):
+                kv.load(KEYS[:1], GPULoadStoreSpec([1]), after=after, deadline_s=0.02)
+            sys.settrace(None)  # whatever comes now is no part of the call
+            assert kv.stats().transfers == 0
+            assert kv.poll() == []
+
+        def interrupt() -> None:
+            raise KeyboardInterrupt
+
+        assert interrupted_everywhere(load, interrupt, of=of) > 10
+        after.set()
+
+
+def waits(thread: int) -> bool:
+    """Say whether a thread waits for another."""
+    frame = sys._current_frames().get(thread)  # noqa: SLF001 - the only way to know, without a sleep
+    return frame is not None and (frame.f_code.co_filename, frame.f_code.co_name) == (threading.__file__, "wait")
 
 
 def is_in(thread: int, name: str) -> bool:

@@ -84,8 +84,15 @@ def _submitted(
     """Make a method that does what ``call`` does by way of ``submit``, with no round trip through the loop."""
 
     def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        ticket: Ticket[T] = getattr(kv.cache, submit.__name__)(*args, **kwargs)
-        return _ended(ticket)
+        kv._open_portal()  # noqa: SLF001 - its own module's
+        submissions = kv._submissions  # noqa: SLF001 - its own module's
+
+        def submit_and_wait() -> T:
+            ticket: Ticket[T] = getattr(kv.cache, submit.__name__)(*args, **kwargs)
+            return ticket.wait()
+
+        # By a mark: who is interrupted as it submits may not have been handed the ticket.
+        return _ended(submit_and_wait, partial(submissions.end_since, submissions.mark()))
 
     update_wrapper(blocking, call)
     return blocking
@@ -123,7 +130,8 @@ class BlockingTieredKV:
 
     The end of `open_blocking` does not wait for ``lease`` blocks of other threads: what they show stays as it is.
 
-    A thread that is interrupted in a call leaves only when no copy of it touches the engine's memory any more.
+    A thread that is interrupted in a call, by whatever signals' handlers raise, leaves only when no copy of it touches
+    the engine's memory any more, and raises the last of that.
 
     Attributes:
         cache: For the calls that any thread may make as they are, and for `call`.
@@ -132,6 +140,7 @@ class BlockingTieredKV:
     def __init__(self, cache: BlockCache, portal: BlockingPortal) -> None:
         """Made by `open_blocking` only."""
         self.cache = cache
+        self._submissions = cache._open(anywhere=True).submissions  # noqa: SLF001 - of this library
         self.submit_load = cache.submit_load
         self.submit_store = cache.submit_store
         self.poll = cache.poll
@@ -163,11 +172,7 @@ class BlockingTieredKV:
         if not callable(call):
             raise ConfigurationError(f"call() takes a function and its arguments, got {call!r:.80}")
         answer = _Answer(partial(call, *args, **kwargs))
-        try:
-            return self._open_portal().call(answer.run)
-        except BaseException:
-            answer.give_up()
-            raise
+        return _ended(partial(self._open_portal().call, answer.run), answer.give_up)
 
     register_kv_caches = _blocking(BlockCache.register_kv_caches)
     unregister_kv_caches = _blocking(BlockCache.unregister_kv_caches)
@@ -254,22 +259,34 @@ class _Answer:
         return None
 
     def give_up(self) -> None:
-        """Cancel the call and wait for its end; if it has not begun, it never will."""
+        """Cancel the call and wait for its end; if it has not begun, it never will. Interrupted, it is called again."""
         self._is_given_up = True
-        while self._scope is not None and not self._has_ended.is_set():
-            with suppress(KeyboardInterrupt):
-                self._loop.call_soon_threadsafe(self._scope.cancel)
-                self._has_ended.wait()
+        if self._scope is not None and not self._has_ended.is_set() and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._scope.cancel)
+            self._has_ended.wait()
 
 
-def _ended(ticket: Ticket[T]) -> T:
-    """Wait for a transfer; if that is interrupted, until it has stopped touching the caller's memory."""
+def _ended(make: Callable[[], T], stop: Callable[[], object]) -> T:
+    """Return what a call comes to. Where it raises, raise that once ``stop`` has come to its end.
+
+    That is called again and again, whatever signals' handlers raise in it. The last of that is raised, as of what comes
+    in any ``except`` block of Python; it names the first as its cause.
+    """
     try:
-        return ticket.wait()
-    except BaseException:
-        ticket.cancel()
+        return make()
+    except BaseException as first:
+        last = first
         while True:
-            with suppress(KeyboardInterrupt):  # what has begun to be copied takes milliseconds
-                ticket.wait()
+            try:
+                while True:  # in a ``try`` of its own: a handler may be called between two rounds as well
+                    try:
+                        stop()
+                        break
+                    except BaseException as error:  # noqa: BLE001 - raised once all is over
+                        last = error
                 break
+            except BaseException as error:  # noqa: BLE001 - likewise
+                last = error
+        if last is not first:
+            raise last from first
         raise

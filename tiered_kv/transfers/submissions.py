@@ -12,7 +12,9 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
+from itertools import count
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.system import system
@@ -57,6 +59,10 @@ class Polled(Generic[K, V]):
         """Do not have it polled any more: whoever would be told knows."""
         self._news.pop(about, None)
 
+    def told(self) -> list[K]:
+        """Return what there are news about; with the lock held."""
+        return list(self._news)
+
     def poll(self, timeout_s: float, is_any_coming: Callable[[], bool]) -> list[tuple[K, V]]:
         """Return the news, each once. Waits for the first, at most ``timeout_s``, as long as any is coming.
 
@@ -99,11 +105,15 @@ class Ticket(Generic[T]):
 
     Attributes:
         result: None while it is under way.
+        number: Of what is submitted to a cache later it is higher.
+        thread: The one that has submitted it.
     """
 
-    def __init__(self, submissions: "Submissions") -> None:
+    def __init__(self, submissions: "Submissions", number: int) -> None:
         """Made by `Submissions.submit` only."""
         self.result: T | None = None
+        self.number = number
+        self.thread = system().get_ident()
         self._submissions = submissions
 
     def __repr__(self) -> str:
@@ -135,7 +145,8 @@ class Submissions:
         """Take submissions from now on, and keep so many results for `poll`. In the event loop's thread."""
         self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
-        self._underway: set[Ticket[Any]] = set()
+        self._started: set[Ticket[Any]] = set()  # a ticket that has not ended is here, or still there
+        self._numbers = count()
         self._waiting: dict[Ticket[Any], set[object]] = {}  # for each of those, whose its result is
         self._is_open = True
         self._loop_calls = loop_calls
@@ -157,11 +168,10 @@ class Submissions:
         Raises:
             ClosedError: The cache is closed; ``start`` is not called.
         """
-        ticket: Ticket[T] = Ticket(self)
+        ticket: Ticket[T] = Ticket(self, next(self._numbers))
         with self._polled.lock:
             if not self._is_open:
                 raise ClosedError("this TieredKV is closed")
-            self._underway.add(ticket)
             self._starts.append((ticket, start, failed))
         self._loop_calls.call(self._start_all)
         return ticket
@@ -174,7 +184,7 @@ class Submissions:
         Raises:
             ClosedError: Nothing has ended, and as the event loop is closed nothing of what is under way will.
         """
-        return self._polled.poll(timeout_s, lambda: bool(self._underway))
+        return self._polled.poll(timeout_s, lambda: bool(self._starts or self._started))
 
     def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
         """Wait for a transfer to end, and return its result, which `poll` then does not.
@@ -213,11 +223,32 @@ class Submissions:
         if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
 
+    def mark(self) -> int:
+        """Return a number below those of all that is submitted from now on."""
+        return next(self._numbers)
+
+    def end_since(self, mark: int) -> None:
+        """Cancel what this thread has submitted since a mark, and wait until it has ended; `poll` tells none of it.
+
+        For a thread that was interrupted, and may not have been handed its ticket. Interrupted again, it calls again.
+        """
+        me = system().get_ident()
+        with self._polled.lock:
+            known = [*(ticket for ticket, _, _ in list(self._starts)), *list(self._started), *self._polled.told()]
+        mine = [ticket for ticket in known if ticket.number > mark and ticket.thread == me]
+        for ticket in mine:
+            self.cancel(ticket)
+        with suppress(ClosedError):  # nobody will say how it ends
+            for ticket in mine:
+                self.wait(ticket, None)
+
     # On the event loop.
 
     def _start_all(self) -> None:
         for _ in range(len(self._starts)):  # those that come meanwhile are started by a call of their own
-            ticket, start, failed = self._starts.popleft()
+            ticket, start, failed = self._starts[0]
+            self._started.add(ticket)
+            self._starts.popleft()
             try:
                 handle = self._handles[ticket] = start()
             except BaseException as error:
@@ -240,7 +271,7 @@ class Submissions:
     def _finish(self, ticket: Ticket[T], result: T) -> None:
         with self._polled.lock:
             ticket.result = result
-            self._underway.discard(ticket)
+            self._started.discard(ticket)
             if self._waiting.get(ticket):
                 self._polled.lock.notify_all()
             else:
