@@ -96,6 +96,9 @@ class Checked(InWords):
         value = validate(given)
         if isinstance(value, ByteSize):
             check_size(given)
+        if isinstance(value, tuple) and isinstance(given, list | tuple):
+            several = zip(given, value, strict=True)
+            return tuple(_as_path(one, each) if isinstance(each, Path) else each for one, each in several)
         return _as_path(given, value) if isinstance(value, Path) else value
 
     def __init__(self, **values: Any) -> None:  # noqa: ANN401 - the fields' types are for pydantic to check
@@ -128,6 +131,12 @@ def _as_path(given: object, path: Path) -> Path:
         raise ValueError("is a URL: write the path alone, or the whole tier as a URL")
     if any(part.startswith("$") for part in path.parts):
         raise ValueError("variables of the environment are not filled in: write the path itself; '~' is your home")
+    if "\0" in str(path):
+        raise ValueError(f"no file's name has a NUL in it, got {str(path)!a:.80}")
+    try:
+        str(path).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"is no UTF-8, got {str(path)!a:.80}: use another directory, or a link to it") from None
     try:
         return path.expanduser()
     except RuntimeError:

@@ -159,9 +159,12 @@ class TierSettings(Checked):
             raise ConfigurationError(f"a {parts.scheme} URL names {what}")
         if "@" in parts.query and not values.keys() <= cls.model_fields.keys():
             raise ConfigurationError("an '@' comes after a '?' in a tier's URL: write '?' as %3F in a password")
-        if "url" in cls.model_fields:
+        address = next((name for name in ("url", "path") if name in cls.model_fields), "")
+        if address in values:
+            raise ConfigurationError(f"a {parts.scheme} URL names {address!r}, which its address says")
+        if address == "url":
             values["url"] = f"{parts.scheme}://{parts.netloc}{parts.path}"  # `geturl` drops slashes where no host is
-        elif "path" in cls.model_fields:
+        elif address == "path":
             values["path"] = _path_in(parts)
         elif parts.netloc or parts.path.strip("/"):
             raise ConfigurationError(
