@@ -318,6 +318,15 @@ async def test_without_a_space_there_is_no_swap() -> None:
             await kv.swap({0: 0})
 
 
+@pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 63])
+async def test_a_space_that_the_machine_lacks_the_memory_for_is_refused(num_bytes: int) -> None:
+    """Before it is taken, each time it is asked for, and by what to lower."""
+    async with open_cache(CPU, engine=Engine(), limits=LIMITS.model_copy(update={"swap_space": num_bytes})) as kv:
+        for _ in range(2):
+            with pytest.raises(ConfigurationError, match=r"host memory are wanted, but .*lower limits\.swap_space"):
+                await kv.swap({0: 0})
+
+
 async def test_a_swap_ends_at_its_deadline() -> None:
     """Where the event before it never fires: nothing moves any more, also when it does."""
     engine, never = Engine(), threading.Event()

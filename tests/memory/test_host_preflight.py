@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.caches import open_cache
 from tiered_kv.memory.host import check_host_memory, doubt_of_page_locking
 from tiered_kv.values.errors import ConfigurationError
 
@@ -127,3 +128,10 @@ def test_this_machine_gives_a_page_and_not_an_exbibyte() -> None:
     check_host_memory(4096)
     with pytest.raises(ConfigurationError, match=r"lower limits\.bounce"):
         check_host_memory(1 << 60)
+
+
+async def test_a_pool_of_a_device_that_is_the_cpu_is_host_memory() -> None:
+    """It is looked at with the rest of it: refused before it is taken."""
+    with pytest.raises(ConfigurationError, match="of host memory are wanted"):
+        async with open_cache({"medium": "gpu", "capacity": 1 << 50}, {"medium": "cpu", "capacity": 1 << 20}):
+            pass

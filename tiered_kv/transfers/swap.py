@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.device import Device, Stream
-from tiered_kv.memory.host import HostSlab
+from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError, submit_copy
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
@@ -69,8 +69,8 @@ class SwapSpaces:
         """Return the space of a KV group, for its registered caches; ``stack`` ends with the cache.
 
         Raises:
-            ConfigurationError: It would hold no page, the engine's caches are not registered, or the device has no
-                memory left for its copies.
+            ConfigurationError: It would hold no page, the engine's caches are not registered, the machine lacks the
+                memory, or the device has none left for its copies.
         """
         if caches is None:
             raise ConfigurationError("register_kv_caches() comes before swap: the cache has no tensors yet")
@@ -85,6 +85,7 @@ class SwapSpaces:
                     stream = self._streams[group] = side.device.stream(f"swap{group}")
                     stack.callback(stream.close)
                 stream.reserve(SIDE_BUFFERS, SIDE_BYTES)  # first: where this is refused the next call asks again
+                check_host_memory(num_bytes, less="lower limits.swap_space")
                 slab = HostSlab(
                     num_bytes // page.stride_bytes, page.stride_bytes, page.payload_bytes, name=f"swap{group}"
                 )
