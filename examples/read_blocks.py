@@ -80,6 +80,7 @@ async def store(tier: dict[str, object], kv_caches: list[torch.Tensor]) -> tuple
 
 def main(folder: Path) -> None:
     """Store and close; then read in another process."""
+    torch.manual_seed(0)  # another run finds the same KV in the same folder
     kv_caches = [torch.randn(2, 64, 16, 4, 32) for _layer in range(4)]  # K and V, blocks, tokens, heads, dimension
     # A block's payload: for each layer K and V, each with the tokens in the engine's order.
     computed = [b"".join(layer[:, n].numpy().tobytes() for layer in kv_caches) for n in range(NUM_BLOCKS)]

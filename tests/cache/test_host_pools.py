@@ -172,6 +172,9 @@ async def test_what_can_not_be_a_pool_says_why() -> None:
                 kv.register_host_pool("a", empty)
         with pytest.raises(LayoutMismatchError, match=r"slots of 4097 bytes"):
             kv.register_host_pool("a", bytearray(4097), slot_bytes=4097)
+        for wrong in ("4KiB", 4096.0):
+            with pytest.raises(ConfigurationError, match="slot_bytes must be an int"):
+                kv.register_host_pool("a", bytearray(4096), slot_bytes=wrong)  # type: ignore[arg-type]
         with pytest.raises(ConfigurationError, match=r"4096 bytes, read-only"):
             kv.register_host_pool("a", bytes(4096))
         with pytest.raises(LayoutMismatchError, match=r"with strides \(4096, 2\)"):

@@ -205,6 +205,7 @@ def test_a_group_that_cannot_be_is_refused(field: str, value: object, message: s
     ("fields", "message"),
     [
         ({"num_bytes": 0}, "opaque_bytes must be a positive int, got 0"),
+        ({"tag": "\ud800"}, "tag must be text that UTF-8 can hold"),
         ({"num_layers": 0}, "num_layers must be a positive int, got 0"),
         ({"tag": ""}, "needs a tag that says what its bytes are"),
         ({"tag": 7}, "share nothing; got 7"),

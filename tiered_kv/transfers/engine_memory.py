@@ -29,6 +29,7 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.tiers.tier import MemoryTier
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.integers import as_int
 from tiered_kv.values.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
@@ -68,6 +69,7 @@ def slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[me
     memory, rows = _bytes_of(buffer)
     if slot_bytes is None:
         slot_bytes = len(memory) // rows if rows else group.payload_bytes
+    slot_bytes = as_int("slot_bytes", slot_bytes)
     if slot_bytes < group.payload_bytes or slot_bytes % group.item_bytes:
         raise LayoutMismatchError(
             f"slots of {slot_bytes} bytes: a block of this KV group has {group.payload_bytes}, of {group.dtype} "

@@ -57,7 +57,7 @@ class ModelIdentity:
                 says = {"name": "the model's name", "weights": "a checkpoint's revision, or a digest of its files"}
                 msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}: give {says[field_name]}"
                 raise ConfigurationError(msg)
-            _utf8(f"ModelIdentity.{field_name}", value)
+            as_utf8(f"ModelIdentity.{field_name}", value)
         pairs = self.extra if isinstance(self.extra, tuple) else (None,)
         if not all(isinstance(pair, tuple) and [type(part) for part in pair] == [str, str] for pair in pairs):
             msg = f"ModelIdentity.extra must be a tuple of (str, str) pairs, got {self.extra!r:.200}"
@@ -418,7 +418,7 @@ def salt_digest(salt: str | bytes) -> bytes:
         raise ConfigurationError(msg)
     if not salt:
         return NO_SALT
-    raw = _utf8("salt", salt) if isinstance(salt, str) else salt
+    raw = as_utf8("salt", salt) if isinstance(salt, str) else salt
     return hashlib.sha256(b"tiered_kv salt v1" + raw).digest()
 
 
@@ -427,10 +427,10 @@ def epoch_digest(weights: str) -> bytes:
     if not isinstance(weights, str) or not weights:
         msg = f"weights must be a non-empty str, got {weights!r:.80}"
         raise ConfigurationError(msg)
-    return hashlib.sha256(b"tiered_kv epoch v1" + _utf8("weights", weights)).digest()
+    return hashlib.sha256(b"tiered_kv epoch v1" + as_utf8("weights", weights)).digest()
 
 
-def _utf8(name: str, text: str) -> bytes:
+def as_utf8(name: str, text: str) -> bytes:
     """Encode text; `ConfigurationError` of what JSON and the environment can give and UTF-8 has not. It shows none."""
     with suppress(UnicodeEncodeError):
         return text.encode()

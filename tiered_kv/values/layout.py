@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 from tiered_kv.values.integers import as_int, is_number
-from tiered_kv.values.keys import ModelIdentity
+from tiered_kv.values.keys import ModelIdentity, as_utf8
 
 FORMAT_VERSION = 1
 """Of payloads and records together: part of every fingerprint."""
@@ -117,6 +117,8 @@ class KVGroup:
                 "an opaque KV group needs a tag that says what its bytes are: engine, version, kernel, dtype, order. "
                 f"Groups that differ in it share nothing; got {self.tag!r}"
             )
+        else:
+            as_utf8("tag", self.tag)
 
     @classmethod
     def opaque(
