@@ -183,7 +183,7 @@ class StorageHealth:
         """Whether calls of a kind should not be made now."""
         if doing == "write":
             return self.is_shedding
-        return self.is_bypassed or self.breaker(doing).is_open
+        return self.is_bypassed or (doing in _BREAKER_OF and self.breaker(doing).is_open)
 
     def breaker(self, doing: str) -> Breaker:
         """Return the one that calls of a kind count with. Of a tier that fails, who begins a call is the probe."""
