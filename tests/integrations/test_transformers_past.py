@@ -94,8 +94,16 @@ def test_of_a_step_that_was_interrupted_nothing_is_stored(
             model.generate(PROMPT, cache=past, generation_config=GREEDY, prefill_chunk_size=32)
         with pytest.raises(ConfigurationError, match="was interrupted"):
             model.generate(PROMPT, cache=past, generation_config=GREEDY)
+        with pytest.raises(ConfigurationError, match="was interrupted"):
+            past.crop(-1)
         past.store(PROMPT)
         assert num_right(model, tiered, PROMPT) == (step - 1) * 32
+        past.reset()
+        assert past.num_loaded_tokens == [0]
+        answer = model.generate(PROMPT, cache=past, generation_config=GREEDY)
+        assert torch.equal(answer, model.generate(PROMPT, generation_config=GREEDY))
+        past.store(answer)
+        assert num_right(model, tiered, PROMPT) == 96
 
 
 def test_of_rows_that_begin_elsewhere_no_part_of_a_step_is_stored(model: Model, tmp_path: Path) -> None:

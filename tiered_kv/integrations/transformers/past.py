@@ -95,7 +95,7 @@ class TieredCache(DynamicCache):
 
     It is of the very prompts it was made for: give ``generate`` the same ``input_ids`` and ``attention_mask``. Greedy
     search and sampling are served, one sequence a row; beams, and several sequences a prompt, are refused. After a step
-    that was interrupted, it takes no other, unless no layer has any of it, and has what was computed before stored.
+    that was interrupted in a layer it takes no other until `reset`, and has what was computed before that stored.
     ``copy.deepcopy`` makes another of what it has.
 
     Attributes:
@@ -150,15 +150,11 @@ class TieredCache(DynamicCache):
                 Without them all is as usual.
 
         Raises:
-            ConfigurationError: Others are hidden, or tokens are elsewhere or not the prompts', or embeddings
-                come in their place; or some layers have tokens of a step that was interrupted.
+            ConfigurationError: Others are hidden, or tokens are elsewhere or not the prompts', or embeddings come in
+                their place; or some layers have tokens of a step that was interrupted.
         """
+        self._check_is_whole()
         length = self.get_seq_length()
-        if self._step is not None and not self._is_untouched(self._step):
-            raise ConfigurationError(
-                f"a step of this cache was interrupted behind {self._step} tokens, and not all layers have gone back: "
-                "what it has can be stored; go on with a new one of past()"
-            )
         if not _is_of_tokens(tokens := given.get("input_ids")):
             raise ConfigurationError(
                 "blocks are named by tokens, which do not tell embeddings: generate from input_ids, or without a "
@@ -185,11 +181,17 @@ class TieredCache(DynamicCache):
                 "and goes on from theirs: give generate() the same input_ids, or make another by past()"
             )
 
-    def _is_untouched(self, length: int) -> bool:
-        """Say whether all layers are known to have so many tokens."""
+    def _check_is_whole(self) -> None:
+        """Raise `ConfigurationError` unless all layers are known to have the same tokens."""
+        if (length := self._step) is None:
+            return
         parts = self._staging.parts
-        layers = [self.layers[number] for part in parts.layers for number in part.layers]
-        return parts.state is None and all(cast("DynamicLayer", each).get_seq_length() == length for each in layers)
+        layers = [cast("DynamicLayer", self.layers[number]) for part in parts.layers for number in part.layers]
+        if parts.state is not None or any(layer.get_seq_length() != length for layer in layers):
+            raise ConfigurationError(
+                f"a step of this cache was interrupted behind {length} tokens, and not all layers have gone back: what "
+                "it has can be stored; go on with a new one of past(), or reset() this one"
+            )
 
     def _note(self, length: int, tokens: Tensor) -> None:
         """Note which tokens are computed behind so many; what was noted of others there is over."""
@@ -311,6 +313,21 @@ class TieredCache(DynamicCache):
         if any(cast("LinearAttentionLayer", self.layers[each.layer]).record_past for each in state.tensors):
             return  # assisted decoding computes guesses
         self._states_at[length] = state.read(self.layers)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the last tokens, a negative number of them; see `DynamicCache`.
+
+        Raises:
+            ConfigurationError: A step was interrupted: some layers have more of them than others.
+        """
+        self._check_is_whole()
+        super().crop(tokens_to_remove)
+
+    def reset(self) -> None:
+        """Forget everything, what was loaded too: the prompts can be computed anew."""
+        super().reset()  # type: ignore[no-untyped-call]  # transformers' is not
+        self._step = None
+        self.num_loaded_tokens = [0] * len(self._pads)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Refuse: rows of beams are no longer those of the prompts."""
