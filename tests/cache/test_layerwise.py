@@ -7,11 +7,12 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import AnyTier, keep, open_cache, until, until_idle
+from tests.support.caches import AnyTier, inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, POISON, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, Worker
 from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
+from tiered_kv.tiers.gate import Kind, Waiter
 
 KEYS = prompt(9)
 INTO, SOURCE = GPULoadStoreSpec(range(9)), GPULoadStoreSpec(range(10, 19))
@@ -359,6 +360,26 @@ async def test_a_store_takes_the_slots_there_are() -> None:
         await stored.settled()
         assert (await kv.lookup(keys)).num_blocks >= 4
         await until_idle(kv)
+
+
+async def test_a_store_leaves_slots_to_whoever_waits_for_them() -> None:
+    """In whatever line: it would hold them for as long as all layers take to be computed."""
+    engine, limits = Engine(), CacheLimits(window=4 * PAYLOAD_BYTES, bounce=16 * PAYLOAD_BYTES)
+    keys = prompt(4)
+    async with open_cache({"medium": "cpu", "capacity": 0}, ScriptedSlotBackend(), engine=engine, limits=limits) as kv:
+        chain = inside(kv).chains[0]
+        waiting: asyncio.Future[None] = asyncio.ensure_future(
+            chain.room.acquire(lambda: None, Waiter(Kind.PREFETCH), lambda _: None, 4, lane=len(chain.memory))
+        )
+        await until(lambda: chain.room.num_waiting == 1)
+        for is_waited_for, num_stored in ((True, 0), (False, 4)):
+            if not is_waited_for:
+                waiting.cancel()
+                await asyncio.wait({waiting})
+            handle = kv.start_store(keys, engine.compute(keys), layerwise=True)
+            for layer in range(2):
+                handle.store_layer(layer)
+            assert (await handle).num_stored == num_stored
 
 
 async def test_layers_that_cannot_be_are_refused() -> None:

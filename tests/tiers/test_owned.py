@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 
 from tests.support.backends import ScriptedSlotBackend
-from tests.support.caches import inside, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, prompt
+from tests.support.caches import inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tiered_kv.media.backend import Block
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import WriteReport
@@ -44,3 +44,15 @@ async def test_what_another_write_brought_has_not_failed(*, has_failed: bool) ->
         assert said["first"] == became | {"failed" if has_failed else "written": 1}
         assert said["second"] == became | {"failed" if has_failed else "present": 1}
         await until_idle(kv)
+
+
+async def test_blocks_that_are_there_leave_nothing_of_their_writes() -> None:
+    """However often they are stored: else each write that ends looked at all before it."""
+    slots, engine = ScriptedSlotBackend(64), Engine()
+    async with open_cache({"medium": "cpu", "capacity": 8 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+        (tier,) = inside(kv).chains[0].owned
+        for _ in range(3):
+            for seed in range(4):  # each has left memory by the next time, and is below
+                await keep(kv, engine, prompt(6, seed=seed))
+                await kv.flush()
+        assert len(tier.expected) == 0

@@ -275,6 +275,17 @@ async def test_what_is_held_is_waited_for_and_stopped() -> None:
     assert stopped == ["second"]
 
 
+class FalsyError(Exception):
+    """An error that counts as False, as one with a length of its own may."""
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _raise_falsy() -> int:
+    raise FalsyError
+
+
 async def test_who_is_told_is_told_once_all_have_ended(pool: WorkerPool) -> None:
     """With what returns the results, or raises what a call raised; of threads that have ended at once."""
     told: list[Callable[[], list[int]]] = []
@@ -285,8 +296,12 @@ async def test_who_is_told_is_told_once_all_have_ended(pool: WorkerPool) -> None
     await until(lambda: len(told) == 2)
     with pytest.raises(ZeroDivisionError):
         told[1]()
+    pool.begin_each([_raise_falsy], told.append)
+    await until(lambda: len(told) == 3)
+    with pytest.raises(FalsyError):
+        told[2]()
     pool.close()
     pool.begin_each([lambda: 1], told.append)
     with pytest.raises(RuntimeError, match="have ended"):
-        told[2]()
+        told[3]()
     assert pool.num_unfinished == 0

@@ -72,7 +72,8 @@ def test_an_action_is_about_whole_blocks_of_its_request() -> None:
     assert of(start=1, end=63) == [range(1, 3)]
     assert of(start=None) == [range(7, 10)]
     assert of(hashes=frozenset({2, 3, 7, 99})) == [range(2, 4), range(7, 8)]
-    assert of(start=500) == []
+    assert of(start=500) == of(hashes=frozenset()) == of(hashes=frozenset({99})) == []
+    assert of(start=64, hashes=frozenset({2})) == of(start=0, end=16, hashes=frozenset({2, 3})) == []
 
 
 def test_what_many_actions_name_is_looked_for_once() -> None:

@@ -249,9 +249,10 @@ class OwnedTier(StorageTier, BookedTier):
         writing = _SlotWrite(asked[fresh], todo, reservation, report)
         if len(todo) < len(at):
             is_left = ~(fresh | self.index.ready(asked.names))
-            writing.left, writing.left_names = at[is_left], asked.names[is_left]
-            writing.left_wanted = self.expected.add(writing.left_names)
-            writing.left_missing = self._awaited.add(writing.left_names)
+            if is_left.any():  # who expects nothing would be looked at for ever
+                writing.left, writing.left_names = at[is_left], asked.names[is_left]
+                writing.left_wanted = self.expected.add(writing.left_names)
+                writing.left_missing = self._awaited.add(writing.left_names)
         if len(todo):
             # Who evicts what has to go waits too: it is there until it is written over, or forgotten.
             names = np.concatenate((writing.batch.names, reservation.evicted))

@@ -73,7 +73,7 @@ class WorkerPool:
 
         Otherwise as `run`. What ``then`` is given raises what the first of them raised, of those that raised.
         """
-        self._begin(calls, lambda results, error: then(partial(_raise, error) if error else lambda: results))
+        self._begin(calls, lambda results, error: then((lambda: results) if error is None else partial(_raise, error)))
 
     def _begin(self, calls: Sequence[Callable[[], T]], ended: Callable[[list[T], Exception | None], object]) -> None:
         """Do as `begin_each`; ``ended`` is told the results, or the error."""

@@ -201,5 +201,10 @@ class LayerStore(Store):
         self._error = self._error or error
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
-        """Reserve slots that stay, or else transient ones, but wait for none: the layers are being computed."""
-        return super()._place_now(part) or self._pass_now(part)
+        """Reserve slots that stay, or else transient ones, but wait for none: the layers are being computed.
+
+        It holds them for as long as that takes: whoever waits for such comes first.
+        """
+        if (placing := super()._place_now(part)) is not None:
+            return placing
+        return None if self._chain.room.num_waiting else self._pass_now(part)

@@ -164,7 +164,7 @@ def delay_of(action: HintAction) -> float:
 
 def _neighbours(positions: Sequence[int]) -> list[range]:
     """Return ascending positions as ranges."""
-    ends = [at for at, after in zip(positions, [*positions[1:], inf], strict=True) if after != at + 1]
+    ends = [at for at, after in zip(positions, [*positions[1:], inf], strict=False) if after != at + 1]
     starts = [at for at, before in zip(positions, [-inf, *positions], strict=False) if before != at - 1]
     return [range(first, last + 1) for first, last in zip(starts, ends, strict=True)]
 
