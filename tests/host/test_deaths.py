@@ -1,12 +1,10 @@
 """Whoever dies: what was held for a client goes back when it is gone, and a client goes on without its server."""
 
 import asyncio
-import os
 import signal
-import socket
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -166,37 +164,6 @@ def test_a_lease_that_a_thread_holds_shows_its_blocks_though_its_event_loop_has_
 def blocking_client(server: TieredKVServer) -> BlockCache:
     """Return a client that is not open yet."""
     return TieredKV.connect(f"unix://{server.path}", model=MODEL, layout=SMALL, device="cpu", emit=Recorder())
-
-
-@pytest.mark.parametrize("ends", ["before it is attached again", "after that"])
-async def test_what_was_leased_on_a_connection_that_was_cut_goes_back_at_the_end_of_its_block(
-    tmp_path: Path, ends: str
-) -> None:
-    """Until then it is held, as it may be read; the client says so by its next connection, and not with its end."""
-    engine, keys = AnyEngine(), prompt(4)
-    with serving(tmp_path, cpu(8)) as server:
-        async with attached(server, engine) as kv:
-            await kv.store(keys, engine.fill(keys, range(4)))
-            async with kv.lease(keys) as lease:
-                before = [bytes(view) for view in lease.views]
-                cut_clients_of(server)
-                if ends == "after that":
-                    await until(lambda: len(server.health()["clients"]) == 2 and kv.is_attached)
-                    await kv.evict(keys)
-                    for seed in range(1, 9):  # the tier is full many times over
-                        await kv.store(prompt(4, seed=seed), engine.fill(prompt(4, seed=seed), range(4)))
-                    assert [bytes(view) for view in lease.views] == before
-                    assert lease.num_blocks == kv.stats()["cpu"].leased == 4
-            await until(lambda: [each["leases"] for each in server.health()["clients"]] == [0] and kv.is_attached)
-            assert kv.stats()["cpu"].leased == 0
-
-
-def cut_clients_of(server: TieredKVServer) -> None:
-    """End the connections of this process's clients, as an error of theirs does, which they notice."""
-    for each in Path("/proc/self/fd").iterdir():
-        with suppress(OSError), socket.socket(fileno=os.dup(int(each.name))) as found:
-            if found.family == socket.AF_UNIX and str(found.getpeername()).endswith(server.path.name):
-                found.shutdown(socket.SHUT_RDWR)
 
 
 async def test_a_server_that_is_killed_is_missed_and_then_warm(tmp_path: Path) -> None:

@@ -49,28 +49,16 @@ _PEER: Final = struct.Struct("3i")
 class AttachedClient:
     """The connection of one client, and its session, which ends once its process touches no slot any more.
 
-    It says so itself before it goes, or on the next connection of its where this one is lost. Else its end of the
-    connection is closed by the system when its process ends, and the process is watched as well where the system lets
-    us: a GPU may be copying yet when the connection is closed.
+    It says so itself before it goes. Else its end of the connection is closed by the system when its process ends, and
+    the process is watched as well where the system lets us: a GPU may be copying yet when the connection is closed.
     """
 
-    def __init__(
-        self,
-        session: Session,
-        model: str,
-        connection: socket.socket,
-        ended: Callable[[], None],
-        let_go: Callable[[bytes], None] = lambda _: None,
-    ) -> None:
-        """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once.
-
-        ``let_go`` is told which earlier connection of the client it says to have ended.
-        """
+    def __init__(self, session: Session, model: str, connection: socket.socket, ended: Callable[[], None]) -> None:
+        """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once."""
         self.session = session
         self.model = model
         self.link: Link[protocol.Request] = Link(protocol.request_from, self._take, self._lost, broken=self._break)
         self._ended = ended
-        self._let_go = let_go
         self._has_ended = False
         self._pidfd = _pidfd_of(connection)
         if self._pidfd >= 0:
@@ -92,9 +80,6 @@ class AttachedClient:
     def _take(self, request: protocol.Request) -> None:
         if isinstance(request, protocol.Bye):
             self.end()
-            return
-        if isinstance(request, protocol.LetGo):
-            self._let_go(request.token)
             return
         try:
             self.session.take(request, self.link.send)
@@ -192,7 +177,7 @@ class Admission:
                 is_read_only=opening.is_read_only or uid in host.read_only_uids,
             )  # fmt: skip
             token = secrets.token_bytes(16)
-            client = AttachedClient(session, share.name, connection, partial(self._ended, token, share), self._let_go)
+            client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
             self.clients[token] = client
             if opening.page_locks:
                 session.keep_memory()
@@ -260,11 +245,6 @@ class Admission:
         if client is None:
             raise BackendUnavailableError("no client has this token: attach again")
         return client
-
-    def _let_go(self, token: bytes) -> None:
-        """Whoever knows this token says that the client that had it is gone; it may have been noticed before."""
-        if (client := self.clients.get(token)) is not None:
-            client.end()
 
     def _ended(self, token: bytes, share: Share) -> None:
         self.clients.pop(token, None)

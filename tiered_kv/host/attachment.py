@@ -306,12 +306,11 @@ class Attachment:
         patience_s: float,
         *,
         emit: Emit,
-        let_go: Callable[[bytes], None] = lambda _: None,
     ) -> None:
         """Map the slabs, and let the server's messages come. Connection and descriptors are closed here in any case.
 
         ``patience_s`` is how long a server that is asked may say nothing at all. ``emit`` is told in other threads how
-        the slabs are got ready; ``let_go`` the token, where the server could not be told that it has ended.
+        the slabs are got ready.
         """
         self.path = path
         self.attached = attached
@@ -321,7 +320,6 @@ class Attachment:
         self.is_silent = False
         self._device = device
         self._on_lost = lost
-        self._let_go = let_go
         self._patience_s = patience_s
         self._num_seen = self._num_quiet = 0
         self._waiting: dict[int, asyncio.Future[Answer | None]] = {}
@@ -449,10 +447,7 @@ class Attachment:
             self._answer_none()  # nothing else will
             return
         self._num_copying = -1  # once
-        if self.is_open:
-            self.send(protocol.Bye())
-        else:
-            self._let_go(self.attached.token)
+        self.send(protocol.Bye())
         self._line.close()
         self._close_slabs()
         for locking in self._lockings:  # else the memory of a server that is gone would stay

@@ -23,7 +23,7 @@ from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
 from tiered_kv.cache.seat import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, LetGo, Opened
+from tiered_kv.host.protocol import Answer, Attach, Attached, Failed, Opened
 from tiered_kv.memory.codec import Codec, make_codec
 from tiered_kv.memory.device import Device
 from tiered_kv.memory.gpu import DeviceLike, make_device
@@ -276,7 +276,6 @@ class Connection:
         self._changed = asyncio.Event()
         self._tasks = Tasks()
         self._followers: list[Follower] = []
-        self._untold: list[bytes] = []  # tokens of attachments, to be said to the next server
 
     def follow(self, follower: Follower) -> None:
         """Have it told of each server from now on; on the event loop."""
@@ -413,9 +412,8 @@ class Connection:
         self.attached = attached
         self.there = there = Attachment(
             self.path, connection, attached, descriptors, here.device, here.loop_calls, self._lost, self.timeout_s,
-            emit=lambda event: here.loop_calls.call(here.emit, event), let_go=self._let_go,
+            emit=lambda event: here.loop_calls.call(here.emit, event),
         )  # fmt: skip
-        self._say_what_ended()
         for follower in self._followers:
             follower.attached(there)
 
@@ -446,15 +444,6 @@ class Connection:
             self._changed.set()
             if self._closing is None:
                 log("warning", "host.server_lost", path=self.path)
-
-    def _let_go(self, token: bytes) -> None:
-        """An attachment that was lost has ended: its server, if it is there yet, holds what copies and leases had."""
-        self._untold.append(token)
-        self._say_what_ended()
-
-    def _say_what_ended(self) -> None:
-        while self.there is not None and self._untold:
-            self.there.send(LetGo(self._untold.pop()))
 
 
 def _raised(answer: Answer | None) -> Answer | None:

@@ -577,12 +577,6 @@ class Bye(Message, frozen=True, tag="bye"):
     """No copy of this client touches the slabs any more, nor will."""
 
 
-class LetGo(Message, frozen=True, tag="let_go"):
-    """As `Bye`, of an earlier connection, which was lost with nothing said: the one that was given this token."""
-
-    token: bytes
-
-
 class Preempted(Message, frozen=True, tag="preempted"):
     """The client has swapped out a sequence: it is counted."""
 
@@ -596,8 +590,7 @@ class Advanced(Message, frozen=True, tag="advanced"):
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
 Moving = Load | Store | Steering | Cancel | Copied
-Ending = Closing | Bye | LetGo
-Request = Moving | Ping | Ending | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
+Request = Moving | Ping | Closing | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

@@ -157,7 +157,7 @@ class Session:
                 send(protocol.Answered(request.id, wire.encoded(None)))
             case protocol.Closing():
                 self._leave()
-            case protocol.Bye() | protocol.LetGo():
+            case protocol.Bye():
                 pass  # the connection's
             case _:
                 self._checked(request.id, send, partial(self._ask, request, send))

@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError as missing:
     raise ConfigurationError("a cache for a host needs msgspec: pip install 'tiered-kv[host]'") from missing
 
-VERSION: Final = 16
+VERSION: Final = 15
 """Of all that follows the greeting. Both sides must have the same."""
 MOST_FRAME_BYTES: Final = 32 << 20
 """A batch of a million keys; what is longer ends the connection."""
