@@ -4,7 +4,7 @@ import asyncio
 import signal
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,14 @@ from typer.testing import CliRunner
 from tests.host.processes import Started, prompt_of, server, started, storing_client, stuck_client
 from tests.support.any_layout import LIMITS, MODEL, SMALL, AnyEngine, cpu, memory, prompt
 from tests.support.caches import Recorder, a_while, until
+from tests.support.interrupts import interrupted_everywhere
 from tests.support.serving import attached, serving
 from tiered_kv import (
     BackendUnavailableError,
     BlockCache,
     BlockKeys,
     CacheLimits,
+    ConfigurationError,
     ConnectedKV,
     Explanation,
     ModelIdentity,
@@ -159,6 +161,40 @@ def test_a_lease_that_a_thread_holds_shows_its_blocks_though_its_event_loop_has_
         assert seen[0] == seen[1]
         kv.call(until, lambda: len(server.health()["clients"]) == 1)
         assert kv.stats()["cpu"].leased == 0
+
+
+def test_a_lease_ends_wherever_its_thread_is_interrupted(tmp_path: Path) -> None:
+    """Where it is left, too: else the client was there for as long as its process."""
+    engine, keys = AnyEngine(), prompt(1)
+    with serving(tmp_path, cpu(8)) as server, open_blocking(blocking_client(server)) as kv:
+        kv.register_kv_caches(engine.caches[0])
+        kv.store(keys, engine.fill(keys, range(1)))
+        with open_blocking(blocking_client(server)) as other:
+
+            def lease() -> None:
+                with suppress(KeyboardInterrupt), other.lease(keys):
+                    pass
+
+            def interrupt() -> None:
+                raise KeyboardInterrupt
+
+            assert interrupted_everywhere(lease, interrupt, of="tiered_kv.cache.blocking") > 50
+        kv.call(until, lambda: len(server.health()["clients"]) == 1)
+        assert kv.stats()["cpu"].leased == 0
+
+
+async def test_a_lease_is_of_one_block(tmp_path: Path) -> None:
+    """What it held would be forgotten, or given back twice, if it was entered again."""
+    engine, keys = AnyEngine(), prompt(4)
+    with serving(tmp_path, cpu(8)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(keys, engine.fill(keys, range(4)))
+            async with (lease := kv.lease(keys)):
+                with pytest.raises(ConfigurationError, match="one `async with` block"):
+                    await lease.__aenter__()
+            with pytest.raises(ConfigurationError, match="one `async with` block"):
+                await lease.__aenter__()
+            await until(lambda: kv.stats()["cpu"].leased == 0)
 
 
 def blocking_client(server: TieredKVServer) -> BlockCache:

@@ -169,6 +169,34 @@ def test_an_answer_that_is_cropped_leaves_nothing_of_itself_in_the_next(
             assert num_right(model, tiered, answer) == (answer.shape[1] - 1) // SIZE * SIZE
 
 
+@pytest.mark.parametrize("how", ["crop", "reset"])
+def test_nothing_follows_what_was_half_taken_back(
+    model: Model, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of different lengths would be stored as if they were of one."""
+    with opened(model, tmp_path, "w") as tiered:
+        past = tiered.past(PROMPT)
+        answer = model.generate(PROMPT, cache=past, **SAMPLED)
+        with pytest.raises(ConfigurationError, match="as a negative number; got 99"):
+            past.crop(99)
+
+        def interrupt(*_: int) -> None:
+            raise KeyboardInterrupt
+
+        take_back = partial(past.crop, -40) if how == "crop" else past.reset
+        with monkeypatch.context() as patch:
+            patch.setattr(past.layers[1], how, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                take_back()
+        with pytest.raises(ConfigurationError, match="was interrupted"):
+            model.generate(PROMPT, cache=past, **SAMPLED)
+        assert past.store(answer) == 0
+        past.reset()
+        answer = model.generate(PROMPT, cache=past, **SAMPLED)
+        past.store(answer)
+        assert num_right(model, tiered, answer) == (answer.shape[1] - 1) // SIZE * SIZE
+
+
 @pytest.mark.parametrize("made_model", [llama, gemma])
 def test_a_copy_goes_its_own_way(made_model: Callable[[], Model], tmp_path: Path) -> None:
     """As that of another cache of transformers does: of one prompt many answers come, each stored as what it is."""

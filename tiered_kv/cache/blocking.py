@@ -108,15 +108,24 @@ def _holding(
         held_later: AbstractAsyncContextManager[T] = kv.call(getattr(kv.cache, call.__name__), *args, **kwargs)
         portal, num_parents = kv._open_portal(), len(parents)  # noqa: SLF001 - its own module's
         stack = AsyncExitStack()
+
+        def leave() -> None:
+            if len(parents) != num_parents:
+                return  # a process that was forked meanwhile holds nothing: its parent does
+            try:
+                portal.call(stack.aclose)
+            except RuntimeError:  # the cache has been closed, and its loop has ended: what is a server's goes back
+                with suppress(RuntimeError), kv._leaving, start_blocking_portal() as another:  # noqa: SLF001
+                    another.call(stack.aclose)
+
         try:
-            yield kv.call(stack.enter_async_context, held_later)  # no task stays: the loop would not end before it
-        finally:
-            if len(parents) == num_parents:  # a process that was forked meanwhile holds nothing: its parent does
-                try:
-                    portal.call(stack.aclose)
-                except RuntimeError:  # the cache has been closed, and its loop has ended: what is a server's goes back
-                    with suppress(RuntimeError), kv._leaving, start_blocking_portal() as another:  # noqa: SLF001
-                        another.call(stack.aclose)
+            try:
+                yield kv.call(stack.enter_async_context, held_later)  # no task stays: the loop would not end before it
+            finally:
+                leave()
+        except BaseException:  # whoever is interrupted on the way leaves all the same
+            _ended(leave, leave)
+            raise
 
     update_wrapper(blocking, call)
     return blocking
@@ -203,12 +212,13 @@ class BlockingTieredKV:
     stats = _blocking(BlockCache.stats)
 
     def _open_portal(self) -> BlockingPortal:
-        if self._portal is None:
+        portal = self._portal  # another thread may leave the block meanwhile
+        if portal is None:
             raise ClosedError("this TieredKV is closed")
         check_process(self._num_parents)
         if system().get_ident() == self._loop_thread:
             raise ConfigurationError("the event loop's thread must not block: there, await the calls of kv.cache")
-        return self._portal
+        return portal
 
 
 @contextmanager

@@ -229,8 +229,12 @@ class _FarLease(AbstractAsyncContextManager[HostLease]):
         self._connection = connection
         self._said = said
         self._held: tuple[Attachment, int] | None = None
+        self._is_used = False
 
     async def __aenter__(self) -> HostLease:
+        if self._is_used:
+            raise ConfigurationError("a lease is for one `async with` block: ask for another by lease()")
+        self._is_used = True
         there = self._connection.there
         answer = await self._connection.ask(lambda id_: protocol.Lease(id_, self._said), math.inf)
         if there is None or not isinstance(answer, protocol.Leased) or not there.lease_begins():
@@ -241,8 +245,9 @@ class _FarLease(AbstractAsyncContextManager[HostLease]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._held is not None:
-            there, number = self._held
+        held, self._held = self._held, None
+        if held is not None:
+            there, number = held
             there.send(protocol.Cancel(number))
             there.lease_ended()
 

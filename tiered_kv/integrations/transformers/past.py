@@ -124,7 +124,7 @@ class TieredCache(DynamicCache):
         self.num_loaded_tokens = [0] * len(self._pads)
         self._computed = self._prompts.clone()  # (batch, n): the tokens that layers have, and more behind them
         self._step: int | None = None  # how many tokens there were before the step that goes on, or did not end
-        self._begins: list[int] = []  # of each part, where its layers' KV began before that step
+        self._begins = [0] * len(staging.parts.layers)  # of each part, where its layers' KV began before that step
         if staging.parts.state is not None and any(self._pads):
             raise ConfigurationError(
                 "prompts of a model with states must be of one length, or each by itself: in padded rows blocks end at "
@@ -318,13 +318,18 @@ class TieredCache(DynamicCache):
         """Take back the last tokens, a negative number of them; see `DynamicCache`.
 
         Raises:
-            ConfigurationError: A step was interrupted: some layers have more of them than others.
+            ConfigurationError: A step was interrupted: some layers have more of them than others. Or it is positive.
         """
+        if tokens_to_remove > 0:
+            raise ConfigurationError(f"crop() takes back so many tokens, as a negative number; got {tokens_to_remove}")
         self._check_is_whole()
+        self._step = 0  # who is interrupted leaves layers of different lengths: nothing of them is known
         super().crop(tokens_to_remove)
+        self._step = None
 
     def reset(self) -> None:
         """Forget everything, what was loaded too: the prompts can be computed anew."""
+        self._step = 0
         super().reset()  # type: ignore[no-untyped-call]  # transformers' is not
         self._step = None
         self.num_loaded_tokens = [0] * len(self._pads)
