@@ -178,7 +178,8 @@ async def test_hints_are_read_in_a_thread() -> None:
     async with open_cache(CPU, engine=Engine(), page=page):
         envelope = Envelope(hints(("kv.pin", {})))
         door, watch = page._door, page._watch  # noqa: SLF001 - by HTTP envelopes come as plain dicts
-        assert door is not None and watch is not None  # noqa: PT018 - both are
+        assert door is not None
+        assert watch is not None
         assert await door.take(watch, keys(4), {"kv_hints": envelope}) == {"actions": 1, "ignored": 0}
         assert threads
         assert threading.get_ident() not in threads
