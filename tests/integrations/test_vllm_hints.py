@@ -6,9 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
 
 from tests.support.hints import hints
-from tests.support.small_vllm import BLOCK_SIZE, STRIDE, Request, SmallVLLM, group, small_vllm
+from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
 from tiered_kv import BlockKeys, BlockState
 
 SLOTS = 32
@@ -119,6 +120,53 @@ def test_hints_come_by_http_too() -> None:
         request.know(PROMPT)
         engine.scheduling.come(request)
         assert counted(engine, "hints", "hints_ignored") == [1, 1]
+
+
+def nested(depth: int) -> list[Any]:
+    """Return a list in a list, and so on: more than an interpreter can put into words."""
+    value: list[Any] = []
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize(
+    "params",
+    ["kv_hints", [["kv_hints"]], {"kv_hints": {"actions": [{"action_type": nested(100_000)}]}}],
+    ids=["text", "list", "nested"],
+)
+def test_whatever_a_request_brings_its_engine_goes_on(params: Any) -> None:  # noqa: ANN401 - whatever somebody sends
+    """What cannot be read is counted and logged, and the request computed and stored; the next one's hints are read."""
+    with opened(SMALL, hint_share=0.5) as engine, capture_logs() as logs:
+        request = engine.ask("r", PROMPT, 1, params=params)
+        engine.settle()
+        serve(engine, "s", ("kv.pin", {}))
+        assert there(engine, request) == 8
+        assert counted(engine, "hints", "hints_ignored", "hint_blocks") == [1, 1, 8]
+    assert [(each["event"], each["task"]) for each in logs] == [("background.failed", "KV hints")]
+
+
+@pytest.mark.parametrize("delay", [{}, {"delay_seconds": 0.01}], ids=["as it comes", "as it ends"])
+def test_hints_that_cannot_be_acted_on_cost_themselves(
+    monkeypatch: pytest.MonkeyPatch, delay: dict[str, float]
+) -> None:
+    """A fault of ours in one request's: the engine goes on, and another's that end in the same step are acted on."""
+    blocks_meant = VLLM.hinting.blocks_meant
+
+    def fails(actions: Any, hashes: Any, *, num_prompt_tokens: int, **sizes: int) -> Any:  # noqa: ANN401 - as above
+        if num_prompt_tokens == PROMPT:
+            raise RuntimeError("planted")
+        return blocks_meant(actions, hashes, num_prompt_tokens=num_prompt_tokens, **sizes)
+
+    monkeypatch.setattr(VLLM.hinting, "blocks_meant", fails)
+    with opened(SMALL, hint_share=0.5) as engine, capture_logs() as logs:
+        engine.ask("r", PROMPT, 1, hints=hints(("kv.prefetch", delay), ("kv.prefetch", delay)))
+        engine.ask("s", PROMPT - BLOCK_SIZE, 1, hints=hints(("kv.pin", {})))
+        engine.settle()
+        engine.settle_loop()
+        engine.scheduling.kv.call(engine.scheduling._hinting._hints.settle)  # noqa: SLF001 - ours
+        assert counted(engine, "hints", "hint_blocks") == [3, 7]
+    assert [(each["event"], each["task"]) for each in logs] == [("background.failed", "KV hints")]
 
 
 def test_windows_and_states_are_kept_where_they_are_of_use() -> None:

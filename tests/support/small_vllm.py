@@ -102,6 +102,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
             "configuration",
             "messages",
             "counts",
+            "hinting",
             "loading",
             "naming",
             "offload_tier",
@@ -358,9 +359,11 @@ class SmallVLLM:
         prompt: str = "",
         hints: Any = None,  # noqa: ANN401 - whatever somebody sends
         lora: Any = None,  # noqa: ANN401 - a LoRA request of vLLM's
+        params: Any = None,  # noqa: ANN401 - as hints
     ) -> Request:
         """Take a request and return it; of equal ``prompt`` the first blocks are equal, whatever the adapter."""
         request = Request(name, num_prompt_tokens, num_wanted, salt, prompt, kv_hints=hints, lora_request=lora)
+        request.kv_transfer_params = params
         request.know(num_prompt_tokens)
         self.waiting.append(request)
         self.scheduling.come(request)

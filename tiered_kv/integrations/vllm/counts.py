@@ -20,7 +20,7 @@ COUNTERS: Final = {
     "store_blocks_skipped": "Blocks that were there already, had no room, were too many at once, or may be wrong",
     "store_blocks_late": "Blocks that vLLM dropped before they could be copied out, where they are stored then",
     "hints": "Actions of KV hints that are acted on",
-    "hints_ignored": "Actions of KV hints that are not understood, or too many",
+    "hints_ignored": "Actions of KV hints that are not understood, too many, or have failed",
     "hint_blocks": "Blocks that hints keep or bring",
     "hint_blocks_refused": "Blocks that hints would keep or bring beyond their tenant's share",
     "errors": "Copies that failed",

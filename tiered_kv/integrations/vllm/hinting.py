@@ -1,9 +1,11 @@
 """What is done with the KV hints that requests bring: by the cache's event loop, when their blocks are stored.
 
-The scheduler's thread reads them as a request comes, and says when it has ended; it waits for nothing.
+The scheduler's thread reads them as a request comes, and says when it has ended; it waits for nothing. Whoever sends
+hints says what is in them: whatever is wrong there, or here, costs the hints and not the engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from tiered_kv.cache.hinted import MOST_WAITING, Hints
@@ -14,6 +16,7 @@ from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.hints import HintAction, blocks_meant, delay_of, read_hints
+from tiered_kv.values.log import log
 
 _NAMES: Final = ("kv_hints", "kv_hint")
 """In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
@@ -51,6 +54,10 @@ class Hinting:
 
     def come(self, request: Any) -> None:
         """Read what a request brings, and have done what is to be done at once."""
+        with self._guarded():
+            self._come(request)
+
+    def _come(self, request: Any) -> None:
         envelope = getattr(request, "kv_hints", None)
         if envelope is None and (params := request.kv_transfer_params):
             envelope = next((params[name] for name in _NAMES if params.get(name) is not None), None)
@@ -66,8 +73,9 @@ class Hinting:
 
     def end(self, tracked: Tracked | None, request: Any) -> None:
         """Take note that a request has ended. Its hints come behind its stores."""
-        self._use(request)  # what it had fetched for itself
         actions = self._wanted.pop(request.request_id, None)
+        with self._guarded():
+            self._use(request)  # what it had fetched for itself
         if actions and tracked is not None:  # else it has never had its turn
             self._ended.append((tracked, actions))
 
@@ -80,7 +88,17 @@ class Hinting:
             if tracked.num_due:
                 self._ended.append((tracked, actions))
             elif tracked.may_store:
-                self._begin(storing.jobs_of(tracked), tracked.request, actions)
+                with self._guarded(len(actions)):
+                    self._begin(storing.jobs_of(tracked), tracked.request, actions)
+
+    @contextmanager
+    def _guarded(self, num_actions: int = 1) -> Iterator[None]:
+        """Count an error as so many actions that are passed over, and log it: vLLM's scheduler goes on."""
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 - what somebody has sent must not end the engine
+            self._counts.hints(0, num_actions)
+            log("error", "background.failed", exc_info=error, task="KV hints")
 
     def _use(self, request: Any) -> None:
         """Have it known what is asked for: hints that said so were right."""
