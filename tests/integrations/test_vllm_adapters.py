@@ -17,6 +17,7 @@ from tests.support.caches import keep, open_cache, until
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM, small_vllm
 from tiered_kv import BlockState
+from tiered_kv.telemetry.router_books import RouterBooks
 
 NUM_BLOCKS = 6
 opened = contextmanager(small_vllm)
@@ -168,6 +169,35 @@ def test_of_more_adapters_than_are_remembered_nothing_is_kept(tmp_path: Path, mo
         assert [ask(engine, each) for each in (first, second, second, first)] == [
             (0, NUM_BLOCKS), (0, 0), (0, 0), (NUM_BLOCKS, 0),
         ]  # fmt: skip
+
+
+async def test_after_a_fault_in_the_books_routers_are_told_everything_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They may have missed what the work that failed was about: what is there is told again, and goes on being told."""
+    engine, keys = Engine(), prompt(3)
+    request = SimpleNamespace(lora_request=Lora("/adapters/sql"), all_token_ids=range(3 * keys.block_size))
+    told: list[Any] = []
+
+    def fails(*_: object) -> list[Any]:
+        raise RuntimeError("planted")
+
+    def have_come(number: int) -> bool:
+        told.extend(each for each in events.take() if isinstance(each, VLLM.tier_events.BlockStored))
+        return len(told) == number
+
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
+        events = VLLM.tier_events.TierEvents.open(kv)
+        try:
+            events.describe(request, keys, [bytes(31) + bytes([at]) for at in range(3)])
+            await keep(kv, engine, keys)
+            await until(lambda: have_come(1))
+            with monkeypatch.context() as patched, capture_logs() as logs:
+                patched.setattr(RouterBooks, "describe", fails)
+                events.describe(request, keys, [bytes(32)] * 3)
+                await until(lambda: have_come(2))
+            assert [each["event"] for each in logs] == ["background.failed"]
+        finally:
+            await events.aclose()
+    assert [each.block_hashes for each in told] == [[0, 1, 2]] * 2
 
 
 async def test_routers_hear_of_an_adapters_blocks() -> None:

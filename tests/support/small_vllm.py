@@ -50,7 +50,7 @@ def pretended() -> dict[str, ModuleType]:
         return tensor
 
     bases = (
-        "KVCacheEvent", "BlockRemoved", "KVConnectorHandshakeMetadata",
+        "KVCacheEvent", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
         "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
@@ -68,6 +68,7 @@ def pretended() -> dict[str, ModuleType]:
         "generate_block_hash_extra_keys": lambda request, _start, _end, at: ([request.lora_request.lora_name], at),
         "to_event_extra_keys": lambda keys: keys,
         "BlockStored": type("BlockStored", (SimpleNamespace,), {}),
+        "BlockRemoved": type("BlockRemoved", (SimpleNamespace,), {}),
         "get_layers_from_vllm_config": lambda *_: {},
         "current_platform": SimpleNamespace(device_name="cpu", fp8_dtype=lambda: torch.float8_e4m3fn),
         "get_pp_group": None,

@@ -4,7 +4,9 @@ vLLM takes them in its scheduler's thread, once a step. They are made in a threa
 tiers that this cache owns (`TieredKV.events`) and from what is said of blocks; so a step only fetches them.
 """
 
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -23,6 +25,8 @@ from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.log import log
 
+_TOLD_AGAIN_S: Final = 1.0
+"""No more often is everything told anew after errors: there may be one in each piece of work."""
 _MOST_WAITING: Final = 1 << 12
 """Events that vLLM has not taken, of 256 blocks at most: beyond them none is made until it has."""
 
@@ -43,7 +47,7 @@ class TierEvents:
         storage = EventMedium("STORAGE", "LOCAL")
         media = {tier: EventMedium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
         books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
-        queue = EventQueue()
+        queue = EventQueue(books.everything)
         return cls(RouterFeed(cache, changes, books, queue), books, queue)
 
     def describe(self, request: Any, keys: BlockKeys, hashes: Sequence[bytes]) -> None:
@@ -91,7 +95,11 @@ class EventQueue:
     In vLLM's stream ``AllBlocksCleared`` is said of its GPU as well; so it is never said here, but block by block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, everything: Work) -> None:
+        """Begin with nothing told; ``everything`` is told anew after an error, which may have cost some of it."""
+        self._everything = everything
+        self._is_incomplete = False
+        self._told_again_s = -math.inf
         self.num_batches = self.num_snapshots = 0
         self._work: deque[Work] = deque()
         self._events: deque[KVCacheEvent] = deque()
@@ -136,14 +144,24 @@ class EventQueue:
                         self._tell(batch)
                 except Exception as error:  # noqa: BLE001 - a fault of ours must not end the stream
                     log("error", "background.failed", exc_info=error, task="KV events")
+                    self._is_incomplete = True
         finally:
             on_end()
 
     def _next(self) -> Work | None:
         with self._changed:
-            while not self._is_stopping and (not self._work or len(self._events) > _MOST_WAITING):
-                self._changed.wait()
-            return None if self._is_stopping else self._work.popleft()
+            while not self._is_stopping:
+                has_room, wait_s = len(self._events) <= _MOST_WAITING, None
+                if has_room and self._is_incomplete:
+                    wait_s = self._told_again_s + _TOLD_AGAIN_S - (now_s := time.monotonic())
+                    if wait_s <= 0:
+                        self._is_incomplete, self._told_again_s = False, now_s
+                        self.num_snapshots += 1
+                        return self._everything
+                if has_room and self._work:
+                    return self._work.popleft()
+                self._changed.wait(wait_s)
+            return None
 
     def _tell(self, batch: Batch) -> None:
         events = [_of_vllm(event) for event in self._without_clearing(batch)]
