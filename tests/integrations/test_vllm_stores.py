@@ -15,12 +15,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from structlog.testing import capture_logs
+from typing_extensions import override
 
 from tests.support.caches import inside
 from tests.support.late_copies import LateCopies
 from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, Request, SmallVLLM, group, small_vllm
-from tiered_kv import BlockKeys, BlockState, ConfigurationError, KVLayout, Outcomes
+from tiered_kv import BlockKeys, BlockState, ClosedError, ConfigurationError, KVLayout, Outcomes, Worker
 from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.replay import BlockCost, TierPlan, replay
 from tiered_kv.traces import Request as Asked
@@ -523,6 +525,51 @@ def test_memory_that_cannot_be_attached_anew_is_attached_in_a_later_step() -> No
         serve(engine, "a", 6)
         assert worker._slabs is None  # noqa: SLF001 - ours
         assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
+
+
+def test_the_first_memory_that_cannot_be_attached_is_attached_in_a_later_step() -> None:
+    """A process that has no descriptor to spare serves, and says once why it does so without a cache."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with opened(ROOMY) as engine, capture_logs() as logs:
+        (worker,), slabs = engine.workers, engine.scheduling._planner.slabs()  # noqa: SLF001 - ours
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+        try:
+            worker._attach(slabs)  # noqa: SLF001 - as the first step has it do
+            worker._attach(None)  # noqa: SLF001 - and the next
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        serve(engine, "a", 6)
+        engine.settle_loop()
+        serve(engine, "a", 6)
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
+    assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
+
+
+def test_a_worker_whose_tensors_cannot_be_bound_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may have no room for copies: the engine computes, and each try to attach leaves nothing behind."""
+    made: list[Worker] = []
+
+    class Refusing(Worker):
+        def __init__(self, *args: Any, **wanted: Any) -> None:  # noqa: ANN401 - as the class has it
+            super().__init__(*args, **wanted)
+            made.append(self)
+
+        @override
+        def register_kv_caches(self, *_: object, **__: object) -> None:
+            raise ConfigurationError("the GPU has not 128 MiB left")
+
+    with opened(ROOMY) as engine, capture_logs() as logs:
+        with monkeypatch.context() as patched:
+            patched.setattr(VLLM.moving, "Worker", Refusing)
+            serve(engine, "a", 6)
+            engine.settle_loop()
+        assert made
+        for worker in made:
+            with pytest.raises(ClosedError):
+                worker.attach([])
+        serve(engine, "b", 6)
+        assert engine.scheduling.kv.stats().stored == 6
+    assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
 
 
 def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

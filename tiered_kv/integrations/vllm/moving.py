@@ -18,7 +18,7 @@ from tiered_kv.cache.worker import Worker
 from tiered_kv.integrations.vllm.compatibility import VERSION, device_kind
 from tiered_kv.integrations.vllm.configuration import Configuration
 from tiered_kv.integrations.vllm.messages import Hello, Report, Step, StoreOrder
-from tiered_kv.values.errors import BackendUnavailableError, LayoutMismatchError, TieredKVError
+from tiered_kv.values.errors import LayoutMismatchError, TieredKVError, in_words
 from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.log import log
 from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
@@ -37,6 +37,7 @@ class MovingSide:
         self._layout: KVLayout | None = None
         self._worker: Worker | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
+        self._why_not = ""  # why that failed
         self._loads: dict[str, list[tuple[tuple[int, ...], Plan | None, Future[Outcomes]]]] = {}
         self._first: list[tuple[str, tuple[int, ...], Plan | None, Future[Outcomes]]] = []
         self._stores: dict[Future[Outcomes], frozenset[str]] = {}  # whose blocks each reads
@@ -192,8 +193,7 @@ class MovingSide:
     def _attach(self, slabs: tuple[SlabHandle, ...] | None) -> None:
         """Attach other host memory, or none; if that fails, in a later step: the engine computes what it needs.
 
-        Raises:
-            ConfigurationError, LayoutMismatchError: The first that there is cannot be attached.
+        It may be for want of a descriptor, or of memory, that others give back.
         """
         if slabs is not None:
             self._slabs = slabs
@@ -203,14 +203,22 @@ class MovingSide:
             if self._worker is not None:
                 self._worker.attach(self._slabs)
             elif self._slabs:
-                worker = Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._device)
-                self._bind(worker)
-                self._worker = worker
-            self._slabs = None
-        except TieredKVError as error:
-            if self._worker is None and not isinstance(error, BackendUnavailableError):
-                raise
-            log("warning", "vllm.no_host_memory", error=str(error))
+                self._worker = self._bound(
+                    Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._device)
+                )
+            self._slabs, self._why_not = None, ""
+        except Exception as error:  # noqa: BLE001 - a step is under way, and the engine can go on without
+            if (why := in_words(error)) != self._why_not:  # each step tries it again
+                self._why_not = why
+                log("warning", "vllm.no_host_memory", error=why)
+
+    def _bound(self, worker: Worker) -> Worker:
+        try:
+            self._bind(worker)
+        except BaseException:
+            worker.close()
+            raise
+        return worker
 
     def _store(self, order: StoreOrder, after: object) -> None:
         self._stores[self._start(order.plan, after)] = order.request_ids
