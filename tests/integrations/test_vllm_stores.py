@@ -572,6 +572,35 @@ def test_a_worker_whose_tensors_cannot_be_bound_is_not_kept(monkeypatch: pytest.
     assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
 
 
+@pytest.mark.parametrize("part", ["use_pool", "_watch_pool", "_hear_hints", "_memory"])
+def test_a_cache_that_could_not_be_opened_whole_is_opened_anew(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever part of it failed, nothing of it stays, and nobody else is kept from its disk: the next try serves."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 64 * STRIDE}
+    with opened(ROOMY, disk) as engine:
+        wanted = engine.scheduling._configuration  # noqa: SLF001 - ours
+        hellos = [worker.hello() for worker in engine.workers]
+    scheduling = VLLM.scheduling.SchedulingSide(wanted)
+
+    def fails(*_: object) -> None:
+        raise OSError("planted")
+
+    of = VLLM.storing.PendingStores if part == "use_pool" else VLLM.scheduling.SchedulingSide
+    with monkeypatch.context() as patched:
+        patched.setattr(of, part, fails)
+        with pytest.raises(OSError, match="planted"):
+            scheduling.open(hellos)
+    with pytest.raises(ConfigurationError):
+        _ = scheduling.kv
+    try:
+        scheduling.open(hellos)
+        assert scheduling.num_bringing == 0
+        assert scheduling.find(Request("r", 4, 1, num_tokens=4), 0) == (0, False)
+    finally:
+        scheduling.close()
+
+
 def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of two ranks have four parts of a block, of which none is read as another's or as a whole model's.
 

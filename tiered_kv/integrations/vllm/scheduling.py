@@ -85,10 +85,19 @@ class SchedulingSide:
         """Open the cache, now that the workers have their tensors; done again when they wake up it changes nothing.
 
         Raises:
-            ConfigurationError, BackendUnavailableError: As opening a `TieredKV` does; or the ranks do not agree.
+            ConfigurationError, BackendUnavailableError: As opening a `TieredKV` does; or the ranks do not agree. Then
+                nothing is open, and it may be tried again.
         """
         if self._kv is not None:
             return
+        try:
+            self._open(hellos)
+        except BaseException:
+            self._kv = self._planner = self._events = self._evicting = self._hinting = None
+            self._stack.close()
+            raise
+
+    def _open(self, hellos: Collection[Hello]) -> None:
         wanted = self._configuration
         layouts = {hello.layout for hello in hellos}
         if len(layouts) > 1 and wanted.num_stages > 1:
