@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 from transformers import (
     CLIPVisionConfig,
     Gemma3ForCausalLM,
@@ -383,6 +384,25 @@ def test_a_batch_that_goes_on_without_tiers_has_all_its_pages(model: Model, expe
     cache.pool.try_to_free_sectors()
     assert cache.compute_free_capacity() == 1.0
     model.destroy_cached_continuous_batching_manager()
+
+
+@pytest.mark.parametrize("call", ["lookup", "load", "submit_store"])
+def test_a_fault_of_ours_ends_no_batch(
+    call: str, model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is raised at the generation loop would end all of its requests: they go on without tiers."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    with opened(model, tmp_path) as tiered:
+        assert batch(model) == expected
+        with monkeypatch.context() as patched, capture_logs() as logs:
+            patched.setattr(tiered.kv, call, fails)
+            assert batch(model) == expected
+        assert "continuous batching" in [each.get("task") for each in logs if each["event"] == "background.failed"]
+        assert batch(model) == expected
+        assert hits(tiered)["cpu"] > 0  # the next batch has the tiers again
 
 
 def test_a_batch_that_was_kept_idle_has_the_tiers_of_the_next_block(model: Model) -> None:

@@ -26,6 +26,7 @@ from tiered_kv.transfers.submissions import StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.layout import KVGroup
+from tiered_kv.values.log import log
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 BEGIN: Final = "init_continuous_batching"
@@ -178,8 +179,8 @@ class TieredBlocks:
         keys = self._keys(prompt_ids[:-1])  # one token at least is left to compute: the next one is sampled from it
         try:
             self._bring(keys[len(here) :], prompt_ids, here)
-        except ClosedError:
-            self.is_over = True
+        except Exception as error:  # noqa: BLE001 - see _give_up
+            self._give_up(error)
         found = int(self._search(request_id, prompt_ids))
         self._store(keys[: len(here)], self._allocator.block_table.get(request_id, [])[: len(here)])
         return found
@@ -216,12 +217,18 @@ class TieredBlocks:
         try:
             spec = GPULoadStoreSpec(blocks[:num_blocks])
             ticket = self._kv.submit_store(keys[:num_blocks], spec, after=self._event())
-        except ClosedError:
-            self.is_over = True
+        except Exception as error:  # noqa: BLE001 - see _give_up
+            self._give_up(error)
             return
         for block in blocks[:num_blocks]:
             self._allocator.ledger.acquire(block)
         self._storing.append((ticket, blocks[:num_blocks]))
+
+    def _give_up(self, error: Exception) -> None:
+        """Go on without tiers: an error that is raised at the generation loop ends all of its requests."""
+        self.is_over = True
+        if not isinstance(error, ClosedError):
+            log("error", "background.failed", exc_info=error, task="continuous batching")
 
     def _keys(self, tokens: list[int]) -> BlockKeys:
         return hash_blocks(tokens, block_size=self._group.block_size, salt=self._salt)
