@@ -601,6 +601,21 @@ def test_a_cache_that_could_not_be_opened_whole_is_opened_anew(
         scheduling.close()
 
 
+def test_what_cannot_be_described_to_routers_is_stored_and_loaded_all_the_same() -> None:
+    """A request may have what nobody has thought of: routers do not hear of it, and the engine goes on."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("planted")
+
+    with opened(ROOMY) as engine, capture_logs() as logs:
+        engine.scheduling._events = SimpleNamespace(describe=fails)  # noqa: SLF001 - ours
+        serve(engine, "a", 6)
+        engine.settle_loop()
+        serve(engine, "a", 6)
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
+    assert {(each["event"], each["task"]) for each in logs} == {("background.failed", "KV events")}
+
+
 def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two stages of two ranks have four parts of a block, of which none is read as another's or as a whole model's.
 

@@ -36,6 +36,7 @@ from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.hints import evicts
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.log import log
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
 
@@ -479,10 +480,14 @@ class SchedulingSide:
                     self._storing.gather(tracked, group, number, [block], end=at)
 
     def _describe(self, request: Any, group: EngineGroup, keys: BlockKeys) -> None:
-        """Say what blocks are, to routers."""
-        if self._events is not None and len(keys):
-            each = group.hashes_per_block
+        """Say what blocks are, to routers; those that cannot be described they do not hear of."""
+        if self._events is None or not len(keys):
+            return
+        each = group.hashes_per_block
+        try:
             self._events.describe(request, keys, request.block_hashes[each - 1 :: each])
+        except Exception as error:  # noqa: BLE001 - a step is under way, and needs none of this
+            log("error", "background.failed", exc_info=error, task="KV events")
 
     def _open_planner(self) -> Planner:
         if self._planner is None:
