@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from typing_extensions import override
 
 from tests.support.caches import AnyTier, Recorder, inside, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, contents, prompt
@@ -17,6 +18,7 @@ from tests.support.watching import pages
 from tiered_kv import CacheLimits, ConfigurationError, GPULoadStoreSpec, KVLayout, TieredKV, hash_blocks, hash_tail
 from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.cpu import CPUDevice
+from tiered_kv.system import Files, System, running_in
 from tiered_kv.testing import ScriptedDevice, ScriptedEvent
 from tiered_kv.transfers import swap
 from tiered_kv.values.events import SequencePreempted
@@ -320,11 +322,36 @@ async def test_without_a_space_there_is_no_swap() -> None:
 
 @pytest.mark.parametrize("num_bytes", [1 << 60, 1 << 63])
 async def test_a_space_that_the_machine_lacks_the_memory_for_is_refused(num_bytes: int) -> None:
-    """Before it is taken, each time it is asked for, and by what to lower."""
-    async with open_cache(CPU, engine=Engine(), limits=LIMITS.model_copy(update={"swap_space": num_bytes})) as kv:
+    """When the cache is opened, by what to lower, though it is taken at the first swap."""
+    limits = LIMITS.model_copy(update={"swap_space": num_bytes})
+    with pytest.raises(ConfigurationError, match=r"host memory are wanted, but .* or limits\.swap_space"):
+        async with open_cache(CPU, engine=Engine(), limits=limits):
+            pass
+
+
+class CrowdedFiles(Files):
+    """Those of a machine of which others have all memory."""
+
+    @override
+    def lines(self, path: Path) -> list[str]:
+        return ["MemAvailable:       0 kB"] if path.name == "meminfo" else super().lines(path)
+
+
+class CrowdedSystem(System):
+    """That machine."""
+
+    files = CrowdedFiles()
+
+
+async def test_a_space_that_others_have_taken_the_memory_for_is_refused() -> None:
+    """Before it is taken, each time it is asked for, and by what to lower; once they are gone it is had."""
+    engine = Engine()
+    async with open_cache(CPU, engine=engine, limits=LIMITS) as kv:
         for _ in range(2):
-            with pytest.raises(ConfigurationError, match=r"host memory are wanted, but .*lower limits\.swap_space"):
-                await kv.swap({0: 0})
+            refused = pytest.raises(ConfigurationError, match=r"host memory are wanted, but .*lower limits\.swap_space")
+            with running_in(CrowdedSystem()), refused:
+                kv.start_swap({0: 0})
+        assert (await kv.swap({0: 0})).num_in == 1
 
 
 async def test_a_swap_ends_at_its_deadline() -> None:

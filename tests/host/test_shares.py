@@ -91,9 +91,10 @@ def test_what_is_fixed_is_a_size(size: object, why: str) -> None:
 
 async def test_memory_that_the_machine_can_never_give_is_refused_at_the_start(tmp_path: Path) -> None:
     """Else a server says that it is ready, and refuses every client."""
-    with pytest.raises(ConfigurationError, match=r"host memory are wanted, but this machine has .* GiB"):
-        async with TieredKVServer({"tiers": [cpu(1 << 40)], "host": {"socket": tmp_path / "s"}}):
-            pass
+    for wanted in ({"tiers": [cpu(1 << 40)]}, {"tiers": [cpu(32)], "limits": {"swap_space": "1EiB"}}):
+        with pytest.raises(ConfigurationError, match=r"host memory are wanted, but this machine has .* GiB"):
+            async with TieredKVServer({**wanted, "host": {"socket": tmp_path / "s"}}):
+                pass
 
 
 def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Path) -> None:

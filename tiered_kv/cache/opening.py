@@ -146,7 +146,10 @@ async def _build_chains(
     # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
     host_bytes = needed(most_host_blocks if device.kind == "cuda" else host_blocks)
     host_bytes += sum(n * kind.slot_stride_bytes for n, kind in zip(num_bounce, kinds, strict=True))
-    check_host_memory(host_bytes + (needed(gpu_blocks) if device.kind == "cpu" else 0))  # there the pool is host memory
+    others_bytes = needed(gpu_blocks) if device.kind == "cpu" else 0  # there the pool is host memory
+    if len(parts.shards) == 1:  # else nothing can be swapped
+        others_bytes += cache_limits.swap_space * len(parts.layout.groups)
+    check_host_memory(host_bytes + others_bytes)
     if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
         emit(PageLockingDoubted(doubt))
     limits = Limits(

@@ -92,7 +92,8 @@ def _machine(settings: TieredKVSettings) -> Iterator[Finding]:
     yield Finding("ok", "Python, torch", f"{platform.python_version()}, {torch.__version__}")
     has_gpu = torch.cuda.is_available()
     yield Finding("ok", "GPU", torch.cuda.get_device_name() if has_gpu else "none: blocks are copied by the CPU")
-    wanted = int(settings.limits.bounce) + sum(
+    wanted = int(settings.limits.bounce) + int(settings.limits.swap_space)
+    wanted += sum(
         max(int(tier.capacity), int(tier.max_capacity or 0)) for tier in settings.tiers if isinstance(tier, CPUTier)
     )
     try:

@@ -321,7 +321,7 @@ class Shares:
         self._emit = emit
         self._tiers = tiers_in(settings)
         of_tiers = sum(tier.capacity for tier in self._tiers if tier.is_memory)
-        check_host_memory(of_tiers + settings.limits.bounce, ever=True)
+        check_host_memory(of_tiers + settings.limits.bounce + settings.limits.swap_space, ever=True)
         self._owned = [tier for tier in self._tiers if tier.capacity]
         self._tasks = Tasks()
         self._changed = asyncio.Event()

@@ -556,7 +556,7 @@ class PageLocking:
 
 _GIB: Final = 1024**3
 _CAP_IPC_LOCK: Final = 1 << 14
-_LESS: Final = "give the cpu tier less capacity or lower limits.bounce"
+_LESS: Final = "give the cpu tier less capacity or lower limits.bounce or limits.swap_space"
 
 
 def check_host_memory(num_bytes: int, *, ever: bool = False, less: str = _LESS, root: Path = Path("/")) -> None:
