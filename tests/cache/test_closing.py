@@ -18,7 +18,7 @@ from tiered_kv import BlockKeys, ClosedError, ConfigurationError, GPULoadStoreSp
 from tiered_kv.telemetry import Page
 from tiered_kv.telemetry.watch import Watch
 from tiered_kv.transfers.writedown import Cleaner
-from tiered_kv.values.events import CacheClosed
+from tiered_kv.values.events import CacheClosed, CacheOpened
 
 KEYS = prompt(4)
 INTO = GPULoadStoreSpec(range(4))
@@ -174,12 +174,18 @@ class Unshowable(Page):
 
 
 async def test_a_fault_of_ours_at_the_end_of_opening_leaves_nothing_open(tmp_path: Path) -> None:
-    """Whoever enters has no cache to close: its tasks, threads and memory end, and its directory is free."""
+    """Whoever enters has no cache to close: its tasks, threads and memory end, and its directory is free.
+
+    Nobody is told that it has closed, as nobody was that it has opened.
+    """
     nvme = {"medium": "nvme", "path": tmp_path / "kv", "capacity": "8MiB", "num_threads": 2}
     threads, tasks, memory = set(threading.enumerate()), asyncio.all_tasks(), slabs()
+    recorder = Recorder()
     with pytest.raises(ZeroDivisionError):
-        async with open_cache(CPU, nvme, page=Unshowable()):
+        async with open_cache(CPU, nvme, page=Unshowable(), emit=recorder):
             pass
+    assert not recorder.of(CacheOpened)
+    assert not recorder.of(CacheClosed)
     assert asyncio.all_tasks() == tasks
     assert slabs() <= memory
     await until(lambda: set(threading.enumerate()) <= threads)  # those of tests before may end meanwhile

@@ -146,15 +146,18 @@ _open_handlers: Final[list[_Handler]] = []
 """The latest last. For the main thread."""
 
 
-def begin_to_close(seat: Seat) -> "asyncio.Task[None]":
-    """Let no call in any more, and return the task that ends the cache: the same one to all who close it."""
+def begin_to_close(seat: Seat, *, has_opened: bool = True) -> "asyncio.Task[None]":
+    """Let no call in any more, and return the task that ends the cache: the same one to all who close it.
+
+    ``has_opened``: it was said to be open, so its end is said too.
+    """
     cache = seat.cache
     if cache.closing is None:
-        cache.closing = asyncio.get_running_loop().create_task(_close(seat), name="close")
+        cache.closing = asyncio.get_running_loop().create_task(_close(seat, has_opened=has_opened), name="close")
     return cache.closing
 
 
-async def _close(seat: Seat) -> None:
+async def _close(seat: Seat, *, has_opened: bool) -> None:
     """Let what is under way end, or give it up after `CacheLimits.close_timeout_s`; then close every tier.
 
     Every step is taken, whatever one of them raises; that is raised at the end.
@@ -188,8 +191,9 @@ async def _close(seat: Seat) -> None:
                 await waiting
         except BaseException as error:  # noqa: BLE001 - what comes after must be closed as well
             errors.append(error)
-    num_unwritten = sum(chain.unwritten.num_blocks for chain in cache.chains)
-    cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
+    if has_opened:
+        num_unwritten = sum(chain.unwritten.num_blocks for chain in cache.chains)
+        cache.emit(CacheClosed(num_abandoned, (loop.time() - started) * 1e3, num_unwritten))
     if errors:
         raise errors[0]
 

@@ -63,6 +63,7 @@ async def open_cache(parts: CacheParts) -> Seat:
     seat = Seat(cache, parts.shards, epoch_digest(parts.model.weights), Pins(parts.limits.pin_quota))
     if any(isinstance(part.backend, Backend) and part.backend.keeps_memory for part in parts.tiers.storage):
         cache.keep_memory()
+    has_opened = False
     try:
         cache.lifetime.callback(seat.bindings.forget)
         if parts.watch is not None:
@@ -72,10 +73,11 @@ async def open_cache(parts: CacheParts) -> Seat:
             cache.lifetime.push_async_callback(parts.recorder.end)
             parts.recorder.begin(parts.emit)
         recovered = {tier.name: tier.index.statistics().ready for chain in chains for tier in chain.owned}
+        has_opened = True  # whatever an emit of the program's own raises, some may have heard of it
         parts.emit(CacheOpened(tuple(chains[0].names), recovered, (loop.time() - started) * 1e3))
     except BaseException:  # nobody else has the cache: it would stay open, with its tasks, until the process ends
         with suppress(Exception):  # what kept it from opening is raised
-            await Handle(begin_to_close(seat), lambda: None)
+            await Handle(begin_to_close(seat, has_opened=has_opened), lambda: None)
         raise
     return seat
 
