@@ -30,6 +30,7 @@ from tiered_kv import (
     GPULoadStoreSpec,
     HostLease,
     LayoutMismatchError,
+    LoadTicket,
     LookupResult,
     PinResult,
     PrefetchResult,
@@ -371,6 +372,37 @@ def test_any_interrupted_call_lets_go_of_the_memory_first() -> None:
 
 class StoppedError(Exception):
     """What a program's own handler raises."""
+
+
+def test_what_a_handler_submits_is_no_part_of_the_call_that_it_interrupts() -> None:
+    """It goes on when that is ended, and is polled."""
+    engine, after, main = Engine(), threading.Event(), threading.get_ident()
+    submitted: list[LoadTicket] = []
+
+    def handle(*_: object) -> None:
+        submitted.append(kv.submit_load(KEYS[:1], GPULoadStoreSpec([30])))
+        raise StoppedError
+
+    def interrupt() -> None:
+        while not is_waiting(main):
+            pass
+        signal.pthread_kill(main, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handle)
+    with open_blocking(cache_of(CPU)) as kv:
+        kv.register_kv_caches(engine.caches)
+        kv.store(KEYS, engine.compute(KEYS))
+        thread = threading.Thread(target=interrupt)
+        thread.start()
+        with pytest.raises(StoppedError):
+            kv.load(KEYS, INTO, after=after)
+        thread.join()
+        after.set()
+        ((ticket, _),) = kv.poll(timeout_s=30.0)
+        assert ticket is submitted[0]
+        assert submitted[0].wait().num_blocks == 1
+        assert engine.read([30]) == contents(KEYS[:1])
+    signal.signal(signal.SIGUSR1, before)
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, StoppedError])

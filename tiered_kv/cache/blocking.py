@@ -19,9 +19,10 @@ from anyio import CancelScope
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from tiered_kv.cache.block_cache import BlockCache
+from tiered_kv.cache.checks import LoadCall, StoreCall
 from tiered_kv.cache.seat import check_process, parents
 from tiered_kv.system import system
-from tiered_kv.transfers.submissions import Ticket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 
 P = ParamSpec("P")
@@ -85,14 +86,15 @@ def _submitted(
 
     def blocking(kv: "BlockingTieredKV", /, *args: P.args, **kwargs: P.kwargs) -> T:
         kv._open_portal()  # noqa: SLF001 - its own module's
-        submissions = kv._submissions  # noqa: SLF001 - its own module's
+        whose = object()
 
         def submit_and_wait() -> T:
-            ticket: Ticket[T] = getattr(kv.cache, submit.__name__)(*args, **kwargs)
+            ticket: Ticket[T] = submit(_Submitting(kv.cache, whose), *args, **kwargs)
             return ticket.wait()
 
-        # By a mark: who is interrupted as it submits may not have been handed the ticket.
-        return _ended(submit_and_wait, partial(submissions.end_since, submissions.mark()))
+        # Not by its ticket: who is interrupted as it submits may not have been handed that. Nor by when it came, or
+        # from which thread: what signals' handlers submit meanwhile is not this call's.
+        return _ended(submit_and_wait, partial(kv._submissions.end_of, whose))  # noqa: SLF001 - its own module's
 
     update_wrapper(blocking, call)
     return blocking
@@ -245,6 +247,22 @@ def _closing_at_the_end(kv: "BlockingTieredKV", portal: BlockingPortal) -> Itera
     finally:
         is_left.set()
         watching.join()
+
+
+class _Submitting:
+    """Stands for a cache in its `submit_load` and `submit_store`: what these submit is marked as one call's own."""
+
+    def __init__(self, cache: BlockCache, whose: object) -> None:
+        self._cache = cache
+        self._whose = whose
+
+    def _submit_load(self, call: LoadCall) -> LoadTicket:
+        call.whose = self._whose
+        return self._cache._submit_load(call)  # noqa: SLF001 - of this library
+
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        call.whose = self._whose
+        return self._cache._submit_store(call)  # noqa: SLF001 - of this library
 
 
 class _Answer:

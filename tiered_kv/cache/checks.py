@@ -100,6 +100,9 @@ def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
 class LoadCall:
     """A load as it is asked for; see `BlockCache.start_load`. What can be checked of it without a cache is right.
 
+    Attributes:
+        whose: By which whoever submits it can have it ended, see `Submissions.end_of`.
+
     Raises:
         ConfigurationError: It is not.
     """
@@ -112,6 +115,7 @@ class LoadCall:
     layerwise: bool = False
     gaps: bool = False
     order: Order = "front"
+    whose: object = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.priority, Priority):
@@ -134,6 +138,9 @@ def check_kind(order: Order, *, layerwise: bool, gaps: bool) -> None:
 class StoreCall:
     """A store as it is asked for; see `BlockCache.start_store`.
 
+    Attributes:
+        whose: As for a `LoadCall`.
+
     Raises:
         ConfigurationError: A hint that is none.
     """
@@ -144,6 +151,7 @@ class StoreCall:
     epoch: str | None
     layerwise: bool = False
     hint: ReuseHint | None = None
+    whose: object = None
 
     def __post_init__(self) -> None:
         check_hint(self.hint)

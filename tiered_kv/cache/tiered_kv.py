@@ -360,13 +360,13 @@ class TierCalls(BlockCache):
     def _submit_load(self, call: LoadCall) -> LoadTicket:
         seat = self._open(anywhere=True)
         request = seat.load_request(call)
-        return seat.submissions.submit(partial(start_load, request), partial(load_failed, len(call.keys)))
+        return seat.submissions.submit(partial(start_load, request), partial(load_failed, len(call.keys)), call.whose)
 
     @override
     def _submit_store(self, call: StoreCall) -> StoreTicket:
         seat = self._open(anywhere=True)
         request = seat.store_request(call)
-        return seat.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)))
+        return seat.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)), call.whose)
 
 
 def _looked_up(seat: Seat, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]) -> LookupResult:

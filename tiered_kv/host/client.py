@@ -119,13 +119,14 @@ class FarCalls(AskedCalls):
     def _submit_load(self, call: LoadCall) -> LoadTicket:
         side = self._open(anywhere=True)
         request = self._starts.load_request(call, side)
-        return side.submissions.submit(partial(self._starts.begin_load, request), partial(load_failed, len(call.keys)))
+        begin, failed = partial(self._starts.begin_load, request), partial(load_failed, len(call.keys))
+        return side.submissions.submit(begin, failed, call.whose)
 
     def _submit_store(self, call: StoreCall) -> StoreTicket:
         side = self._open(anywhere=True)
         request = self._starts.store_request(call, side)
         begin, failed = partial(self._starts.begin_store, request), partial(store_failed, len(call.keys))
-        return side.submissions.submit(begin, failed)
+        return side.submissions.submit(begin, failed, call.whose)
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from itertools import count
 from typing import Any, Final, Generic, TypeVar
 
 from tiered_kv.system import system
@@ -105,15 +104,13 @@ class Ticket(Generic[T]):
 
     Attributes:
         result: None while it is under way.
-        number: Of what is submitted to a cache later it is higher.
-        thread: The one that has submitted it.
+        whose: See `Submissions.end_of`.
     """
 
-    def __init__(self, submissions: "Submissions", number: int) -> None:
+    def __init__(self, submissions: "Submissions", whose: object) -> None:
         """Made by `Submissions.submit` only."""
         self.result: T | None = None
-        self.number = number
-        self.thread = system().get_ident()
+        self.whose = whose
         self._submissions = submissions
 
     def __repr__(self) -> str:
@@ -146,7 +143,6 @@ class Submissions:
         self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
         self._started: set[Ticket[Any]] = set()  # a ticket that has not ended is here, or still there
-        self._numbers = count()
         self._waiting: dict[Ticket[Any], set[object]] = {}  # for each of those, whose its result is
         self._is_open = True
         self._loop_calls = loop_calls
@@ -158,17 +154,20 @@ class Submissions:
             self._is_open = False
         self._start_all()
 
-    def submit(self, start: Callable[[], Handle[T]], failed: Callable[[BaseException], T]) -> Ticket[T]:
+    def submit(
+        self, start: Callable[[], Handle[T]], failed: Callable[[BaseException], T], whose: object = None
+    ) -> Ticket[T]:
         """Have the event loop call ``start``, soon, in the order of submissions.
 
         Args:
             start: Begins the transfer. Everything that can be wrong has been checked.
             failed: Makes the result of a transfer that raised, which none does by design.
+            whose: For `end_of`.
 
         Raises:
             ClosedError: The cache is closed; ``start`` is not called.
         """
-        ticket: Ticket[T] = Ticket(self, next(self._numbers))
+        ticket: Ticket[T] = Ticket(self, whose)
         with self._polled.lock:
             if not self._is_open:
                 raise ClosedError("this TieredKV is closed")
@@ -223,19 +222,14 @@ class Submissions:
         if ticket.result is None:
             self._loop_calls.call(self._cancel, ticket)
 
-    def mark(self) -> int:
-        """Return a number below those of all that is submitted from now on."""
-        return next(self._numbers)
-
-    def end_since(self, mark: int) -> None:
-        """Cancel what this thread has submitted since a mark, and wait until it has ended; `poll` tells none of it.
+    def end_of(self, whose: object) -> None:
+        """Cancel what was submitted with this object, if it was, and wait until it has ended; `poll` does not tell it.
 
         For a thread that was interrupted, and may not have been handed its ticket. Interrupted again, it calls again.
         """
-        me = system().get_ident()
         with self._polled.lock:
             known = [*(ticket for ticket, _, _ in list(self._starts)), *list(self._started), *self._polled.told()]
-        mine = [ticket for ticket in known if ticket.number > mark and ticket.thread == me]
+        mine = [ticket for ticket in known if ticket.whose is whose]
         for ticket in mine:
             self.cancel(ticket)
         with suppress(ClosedError):  # nobody will say how it ends
