@@ -86,6 +86,20 @@ async def test_hints_say_which_blocks_go_first() -> None:
         }  # fmt: skip
 
 
+@pytest.mark.parametrize("num_bytes", [8, 16, 20, 24, 32])
+async def test_an_action_names_blocks_by_the_end_of_the_engines_own_names(num_bytes: int) -> None:
+    """However long these are: what the cache makes of short ones ends in zeros."""
+    page, engine = Page(hints_token=TOKEN), Engine()
+    names = [bytes([at + 1]) * num_bytes for at in range(8)]
+    named = BlockKeys.from_hashes(names, block_size=BLOCK_SIZE, salt="a")
+    async with open_cache(CPU, engine=engine, page=page) as kv, asking(page) as client:
+        await keep(kv, engine, named)
+        hashes = [int.from_bytes(each[-8:], "big") for each in names[2:5]]
+        await send(client, ("kv.evict", {"block_hashes": hashes}), hashes=[each.hex() for each in names], salt="a")
+        await settle(page)
+        assert (kv.membership(named) == BlockState.HIT).tolist() == [at not in {2, 3, 4} for at in range(8)]
+
+
 async def test_what_hints_keep_is_bounded_for_each_tenant() -> None:
     """By an eighth of the CPU tier, and a quarter for all: whoever sends them."""
     page, engine = Page(hints_token=TOKEN), Engine()

@@ -51,7 +51,8 @@ class HintsDoor:
         Args:
             watch: Of the cache.
             keys: The blocks.
-            asked: Has ``kv_hints``, the ``salt``, and, where an action is about answers alone, ``prompt_tokens``.
+            asked: Has ``kv_hints``, the ``salt``, where an action is about answers alone ``prompt_tokens``, and where
+                ``keys`` are of ``hashes`` these.
 
         Raises:
             ConfigurationError: There is no envelope, or the cache has no CPU tier.
@@ -62,7 +63,8 @@ class HintsDoor:
         prompt_tokens = asked.get("prompt_tokens", num_tokens)
         if not isinstance(envelope, Mapping) or type(prompt_tokens) is not int or prompt_tokens < 0:
             raise ConfigurationError('ask with "kv_hints", an envelope with "actions"; "prompt_tokens" is a number')
-        meant, num_actions, num_ignored = await asyncio.to_thread(_read, envelope, keys, prompt_tokens)
+        names = asked.get("hashes")
+        meant, num_actions, num_ignored = await asyncio.to_thread(_read, envelope, keys, names, prompt_tokens)
         begin = partial(self._begin, watch, meant, asked.get("salt", ""), (num_actions, num_ignored))
         if not await watch.ask(begin):
             return None
@@ -91,8 +93,12 @@ class HintsDoor:
             await self._hinted.aclose()
 
 
-def _read(envelope: object, keys: BlockKeys, prompt_tokens: int) -> tuple[list[tuple[HintAction, BlockKeys]], int, int]:
+def _read(
+    envelope: object, keys: BlockKeys, names: Sequence[str] | None, prompt_tokens: int
+) -> tuple[list[tuple[HintAction, BlockKeys]], int, int]:
     """Return what is meant of blocks, of how many actions, and how many are not understood."""
     actions, num_ignored = read_hints(envelope)
-    meant = blocks_meant(actions, list(keys), block_size=keys.block_size, num_prompt_tokens=prompt_tokens)
+    # Not as the keys have them, where these were given: there short ones end in zeros.
+    hashes = list(keys) if names is None else [bytes.fromhex(each) for each in names]
+    meant = blocks_meant(actions, hashes, block_size=keys.block_size, num_prompt_tokens=prompt_tokens)
     return [(action, keys[blocks.start : blocks.stop]) for action, blocks in meant], len(actions), num_ignored
