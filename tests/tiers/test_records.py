@@ -12,8 +12,8 @@ from tiered_kv import BlockKey, Encryption, Namespace, RecordShape
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import encode
 from tiered_kv.media.seal import Seal
-from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, SpareBlocks
-from tiered_kv.tiers.tasks import Tasks, WorkerPool
+from tiered_kv.tiers.records import ExponentCodec, Records, SpareBlocks
+from tiered_kv.tiers.tasks import WorkerPool
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.keys import Names
 from tiered_kv.values.loop_calls import LoopCalls
@@ -59,12 +59,10 @@ def blocks_of(n: int) -> list[Block]:
 
 async def encoded(
     records: Records, batch: Batch, blocks: list[Block], into: list[Block], codec: ExponentCodec | None = None
-) -> Encoded:
-    """Have records made, and return them."""
-    made: asyncio.Future[Encoded] = asyncio.get_running_loop().create_future()
+) -> list[Block | None]:
+    """Have records made in a thread, and return them."""
     shape = SHAPE if codec is None else encoded_shape(codec)
-    records.encode(batch, blocks, into, shape, codec, Tasks(), made.set_result)
-    return await made
+    return await records.threads.run(records.making(batch, blocks, into, shape, codec), range(len(batch)))
 
 
 def encoded_shape(codec: ExponentCodec) -> RecordShape:
@@ -108,7 +106,7 @@ async def test_named_alone_they_are_verified_as_by_their_keys(encryption: Encryp
         await records.open(loop_calls)
         into = blocks_of(3)
         made = await encoded(records, BATCH, into, into)
-        assert all(block.payload.readonly for block in made.records)
+        assert all(block is not None and block.payload.readonly for block in made)
         into[1].payload[-1] ^= 1
         names: Names = BATCH.names[[0, 1, 0]]
         hits = [Outcome.HIT] * 3
@@ -132,7 +130,7 @@ async def test_a_whole_record_that_nothing_was_encoded_as_is_corrupt() -> None:
     try:
         blocks, into = blocks_of(2), [Block.empty(codec.stored_bytes) for _ in range(2)]
         made = await encoded(records, BATCH[:2], blocks, into, codec)
-        assert all(block.payload.readonly for block in made.records)
+        assert all(block is not None and block.payload.readonly for block in made)
         into[1].payload[0] = 255  # more are listed than may be
         encode(KEYS[1], into[1], codec="exponent", decoded_bytes=SHAPE.payload_bytes)
         found = [Block.empty(SHAPE.payload_bytes) for _ in range(2)]

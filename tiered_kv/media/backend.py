@@ -438,7 +438,7 @@ Ended = Callable[[], list[Outcome]]
 """Returns, or raises, what `SlotBackend.read` or `write` would; called once."""
 Then = Callable[[Ended], object]
 """Told on the event loop, once, how a batch ended: no thread touches a buffer of it any more."""
-Make = Callable[[Sequence[int]], None]
+Make = Callable[[Sequence[int]], object]
 """Makes the records of some positions of a batch, before they are written."""
 Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
 """Says what has become of some positions of a batch that were read, given what the medium says of each."""

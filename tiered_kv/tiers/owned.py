@@ -24,11 +24,10 @@ from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer, Turn
-from tiered_kv.tiers.gate import Give
 from tiered_kv.tiers.journal import Journal
-from tiered_kv.tiers.records import Encoded, Refusals
+from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
-from tiered_kv.tiers.storage import WRITTEN, BlockIO, StorageTier, TierParts
+from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, Mask, ReadReport, WriteReport, which
 from tiered_kv.values.errors import (
     BackendUnavailableError,
@@ -170,7 +169,6 @@ class OwnedTier(StorageTier, BookedTier):
             turn.give_back()
             self._end_write(writing, io.then)
             return
-        there = Blocks.some(io.blocks, writing.todo.tolist())
 
         def end(outcomes: list[Outcome], error: str) -> None:
             doomed = self._commit(writing, outcomes)
@@ -187,50 +185,19 @@ class OwnedTier(StorageTier, BookedTier):
             finally:
                 self._end_write(writing, io.then)
 
-        def encoded(made: Encoded, give_back: Give) -> None:
-            def ended(outcomes: list[Outcome], error: str) -> None:
-                if error != CLOSED:
-                    give_back()
-                end(made.outcomes(outcomes), error or made.error)
+        def write(at: Slots | None, records: Sequence[Block], make: Make | None) -> Writing:
+            names, slots = writing.batch.names, writing.slots
+            if at is not None:
+                names, slots = names[at], slots[at]
+            self._in_write[writing] = names, slots
+            hidden, more = self.records.names(names), {"make": make} if make else {}
+            return (
+                partial(self.backend.begin_write, self.group, slots.copy(), hidden, records, make) if make else None,
+                partial(self.backend.write, self.group, slots.copy(), hidden, records, **more),
+            )
 
-            self._write_records(turn, writing, made.records, None, on_late, ended, at=made.at)
-
-        if self.backend.makes_records and not self._stages:
-            make = self.records.making(writing.batch, there, self.shape)
-            self._write_records(turn, writing, Blocks.read_only(there), make, on_late, end)
-        else:
-            self._encode(writing.batch, there, encoded)
-
-    def _write_records(
-        self,
-        turn: Turn,
-        writing: "_SlotWrite",
-        records: Sequence[Block],
-        make: Make | None,
-        on_late: Callable[[], None],
-        then: Callable[[list[Outcome], str], None],
-        *,
-        at: NDArray[np.int64] | None = None,
-    ) -> None:
-        """Write records to slots: those that are made, or are by ``make`` where they are written.
-
-        ``then`` is told what has become of them, and the error of the call.
-        """
-        names, slots = writing.batch.names, writing.slots
-        if at is not None:
-            names, slots = names[at], slots[at]
-        if not len(slots) or turn.is_off:
-            turn.give_back()
-            then([Outcome.REFUSED] * len(slots), "")
-            return
-        self._in_write[writing] = names, slots
-        hidden, more = self.records.names(names), {"make": make} if make else {}
-        turn.make(
-            partial(self.backend.begin_write, self.group, slots.copy(), hidden, records, make) if make else None,
-            partial(self.backend.write, self.group, slots.copy(), hidden, records, **more),
-            lambda answer: then(self._told(answer, len(slots)), answer.error),
-            allowed=WRITTEN, num_blocks=len(slots), on_late=on_late,
-        )  # fmt: skip
+        there, is_made_there = Blocks.some(io.blocks, writing.todo.tolist()), self.backend.makes_records
+        self._write(turn, writing.batch, there, write, on_late, end, makes_records=is_made_there)
 
     def _take_slots(self, batch: Batch, wanted: Mask) -> "_SlotWrite":
         """Reserve slots for those of the blocks that are wanted, and that the tier lacks."""

@@ -12,17 +12,16 @@ than the list holds is not encoded at all, whatever its bits are: nothing is eve
 import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.media.backend import Block, Make, Outcome, RecordShape, Recovered
+from tiered_kv.media.backend import Block, Outcome, RecordShape, Recovered
 from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
-from tiered_kv.tiers.calls import CLOSED
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
@@ -250,42 +249,18 @@ T = TypeVar("T")
 Refusals = Mapping[int, str]
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """Records of some blocks, as a backend may see them.
-
-    Attributes:
-        num_blocks: How many blocks there were.
-        at: Those whose codec keeps them, by position.
-        keys: Theirs.
-        records: Theirs.
-        error: Why none could be made, whatever is in them.
-    """
-
-    num_blocks: int
-    at: NDArray[np.int64]
-    keys: list[BlockKey]
-    records: list[Block]
-    error: str = ""
-
-    def outcomes(self, written: Sequence[Outcome]) -> list[Outcome]:
-        """Return the outcomes of all blocks; what its codec does not keep is refused."""
-        outcomes = [Outcome.FAILED if self.error else Outcome.REFUSED] * self.num_blocks
-        for at, outcome in zip(self.at.tolist(), written, strict=True):
-            outcomes[at] = outcome
-        return outcomes
-
-
 class Records:
     """Names blocks as one backend has them, and makes and verifies their records there.
 
     Attributes:
         threads: Where records are made; the cache's.
+        encrypts: Whether what is written needs memory of its own.
     """
 
     def __init__(self, threads: WorkerPool, encryption: Encryption | None) -> None:
         self.threads = threads
         self._encryption = encryption
+        self.encrypts = False
         self._seal: Seal | None = None
         self._names: NameCipher | None = None
 
@@ -298,6 +273,7 @@ class Records:
         if self._encryption is not None:
             seal = await in_a_thread(loop_calls, self._encryption.make_seal)  # it may take long
             self._seal, self._names = seal if seal.seals else None, seal.names
+            self.encrypts = seal.seals and seal.encrypts
 
     def keys(self, batch: Batch) -> list[BlockKey]:
         """Return the keys of blocks as the medium has them, in order."""
@@ -337,52 +313,40 @@ class Records:
         """Whether records are written, and read, with keys."""
         return self._seal is not None
 
-    @property
-    def encrypts(self) -> bool:
-        """Whether what is written needs memory of its own."""
-        return self._seal is not None and self._seal.encrypts
-
-    def making(self, batch: Batch, blocks: Sequence[Block], shape: RecordShape) -> Make:
-        """Return what makes the records of some of the blocks where they are, which then have their headers."""
-
-        def make(at: Sequence[int]) -> None:
-            for n, key in zip(at, self.keys(batch[np.array(at, np.int64)]), strict=True):
-                encode(key, blocks[n], codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal)
-
-        return make
-
-    def encode(
+    def making(
         self,
         batch: Batch,
         blocks: Sequence[Block],
         into: Sequence[Block],
         shape: RecordShape,
-        codec: ExponentCodec | None,
-        tasks: Tasks,
-        then: Callable[[Encoded], None],
-    ) -> None:
-        """Have a thread make records of what is in ``blocks``, and tell ``then``, on the event loop.
+        codec: ExponentCodec | None = None,
+    ) -> Callable[[Sequence[int]], list[Block | None]]:
+        """Return what makes records of some of the blocks, in any thread: None of what the codec does not keep.
 
         Args:
-            batch: Which blocks.
+            batch: Which blocks: their keys are made where their records are.
             blocks: Their payloads, which stay as they are.
             into: Gets the records: other memory if this encrypts or there is a codec, else ``blocks``.
             shape: What they are.
             codec: What makes payloads of what is in ``blocks``, if these differ.
-            tasks: Those that it belongs to.
-            then: Told what was made: nothing, with an error, if the thread failed or the cache has ended.
         """
-        keys = self.keys(batch)
 
-        def encoded(made: list[list[Block | None]] | None) -> None:
-            records = made[0] if made else [None] * len(keys)
-            at = [number for number, record in enumerate(records) if record is not None]
-            there = [record for record in records if record is not None]
-            error = "" if made else CLOSED
-            then(Encoded(len(keys), np.array(at, np.int64), [keys[number] for number in at], there, error))
+        def make(at: Sequence[int]) -> list[Block | None]:
+            made: list[Block | None] = []
+            for n, key in zip(at, self.keys(batch[np.array(at, np.int64)]), strict=True):
+                payload, record = blocks[n].payload, into[n]
+                if codec is not None:
+                    if not codec.encode(payload, record.payload):
+                        made.append(None)
+                        continue
+                    payload = record.payload
+                encode(
+                    key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=self._seal, payload=payload
+                )
+                made.append(record.read_only())  # the payload may be the CPU tier's own
+            return made
 
-        work = partial(_encode_all, keys, blocks, into, shape, codec, self._seal)
-        _in_a_thread_of(self.threads, work, tasks, encoded)
+        return make
 
     def verification(
         self,
@@ -458,8 +422,7 @@ class Verification:
 
         None: the thread failed, or the cache has ended.
         """
-        work = partial(self.verify, range(len(outcomes)), outcomes)
-        _in_a_thread_of(self._threads, work, tasks, lambda found: then(found[0] if found else None))
+        do_soon(self._threads, partial(self.verify, range(len(outcomes)), outcomes), tasks, then)
 
     async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify all of them in a thread, of which a medium has said what it found."""
@@ -486,9 +449,7 @@ class SpareBlocks:
         self._free += blocks
 
 
-def _in_a_thread_of(
-    threads: WorkerPool, work: Callable[[], T], tasks: Tasks, then: Callable[[list[T] | None], None]
-) -> None:
+def do_soon(threads: WorkerPool, work: Callable[[], T], tasks: Tasks, then: Callable[[T | None], None]) -> None:
     """Have ``work``, which touches memory that is lent, done in a thread; tell ``then`` of it.
 
     None, if it failed, or was done when the cache had ended: then nobody is to go on with what came of it.
@@ -503,7 +464,7 @@ def _in_a_thread_of(
         over()
         made = None
         try:
-            made = None if has_ended else results()
+            made = None if has_ended else results()[0]
         finally:
             then(made)
 
@@ -525,24 +486,3 @@ async def _to_the_end(future: "asyncio.Future[T]") -> T:
     if cancelled:
         raise asyncio.CancelledError
     return future.result()
-
-
-def _encode_all(
-    keys: Sequence[BlockKey],
-    blocks: Sequence[Block],
-    into: Sequence[Block],
-    shape: RecordShape,
-    codec: ExponentCodec | None,
-    seal: "Seal | None",
-) -> list[Block | None]:
-    made: list[Block | None] = []
-    for key, block, record in zip(keys, blocks, into, strict=True):
-        payload = block.payload
-        if codec is not None:
-            if not codec.encode(payload, record.payload):
-                made.append(None)
-                continue
-            payload = record.payload
-        encode(key, record, codec=shape.codec, decoded_bytes=shape.decoded_bytes, seal=seal, payload=payload)
-        made.append(record.read_only())  # the payload may be the CPU tier's own
-    return made

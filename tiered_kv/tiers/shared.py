@@ -29,11 +29,11 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, Blocks, CutPrefix, Outcome
+from tiered_kv.media.backend import Backend, Block, Blocks, CutPrefix, Outcome
 from tiered_kv.system import system
-from tiered_kv.tiers.calls import CLOSED, Answer, Outcomes, Turn, all_failed, outcomes_problem
-from tiered_kv.tiers.records import Encoded, Refusals
-from tiered_kv.tiers.storage import WRITTEN, BlockIO, StorageTier, TierParts
+from tiered_kv.tiers.calls import Answer, Turn, all_failed, outcomes_problem
+from tiered_kv.tiers.records import Refusals
+from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
@@ -569,9 +569,10 @@ class SharedTier(StorageTier):
             turn.give_back()
             io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
             return
-        serial, end_writing = self._tombstones.serial, self._begin_writing(batch.names[at])
+        asked = batch[at]
+        serial, end_writing = self._tombstones.serial, self._begin_writing(asked.names)
 
-        def end(outcomes: list[Outcome]) -> None:
+        def end(outcomes: list[Outcome], _: str) -> None:
             written[at] = [outcome is Outcome.STORED for outcome in outcomes]
             dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
             self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
@@ -583,23 +584,10 @@ class SharedTier(StorageTier):
             end_writing()
             io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
 
-        def encoded(made: Encoded, give_back: Callable[[], None]) -> None:
-            def ended(answer: Outcomes) -> None:
-                if answer.error != CLOSED:
-                    give_back()
-                end(made.outcomes(self._told(answer, len(made.at))))
+        def write(kept: NDArray[np.int64] | None, records: Sequence[Block], _: object) -> Writing:
+            return None, partial(self.backend.write, self.records.keys(asked if kept is None else asked[kept]), records)
 
-            if not len(made.at) or turn.is_off:
-                turn.give_back()
-                give_back()
-                end(made.outcomes([Outcome.REFUSED] * len(made.at)))
-                return
-            turn.make(
-                None, partial(self.backend.write, [*made.keys], made.records), ended,
-                allowed=WRITTEN, num_blocks=len(made.at), on_late=io.on_late,
-            )  # fmt: skip
-
-        self._encode(batch[at], Blocks.some(io.blocks, at.tolist()), encoded)
+        self._write(turn, asked, Blocks.some(io.blocks, at.tolist()), write, io.on_late, end)
 
     def lacks(self, batch: Batch) -> Mask:
         """Say that every block may be news: nothing is known."""

@@ -18,12 +18,12 @@ from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.media.backend import Block, Blocks, Outcome, RecordShape, Then, Verify
+from tiered_kv.media.backend import Block, Blocks, Make, Outcome, RecordShape, Then, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
-from tiered_kv.tiers.calls import Calls, Outcomes, Turn
+from tiered_kv.tiers.calls import CLOSED, Calls, Outcomes, Turn
 from tiered_kv.tiers.gate import Priority, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
-from tiered_kv.tiers.records import Encoded, ExponentCodec, Records, Refusals, SpareBlocks, Verification
+from tiered_kv.tiers.records import ExponentCodec, Records, Refusals, SpareBlocks, Verification, do_soon
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
 from tiered_kv.values.errors import Reason, TierFault, in_words
@@ -66,6 +66,8 @@ class TierParts:
 
 
 R = TypeVar("R")
+Writing = tuple[Callable[[Then], bool] | None, Callable[[], Awaitable[list[Outcome]]]]
+"""What has threads of the medium begin a write, if they can, and what makes it else: see `Turn.make`."""
 
 
 @dataclass
@@ -424,32 +426,78 @@ class StorageTier(Tier):
         self.counters.block_bytes_written += num_stored * (self.shape.decoded_bytes or self.shape.payload_bytes)
         return outcomes
 
-    @property
-    def _stages(self) -> bool:
-        """Whether records are made in memory of their own, as their payloads are not what is in slots."""
-        return self._codec is not None or self.records.encrypts
-
-    def _encode(
-        self, batch: Batch, blocks: Sequence[Block], then: Callable[[Encoded, Callable[[], None]], None]
+    def _write(
+        self,
+        turn: Turn,
+        batch: Batch,
+        blocks: Sequence[Block],
+        write: Callable[[NDArray[np.int64] | None, Sequence[Block], Make | None], Writing],
+        on_late: Callable[[], None],
+        then: Callable[[list[Outcome], str], None],
+        *,
+        makes_records: bool = False,
     ) -> None:
-        """Have threads make the records; tell ``then`` of them, and what to call once the medium has let go of them.
+        """Have records made of the blocks, and written: those that the codec keeps.
 
-        That is not called for a write of which nobody can tell whether they are still read.
+        Args:
+            turn: Ours.
+            batch: Which blocks.
+            blocks: Their memory.
+            write: Says how the medium writes records, of the blocks at some positions, or of all: None.
+            on_late: Called when the medium is late.
+            then: Told what has become of each block, and the error of the call, or why no record could be made.
+            makes_records: Whether the medium makes records where it writes them: then ``write`` is given what does so,
+                unless payloads are not what is in slots, and records need memory of their own.
         """
+        n, stages = len(batch.names), self._codec is not None or self.records.encrypts
+        if makes_records and not stages:
+            make = self.records.making(batch, blocks, blocks, self.shape)
+            self._write_records(turn, n, write(None, Blocks.read_only(blocks), make), on_late, then)
+            return
+        staged: list[Block] = []
+
+        def made(kept: Sequence[Block | None], error: str = "") -> None:
+            at = [position for position, record in enumerate(kept) if record is not None]
+            if len(at) < n and not error:
+                self.health.emit(BlocksNotEncoded(self.name, n - len(at), self.shape.codec))
+
+            def end(outcomes: list[Outcome], why: str) -> None:
+                if why != CLOSED:  # else nobody can tell whether they are still read
+                    self._spare_blocks.give(staged)
+                written, unkept = dict(zip(at, outcomes, strict=True)), Outcome.FAILED if error else Outcome.REFUSED
+                then([written.get(position, unkept) for position in range(n)], why or error)
+
+            records = [record for record in kept if record is not None]
+            self._write_records(turn, len(at), write(np.array(at, np.int64), records, None), on_late, end)
+
         try:
             next(iter(blocks), None)  # for which those that are lent take their headers
-            staged = self._spare_blocks.take(len(batch)) if self._stages else blocks
+            staged += self._spare_blocks.take(n) if stages else ()
         except OSError as error:  # the system has no memory for them
-            self.health.emit(TierFailed(self.name, "write", words := in_words(error), len(batch)))
-            then(Encoded(len(batch), np.empty(0, np.int64), [], [], words), partial(self._spare_blocks.give, ()))
+            self.health.emit(TierFailed(self.name, "write", words := in_words(error), n))
+            made((), words)
             return
+        make = self.records.making(batch, blocks, staged or blocks, self.shape, self._codec)
+        work = partial(make, range(n))
+        do_soon(self.records.threads, work, self._tasks, lambda kept: made(kept or (), "" if kept else CLOSED))
 
-        def made(encoded: Encoded) -> None:
-            if len(encoded.at) < len(batch) and not encoded.error:
-                self.health.emit(BlocksNotEncoded(self.name, len(batch) - len(encoded.at), self.shape.codec))
-            then(encoded, partial(self._spare_blocks.give, () if staged is blocks else staged))
-
-        self.records.encode(batch, blocks, staged, self.shape, self._codec, self._tasks, made)
+    def _write_records(
+        self,
+        turn: Turn,
+        n: int,
+        writing: Writing,
+        on_late: Callable[[], None],
+        then: Callable[[list[Outcome], str], None],
+    ) -> None:
+        """Have ``n`` records written, unless there are none, or such calls have come to hang."""
+        if not n or turn.is_off:
+            turn.give_back()
+            then([Outcome.REFUSED] * n, "")
+            return
+        turn.make(
+            *writing, lambda answer: then(self._told(answer, n), answer.error),
+            allowed=WRITTEN, num_blocks=n, on_late=on_late,
+        )  # fmt: skip
 
     def _begin_writing(self, names: Names) -> Callable[[], None]:
         """Let `forget` wait for what is done with these blocks on the medium, until what this returns is called."""
