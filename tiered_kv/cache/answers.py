@@ -186,7 +186,7 @@ async def _key_in(tier: OwnedTier, names: Names, slots: Slots) -> BlockKey | Non
     try:
         answer = await tier.calls.make(
             "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE), until_late=True,
-            problem_of=outcomes_problem(1, READ), is_failure=all_failed,
+            problem_of=partial(outcomes_problem, 1, READ), is_failure=all_failed,
         )  # fmt: skip
     finally:
         if not is_reading:

@@ -318,7 +318,7 @@ class Turn:
             on_late: Called at the moment when it is late: nobody has to wait for its bytes from then on.
         """
         calls, lends, loop = self._calls, self._waiter.lends, asyncio.get_running_loop()
-        problem_of = outcomes_problem(num_blocks, allowed)
+        problem_of = partial(outcomes_problem, num_blocks, allowed)
         late = both(self._give_bytes, on_late)
         underway = _Underway(calls, self._doing, self._turns, num_blocks, calls.health.timeout_s, late)
         is_told = False
@@ -528,20 +528,16 @@ def all_failed(outcomes: Sequence[Outcome]) -> bool:
     return 0 < len(outcomes) == outcomes.count(Outcome.FAILED)
 
 
-def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...]) -> Callable[[list[Outcome]], str]:
-    """Return what says whether a backend answered as it should: one outcome a block, of those that such a call has."""
-
-    def problem_of(outcomes: list[Outcome] | None) -> str:  # a backend of others may have forgotten to answer
-        if outcomes is None:
-            return f"no outcomes for {num_blocks} blocks"
-        if len(outcomes) != num_blocks:
-            return f"{len(outcomes)} outcomes for {num_blocks} blocks"
-        if sum(map(outcomes.count, allowed)) < num_blocks:
-            odd = next(each for each in outcomes if each not in allowed)
-            return f"no outcome of such a call: {odd!r:.80}"
-        return ""
-
-    return problem_of
+def outcomes_problem(num_blocks: int, allowed: tuple[Outcome, ...], outcomes: list[Outcome] | None) -> str:
+    """Say what is wrong with a backend's answer: one outcome a block is right, of those that such a call has."""
+    if outcomes is None:  # a backend of others may have forgotten to answer
+        return f"no outcomes for {num_blocks} blocks"
+    if len(outcomes) != num_blocks:
+        return f"{len(outcomes)} outcomes for {num_blocks} blocks"
+    if sum(map(outcomes.count, allowed)) < num_blocks:
+        odd = next(each for each in outcomes if each not in allowed)
+        return f"no outcome of such a call: {odd!r:.80}"
+    return ""
 
 
 def both(first: Callable[[], object], then: Callable[[], object]) -> Callable[[], None]:

@@ -518,7 +518,7 @@ class SharedTier(StorageTier):
             lambda: self.backend.lookup(self.records.keys(batch)),
             num_blocks=n,
             until_late=True,
-            problem_of=outcomes_problem(n, _LOOKED_UP),
+            problem_of=partial(outcomes_problem, n, _LOOKED_UP),
             is_failure=all_failed,
         )
         if faults is not None and not answer.is_well:

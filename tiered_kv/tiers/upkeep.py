@@ -7,6 +7,7 @@ A broken block is removed before anyone waits for it, and one that is never aske
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -149,7 +150,7 @@ async def _wrong(
     n = len(names)
     answer = await tier.calls.make(
         "read", lambda: read(tier.group, slots, blocks), num_blocks=n, waiter=waiter, on_late=on_late,
-        problem_of=outcomes_problem(n, READ), is_failure=all_failed,
+        problem_of=partial(outcomes_problem, n, READ), is_failure=all_failed,
     )  # fmt: skip
     if not answer.was_made:
         return None
