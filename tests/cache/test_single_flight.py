@@ -187,7 +187,7 @@ async def test_prefetches_stay_within_their_quota(quota: int) -> None:
         for _ in range(20):
             await asyncio.sleep(0)
         assert 2 * medium.on_read.num_held <= max(quota, 2)
-        assert inside(kv).chains[0].limits.prefetches.in_flight >= 2 * PAYLOAD_BYTES * medium.on_read.num_held
+        assert inside(kv).chains[0].quotas.prefetches.in_flight >= 2 * PAYLOAD_BYTES * medium.on_read.num_held
         medium.on_read.release()
         assert [(await handle).num_blocks for handle in handles] == [6] * 5
         await until_idle(kv)

@@ -140,7 +140,7 @@ def assert_nothing_left(kv: TieredKV) -> None:
         assert not len(chain.sought)
         assert not chain.unwritten.is_under_way(chain.unwritten.now + 1)
         assert chain.room.num_waiting == 0
-        assert chain.limits.prefetches.in_flight == 0
+        assert chain.quotas.prefetches.in_flight == 0
         assert [tier.calls.budget.in_flight for tier in chain.storage] == [0] * len(chain.storage)
         assert [tier.calls.budget.room.num_waiting for tier in chain.storage] == [0] * len(chain.storage)
 

@@ -57,7 +57,7 @@ class Draining:
 async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
     """Take no more stores, write what there is; say whether all is written, or gone if it is to be, in time."""
     for chain in cache.chains:
-        chain.limits.takes_stores = False
+        chain.quotas.takes_stores = False
     writing = cache.tasks.spawn(_write_all(cache), "drain")
     try:
         await asyncio.wait({writing}, timeout=cache.limits.close_timeout_s if timeout_s is None else timeout_s)

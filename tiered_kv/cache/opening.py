@@ -21,9 +21,9 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.settings.chain_settings import GPUTier, tier_name
 from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.settings.settings import CacheLimits
-from tiered_kv.tiers.chain import Chain
+from tiered_kv.tiers.chain import Chain, Quotas
 from tiered_kv.tiers.fates import Fates, IndexPlace
-from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Limits, Pace
+from tiered_kv.tiers.gate import Bandwidth, Budget, Pace
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
@@ -128,7 +128,7 @@ async def _build_chains(
         ConfigurationError: A capacity or limit below one block, or more memory than the machine will give.
     """
     clock, emit = asyncio.get_running_loop().time, parts.emit
-    tiers, cache_limits = parts.tiers, parts.limits
+    tiers, limits, quotas = parts.tiers, parts.limits, Quotas(parts.limits, clock)
     if isinstance(parts.device, Device):
         device = parts.device
     else:
@@ -142,29 +142,18 @@ async def _build_chains(
 
     host_blocks = _num_blocks("cpu", tiers.cpu.capacity, needed) if tiers.cpu.capacity else 0
     gpu_blocks = _num_blocks("gpu", tiers.gpu.capacity, needed) if tiers.gpu else 0
-    _check_one_fits(cache_limits, max(kind.slot_stride_bytes for kind in kinds))
-    num_bounce = _bounce_slots(cache_limits.bounce, kinds)
+    _check_one_fits(limits, max(kind.slot_stride_bytes for kind in kinds))
+    num_bounce = _bounce_slots(limits.bounce, kinds)
     most_host_blocks = max(host_blocks, blocks_within(tiers.cpu.max_capacity or 0, needed))
     # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
     host_bytes = needed(most_host_blocks if device.kind == "cuda" else host_blocks)
     host_bytes += sum(n * kind.slot_stride_bytes for n, kind in zip(num_bounce, kinds, strict=True))
     others_bytes = needed(gpu_blocks) if device.kind == "cpu" else 0  # there the pool is host memory
     if len(parts.shards) == 1:  # else nothing can be swapped
-        others_bytes += cache_limits.swap_space * len(parts.layout.groups)
+        others_bytes += limits.swap_space * len(parts.layout.groups)
     check_host_memory(host_bytes + others_bytes)
     if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
         emit(PageLockingDoubted(doubt))
-    limits = Limits(
-        window_bytes=cache_limits.window,
-        reads_in_flight=cache_limits.reads_in_flight,
-        promote=cache_limits.promote,
-        store_timeout_s=cache_limits.store_timeout_s,
-        store_queue=Backlog(cache_limits.store_queue),
-        prefetches=Budget(cache_limits.prefetch_quota),
-        low_water=cache_limits.low_water,
-        clean_after_s=cache_limits.clean_after_s,
-        clean_bandwidth=Bandwidth(cache_limits.clean_bandwidth, clock),
-    )
     is_written_back = any(part.settings.write == "back" for part in tiers.storage)
     tell = _listen(device, services.loop_calls, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
@@ -205,6 +194,7 @@ async def _build_chains(
             tasks=services.tasks,
             emit=emit,
             limits=limits,
+            quotas=quotas,
             codec=kind.codec,
             fates=fates,
             on_admitted=write_admitted,

@@ -265,7 +265,7 @@ class Seat(EngineSide):
     @override
     def swap_space(self, group: int) -> SwapSpace:
         chain, caches = self.of_rank(group), self.bindings.caches_of(group)
-        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window_bytes)
+        side = SwapSide(chain.h2d.device, chain.loop_calls, chain.emit, chain.limits.window)
         return self.swaps.of(group, side, caches, int(self.cache.limits.swap_space), self.lifetime)
 
     @override
@@ -309,7 +309,7 @@ def cache_statistics(chains: Sequence[Chain], fates: Fates, pins: Pins, num_tran
     return CacheStatistics(
         tiers=tuple(_tier_statistics(chains, number) for number in range(len(chains[0].names))),
         transfers=num_transfers,
-        store_queue_bytes=chains[0].limits.store_queue.num_bytes,
+        store_queue_bytes=chains[0].quotas.store_queue.num_bytes,
         bounce_free=sum(each.transient_free for each in host),
         bounce_slots=sum(chain.host.index.num_transient for chain in chains),
         requested=fates.requested,

@@ -20,9 +20,10 @@ from tiered_kv.catalog.table import names_at
 from tiered_kv.catalog.uses import AdmissionFilter, Fate, said_of
 from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
+from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.fills import Fills
-from tiered_kv.tiers.gate import Limits, Priority, Room, Waiter
+from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Priority, Room, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
@@ -49,6 +50,23 @@ _MOST_USES: Final = 1 << 20
 """Remembered for admission: 16 to 32 bytes each."""
 _RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 64, 256
 """How many windows are moved as one where no storage tier takes part; more only of so few blocks."""
+
+
+class Quotas:
+    """What the transfers of one cache share, as its limits say; shared by its chains.
+
+    Attributes:
+        store_queue: Of what is to be written down.
+        prefetches: Of their bytes in flight.
+        clean_bandwidth: Of what has waited to be written.
+        takes_stores: False once the cache drains.
+    """
+
+    def __init__(self, limits: CacheLimits, clock: Callable[[], float]) -> None:
+        self.store_queue = Backlog(limits.store_queue)
+        self.prefetches = Budget(limits.prefetch_quota)
+        self.clean_bandwidth = Bandwidth(limits.clean_bandwidth, clock)
+        self.takes_stores = True
 
 
 @dataclass(eq=False)
@@ -85,7 +103,8 @@ class Chain:
     loop_calls: LoopCalls
     tasks: Tasks
     emit: Emit
-    limits: Limits
+    limits: CacheLimits
+    quotas: Quotas
     codec: Codec | None
     fates: Fates
     on_admitted: Callable[["Chain", StorageTier, Batch, int | None], None]
@@ -111,7 +130,7 @@ class Chain:
         self.fills = Fills(self.host, sources, self.room)
         transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
         most = transient // max(4, num_takers)
-        self.window_blocks = size = max(1, min(self.limits.window_bytes // self.stride_bytes, most))
+        self.window_blocks = size = max(1, min(self.limits.window // self.stride_bytes, most))
         self.most_window = max(size, min(_LONGEST * size, most))
         self._least_share = size if num_takers * size <= transient else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.

@@ -472,22 +472,6 @@ class Backlog:
         self.num_bytes -= num_bytes
 
 
-@dataclass
-class Limits:
-    """What bounds the transfers of one cache; shared by its chains."""
-
-    window_bytes: int
-    reads_in_flight: int
-    promote: bool
-    store_timeout_s: float
-    store_queue: Backlog
-    prefetches: Budget
-    low_water: float
-    clean_after_s: float
-    clean_bandwidth: Bandwidth
-    takes_stores: bool = True
-
-
 _FADE: Final = 0.9
 """Of the weight of each read before, at one more: some ten reads count."""
 _SPREAD: Final = 0.05

@@ -154,7 +154,7 @@ class HeldStore:
             self._is_left = present & ~chain.host.index.ready(batch.names)
         left = self._is_left[: len(batch)]
         self._is_wanted = chain.host.left.add(batch.names[left])  # of what is left, what nobody has evicted
-        self._why_nothing = Reason.NO_ROOM if chain.limits.takes_stores else Reason.DRAINING
+        self._why_nothing = Reason.NO_ROOM if chain.quotas.takes_stores else Reason.DRAINING
         self._came = chain.unwritten.now
         self._is_given_up = np.zeros(len(batch), np.bool_)
         chain.unwritten.held[self] = self._given_up
@@ -237,13 +237,13 @@ Held = HeldLoad | HeldStore
 def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
     """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
     # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
-    fits = all(chain.limits.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
+    fits = all(chain.quotas.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
     held: list[HeldStore] = []
     for chain, batch in batches:
         reservation = chain.reserve(chain.host, batch if fits else batch[:0])
         assert reservation is not None  # noqa: S101 - it fits, as was said
         present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)
-        if not fits and chain.limits.takes_stores:  # what is there is stored again all the same
+        if not fits and chain.quotas.takes_stores:  # what is there is stored again all the same
             there, came = batch[present], chain.unwritten.begin()
             _send_on(chain, there, came)
             chain.count_use(there, came)

@@ -130,7 +130,7 @@ class Prefetch(Revocable):
             return 0
         with ExitStack() as stack:
             if self._deadline is None:
-                quota = chain.limits.prefetches
+                quota = chain.quotas.prefetches
                 stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
             self.brought.hold_rest(chain.host, self._batch.names[start:])
             async with asyncio.timeout_at(self._deadline):

@@ -105,7 +105,7 @@ class Store(Revocable):
         self._goes_down = bool(chain.written) or gpu is not None
         self._keeps = any(tier.index.num_slots for tier in self._memory)
         self._has_to_ask = not self._keeps and any(tier.is_shared for tier in chain.written)
-        self._takes_stores = chain.limits.takes_stores
+        self._takes_stores = chain.quotas.takes_stores
         self._tally = Tally([*self._memory, *chain.storage])
         # A store longer than a tier must not evict its own head: past this many, blocks go to the next tier.
         self._may_keep = {tier.name: tier.index.room_for(batch.names) for tier in self._memory}

@@ -499,10 +499,10 @@ def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> 
     num_bytes = n * chain.stride_bytes
 
     def done() -> None:
-        chain.limits.store_queue.done(num_bytes)
+        chain.quotas.store_queue.done(num_bytes)
         ended()
 
-    if not down.is_done and chain.limits.store_queue.accept(num_bytes):
+    if not down.is_done and chain.quotas.store_queue.accept(num_bytes):
         down.start(done)
     else:
         down.give_up()
@@ -589,7 +589,7 @@ class Cleaner:
                     await self._woken.wait()
 
     async def _clean(self, tier: MemoryTier, waiting: Waiting) -> None:
-        bandwidth = self._chain.limits.clean_bandwidth
+        bandwidth = self._chain.quotas.clean_bandwidth
         left = len(waiting)  # what comes back was tried, and has to wait for the next time
         while left > 0 and len(waiting) and self._can_write(tier):
             is_low, lag_s = self._is_low(tier, waiting), self._lag_s(waiting)
