@@ -12,7 +12,7 @@ load or store begins there.
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from types import TracebackType
@@ -31,7 +31,7 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.transfers.handles import Handle, LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
 from tiered_kv.transfers.swap import Copies, Moves, Swap
 from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ClosedError
@@ -131,12 +131,11 @@ class TransferCalls(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        return self._start_load(
-            LoadCall(
-                keys=keys, into=into, after=after, deadline_s=deadline_s, priority=priority, layerwise=layerwise,
-                gaps=gaps, order=order,
-            )
+        call = LoadCall(
+            keys=keys, into=into, after=after, deadline_s=deadline_s, priority=priority, layerwise=layerwise,
+            gaps=gaps, order=order,
         )  # fmt: skip
+        return self._load(call)()
 
     def start_store(
         self,
@@ -167,9 +166,8 @@ class TransferCalls(ABC):
             ConfigurationError, LayoutMismatchError: Arguments that cannot be right. Nothing has moved.
             ClosedError: The cache is not open.
         """
-        return self._start_store(
-            StoreCall(keys=keys, source=source, after=after, epoch=epoch, layerwise=layerwise, hint=hint)
-        )
+        call = StoreCall(keys=keys, source=source, after=after, epoch=epoch, layerwise=layerwise, hint=hint)
+        return self._store(call)()
 
     # From any thread, for engines with a synchronous loop: nothing waits for the event loop.
 
@@ -360,33 +358,25 @@ class TransferCalls(ABC):
             ConfigurationError: This is another thread or event loop.
         """
 
-    @abstractmethod
-    def _start_load(self, call: LoadCall) -> LoadHandle:
-        """Check a load, enqueue its wait, and begin it.
-
-        Raises:
-            ClosedError, ConfigurationError, LayoutMismatchError: As `start_load` and `_open` say.
-        """
-
-    @abstractmethod
-    def _start_store(self, call: StoreCall) -> StoreHandle:
-        """Check a store, enqueue its wait, and begin it.
-
-        Raises:
-            ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.
-        """
-
-    @abstractmethod
     def _submit_load(self, call: LoadCall) -> LoadTicket:
-        """Check a load and enqueue its wait, in any thread, and have the event loop begin it.
+        submissions = self._open(anywhere=True).submissions
+        return submissions.submit(self._load(call, anywhere=True), partial(load_failed, len(call.keys)), call.whose)
+
+    def _submit_store(self, call: StoreCall) -> StoreTicket:
+        submissions = self._open(anywhere=True).submissions
+        return submissions.submit(self._store(call, anywhere=True), partial(store_failed, len(call.keys)), call.whose)
+
+    @abstractmethod
+    def _load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        """Check a load and enqueue its wait, as `_open` says where; return what begins it on the event loop.
 
         Raises:
             ClosedError, ConfigurationError, LayoutMismatchError: As `start_load` and `_open` say.
         """
 
     @abstractmethod
-    def _submit_store(self, call: StoreCall) -> StoreTicket:
-        """Check a store and enqueue its wait, in any thread, and have the event loop begin it.
+    def _store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        """Do so for a store.
 
         Raises:
             ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.

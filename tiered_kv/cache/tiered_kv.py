@@ -76,7 +76,7 @@ from tiered_kv.transfers.handles import Handle, LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle, hold_on_host, start_prefetch
 from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import BlocksLookedUp, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.hints import ReuseHint, check_hint
@@ -347,26 +347,12 @@ class TierCalls(BlockCache):
         return seat
 
     @override
-    def _start_load(self, call: LoadCall) -> LoadHandle:
-        request = self._open().load_request(call)
-        return start_load(request)
+    def _load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        return partial(start_load, self._open(anywhere=anywhere).load_request(call))
 
     @override
-    def _start_store(self, call: StoreCall) -> StoreHandle:
-        request = self._open().store_request(call)
-        return start_store(request)
-
-    @override
-    def _submit_load(self, call: LoadCall) -> LoadTicket:
-        seat = self._open(anywhere=True)
-        request = seat.load_request(call)
-        return seat.submissions.submit(partial(start_load, request), partial(load_failed, len(call.keys)), call.whose)
-
-    @override
-    def _submit_store(self, call: StoreCall) -> StoreTicket:
-        seat = self._open(anywhere=True)
-        request = seat.store_request(call)
-        return seat.submissions.submit(partial(start_store, request), partial(store_failed, len(call.keys)), call.whose)
+    def _store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        return partial(start_store, self._open(anywhere=anywhere).store_request(call))
 
 
 def _looked_up(seat: Seat, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]) -> LookupResult:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
@@ -48,7 +48,7 @@ from tiered_kv.tiers.changes import Changes
 from tiered_kv.transfers.handles import LoadHandle
 from tiered_kv.transfers.prefetch import HostLease, PrefetchHandle
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.submissions import LoadTicket, StoreTicket, load_failed, store_failed
+from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, SequencePreempted
 from tiered_kv.values.integers import as_int
@@ -108,25 +108,11 @@ class FarCalls(AskedCalls):
     def _open(self, *, anywhere: bool = False) -> FarSide:
         return self._connection.here(anywhere=anywhere)
 
-    def _start_load(self, call: LoadCall) -> LoadHandle:
-        request = self._starts.load_request(call, self._open())
-        return self._starts.begin_load(request)
+    def _load(self, call: LoadCall, *, anywhere: bool = False) -> Callable[[], LoadHandle]:
+        return partial(self._starts.begin_load, self._starts.load_request(call, self._open(anywhere=anywhere)))
 
-    def _start_store(self, call: StoreCall) -> StoreHandle:
-        request = self._starts.store_request(call, self._open())
-        return self._starts.begin_store(request)
-
-    def _submit_load(self, call: LoadCall) -> LoadTicket:
-        side = self._open(anywhere=True)
-        request = self._starts.load_request(call, side)
-        begin, failed = partial(self._starts.begin_load, request), partial(load_failed, len(call.keys))
-        return side.submissions.submit(begin, failed, call.whose)
-
-    def _submit_store(self, call: StoreCall) -> StoreTicket:
-        side = self._open(anywhere=True)
-        request = self._starts.store_request(call, side)
-        begin, failed = partial(self._starts.begin_store, request), partial(store_failed, len(call.keys))
-        return side.submissions.submit(begin, failed, call.whose)
+    def _store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
+        return partial(self._starts.begin_store, self._starts.store_request(call, self._open(anywhere=anywhere)))
 
     def poll(self, timeout_s: float = 0.0) -> list[tuple[LoadTicket, LoadResult] | tuple[StoreTicket, StoreResult]]:
         """See `BlockCache.poll`."""
