@@ -1,13 +1,11 @@
 """A cache that a server of this host keeps: how it is made, by `TieredKV.connect`, and opened and closed.
 
-The server decides and has the storage; this process copies between its tensors and memory that both have mapped. While
-no server is there lookups miss, loads bring 0 blocks, and stores are dropped and counted; it is attached again as soon
-as there is one. Nothing of that raises where an engine serves.
-
-What a client of a host's server answers: it asks the server, or starts what moves blocks in this process.
+The server decides and has the storage; this process copies between its tensors and memory that both have mapped. So a
+call asks the server, or starts what moves blocks in this process.
 
 What is promised is said in `BlockCache` and `TransferCalls`, and here what differs. While no server is there, or none
-answers in time, nothing raises where an engine serves.
+answers in time, lookups miss, loads bring 0 blocks, and stores are dropped and counted; it is attached again as soon as
+there is one. Nothing of that raises where an engine serves.
 """
 
 import asyncio
@@ -58,17 +56,39 @@ from tiered_kv.values.log import guarded, log, log_event
 from tiered_kv.values.results import CacheStatistics, LoadResult, PinResult, PrefetchResult, StoreResult, SwapOutResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
+_SCHEME: Final = "unix"
 
-class FarCalls(AskedCalls):
-    """The calls of a client, from its opening to its closing."""
+
+class ConnectedKV(AskedCalls):
+    """A cache whose tiers are a server's; made by `TieredKV.connect`. Its calls are those of `BlockCache`."""
 
     def __init__(
-        self, connection: Connection, model: ModelIdentity, layout: KVLayout, shards: Sequence[Shard], emit: Emit
+        self,
+        url: str,
+        *,
+        model: ModelIdentity,
+        layout: KVLayout,
+        shard: Shard | tuple[Shard, ...] | None = None,
+        device: DeviceLike | None = None,
+        emit: Emit | Sequence[Emit] = log_event,
+        name: str = "",
+        read_only: bool = False,
+        timeout_s: float = 5.0,
     ) -> None:
-        """Ask by way of ``connection``, and tell ``emit`` how transfers end."""
+        """See `TieredKV.connect`."""
+        if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
+            raise ConfigurationError("connect() needs model=ModelIdentity(...) and layout=KVLayout(...)")
+        check_seconds("timeout_s", timeout_s)
+        name = name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"  # noqa: PTH119 - of no path
+        shards, emit = check_shards(shard), guarded(check_emit(emit))
+        device = resolve(device)
+        kind = device.kind if isinstance(device, Device) else torch.device(device).type
+        page_locks = kind != "cpu" and not read_only  # what is only read is mapped otherwise, and copied by the CPU
+        opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
+        make_side = partial(FarSide, device, layout, shards, emit)
+        self._connection = connection = Connection(_path_in(url), opening, make_side, timeout_s)
         self._starts = Starts(connection, epoch_digest(model.weights), emit)
         super().__init__(Asking(connection, self._starts, shards))
-        self._connection = connection
         self._model = model
         self._layout = layout
         self._shards = shards
@@ -205,6 +225,25 @@ class FarCalls(AskedCalls):
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
 
+    # Opening and closing.
+
+    async def __aenter__(self) -> Self:
+        """Attach.
+
+        Raises:
+            ConfigurationError: The server refuses this client, or is of another version.
+            BackendUnavailableError: There is none, within the time of a call.
+        """
+        await self._connection.open()
+        jobs = FarJobs(self._connection, len(self._shards))
+        self._planner = FarPlanner(self._connection, self._starts, jobs)
+        self._subscribers = FarSubscribers(self._connection)
+        return self
+
+    async def aclose(self) -> None:
+        """See `BlockCache.aclose`. What was stored stays with the server; what is leased, for its block."""
+        await self._connection.aclose()
+
 
 class _FarLease(AbstractAsyncContextManager[HostLease]):
     """A lease of the server's slots.
@@ -247,58 +286,6 @@ def _views(there: Attachment, answer: protocol.Leased) -> list[memoryview]:
     except (KeyError, wire.WireError, ConfigurationError) as error:
         log("error", "host.server_broken", error=f"a lease of slots that are not there: {error}")
         return []
-
-
-_SCHEME: Final = "unix"
-
-
-class ConnectedKV(FarCalls):
-    """A cache whose tiers are a server's; made by `TieredKV.connect`. Its calls are those of `BlockCache`."""
-
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: ModelIdentity,
-        layout: KVLayout,
-        shard: Shard | tuple[Shard, ...] | None = None,
-        device: DeviceLike | None = None,
-        emit: Emit | Sequence[Emit] = log_event,
-        name: str = "",
-        read_only: bool = False,
-        timeout_s: float = 5.0,
-    ) -> None:
-        """See `TieredKV.connect`."""
-        if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
-            raise ConfigurationError("connect() needs model=ModelIdentity(...) and layout=KVLayout(...)")
-        check_seconds("timeout_s", timeout_s)
-        name = name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"  # noqa: PTH119 - of no path
-        shards, emit = check_shards(shard), guarded(check_emit(emit))
-        device = resolve(device)
-        kind = device.kind if isinstance(device, Device) else torch.device(device).type
-        page_locks = kind != "cpu" and not read_only  # what is only read is mapped otherwise, and copied by the CPU
-        opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
-        make_side = partial(FarSide, device, layout, shards, emit)
-        super().__init__(Connection(_path_in(url), opening, make_side, timeout_s), model, layout, shards, emit)
-
-    # Opening and closing.
-
-    async def __aenter__(self) -> Self:
-        """Attach.
-
-        Raises:
-            ConfigurationError: The server refuses this client, or is of another version.
-            BackendUnavailableError: There is none, within the time of a call.
-        """
-        await self._connection.open()
-        jobs = FarJobs(self._connection, len(self._shards))
-        self._planner = FarPlanner(self._connection, self._starts, jobs)
-        self._subscribers = FarSubscribers(self._connection)
-        return self
-
-    async def aclose(self) -> None:
-        """See `BlockCache.aclose`. What was stored stays with the server; what is leased, for its block."""
-        await self._connection.aclose()
 
 
 def _path_in(url: str) -> str:
