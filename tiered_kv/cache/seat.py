@@ -32,7 +32,7 @@ from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.values.errors import ClosedError, ConfigurationError
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import as_int, as_rank
 from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, Shard, StoredKeys, epoch_digest
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import CacheStatistics, TierStatistics
@@ -279,9 +279,7 @@ class Seat(EngineSide):
     def namespace(self, salt_id: bytes, *, group: int, rank: int) -> Namespace:
         """Return what names the blocks of a tenant, by a digest of its salt; from any thread."""
         chains = self.of_group(group)
-        if (rank := as_int("a rank", rank)) >= len(chains):
-            raise ConfigurationError(f"rank {rank} of {len(chains)}: this cache has no such rank")
-        return chains[rank].naming.namespace(salt_id, self.epoch)
+        return chains[as_rank(rank, len(chains))].naming.namespace(salt_id, self.epoch)
 
     def namespaces(self) -> list[Namespace]:
         """Return what names the blocks of a prompt without a salt, by KV group; on the first rank."""

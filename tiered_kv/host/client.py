@@ -49,7 +49,7 @@ from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.submissions import LoadTicket, StoreTicket
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import BlocksPrefetched, Emit, EpochAdvanced, SequencePreempted
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import as_rank
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Namespace, Shard, epoch_digest, salt_digest
 from tiered_kv.values.layout import KVLayout, fingerprint
 from tiered_kv.values.log import guarded, log, log_event
@@ -220,10 +220,9 @@ class ConnectedKV(AskedCalls):
         """See `BlockCache.namespace`."""
         here = self._connection.here(anywhere=True)
         here.group(group)
-        if (rank := as_int("a rank", rank)) >= len(self._shards):
-            raise ConfigurationError(f"rank {rank} of {len(self._shards)}: this cache has no such rank")
+        shard = self._shards[as_rank(rank, len(self._shards))]
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
-        return Namespace(name, self._starts.epoch, salt_digest(salt), self._shards[rank].part)
+        return Namespace(name, self._starts.epoch, salt_digest(salt), shard.part)
 
     # Opening and closing.
 

@@ -47,6 +47,7 @@ from tiered_kv.transfers.jobs import Job, JobBook, named_of, with_a_worker
 from tiered_kv.transfers.workers import Process, WorkerProcesses
 from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError
 from tiered_kv.values.hints import ReuseHint, check_hint
+from tiered_kv.values.integers import as_rank
 from tiered_kv.values.keys import BlockKeys, StoredKeys, epoch_digest, stored_keys
 from tiered_kv.values.log import log
 from tiered_kv.values.plan import JobResult, Move, Outcomes, Plan, SlabHandle
@@ -312,7 +313,7 @@ class FarJobs(JobBook):
 
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
         """See `Job.complete`."""
-        rank = self._rank(rank)
+        rank = as_rank(rank, self.num_ranks)
         # Of one that has ended here too: the server may hold its slots until it hears of them.
         if (far := self._underway.get(job) or self._sent.get(job.number)) is not None:
             at = np.flatnonzero(named_of(far.request.keys, keys))

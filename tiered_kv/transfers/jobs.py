@@ -33,7 +33,7 @@ from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.workers import WorkerProcesses
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import as_int, as_rank
 from tiered_kv.values.keys import BlockKeys, KeyRuns, StoredKeys
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan
@@ -229,7 +229,7 @@ class JobBook(ABC):
         """
         if not isinstance(outcomes, Outcomes):
             raise ConfigurationError(f"a job is completed with the Outcomes of one of its ranks, got {outcomes!r:.200}")
-        number, rank = as_int("job", outcomes.job), self._rank(outcomes.rank)
+        number, rank = as_int("job", outcomes.job), as_rank(outcomes.rank, self.num_ranks)
         num_moved = as_int("num_moved", outcomes.num_moved, least=_LEAST_INT)
         if self._is_open:
             self._take(Outcomes(number, rank, num_moved, str(outcomes.error), float(outcomes.seconds)))
@@ -303,12 +303,6 @@ class JobBook(ABC):
         return answered
 
     # For who decides about jobs.
-
-    def _rank(self, rank: object) -> int:
-        number = as_int("rank", rank)
-        if number >= self.num_ranks:
-            raise ConfigurationError(f"rank {number} of {self.num_ranks}: this cache has no such rank")
-        return number
 
     def _new(self, direction: Literal["load", "store"]) -> Job:
         """Return a new job; with the lock of ``_polled`` held. Any thread may call.
@@ -421,13 +415,13 @@ class Jobs(JobBook):
 
     @override
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
-        rank = self._rank(rank)
+        rank = as_rank(rank, self.num_ranks)
         if (underway := self._underway.get(job)) is not None:
             self.complete_some(job, named_of(underway.request.keys, keys), rank, moved=moved)
 
     def complete_some(self, job: Job, answered: Mask, rank: int, *, moved: bool) -> None:
         """Do as `complete_keys`, with a mask of the job's keys."""
-        rank = self._rank(rank)
+        rank = as_rank(rank, self.num_ranks)
         if self._is_open:
             self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 

@@ -54,10 +54,10 @@ class Tally:
         for each in self._tiers[: self._tiers.index(tier)]:
             self.add(each, dropped=dropped)
 
-    def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int] = _NONE, failed: int = 0) -> None:
+    def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
         """Count blocks in every tier below one."""
         for each in self._tiers[self._tiers.index(tier) + 1 :]:
-            self.add(each, dropped=dropped, failed=failed)
+            self.add(each, dropped=dropped)
 
     def results(self) -> tuple[TierStore, ...]:
         """What became of the blocks, fastest tier first."""

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from tiered_kv.system import files, system
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import as_int, as_rank
 from tiered_kv.values.loop_calls import LoopCalls
 
 
@@ -64,9 +64,7 @@ class WorkerProcesses:
         Raises:
             ConfigurationError: No such rank or process, or the rank has a worker that is alive, and may be writing.
         """
-        rank, pid = as_int("rank", rank), as_int("pid", pid, least=1)
-        if rank >= self._num_ranks:
-            raise ConfigurationError(f"rank {rank} of {self._num_ranks}: this cache has no such rank")
+        rank, pid = as_rank(rank, self._num_ranks), as_int("pid", pid, least=1)
         with self._lock:
             before = self._by_rank.get(rank)
             if before is not None and not before.has_ended():

@@ -29,6 +29,17 @@ def as_int(name: str, value: object, *, least: int | None = 0) -> int:
     return number
 
 
+def as_rank(rank: object, num_ranks: int) -> int:
+    """Return the number of a rank that there is.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    if (number := as_int("a rank", rank)) >= num_ranks:
+        raise ConfigurationError(f"rank {number} of {num_ranks}: this cache has no such rank")
+    return number
+
+
 def as_ints(name: str, values: object) -> NDArray[np.integer[Any]]:
     """Return a flat sequence of ints as an array, which may be the caller's own.
 
