@@ -32,6 +32,7 @@ from tiered_kv import (
     KVGroup,
     KVLayout,
     ModelIdentity,
+    PrefetchResult,
     Reason,
     Shard,
     TieredKV,
@@ -818,6 +819,31 @@ async def test_a_prefetch_to_no_tier(tmp_path: Path, caplog: pytest.LogCaptureFi
                 with pytest.raises(ConfigurationError, match=f"here: cpu; not '{to}'"):
                     kv.prefetch(KEYS, to=to)
             assert (await kv.prefetch(KEYS)).num_blocks == 0
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.both_loops
+async def test_a_prefetch_that_is_cancelled_at_once_has_an_answer(tmp_path: Path) -> None:
+    """As one of a cache of one's own has, which is as open as this one; and the next one is heard."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server, engine) as kv:
+            await kv.store(KEYS, engine.fill(KEYS, range(12)))
+            prefetching = kv.prefetch(KEYS)
+            prefetching.cancel()
+            assert (await prefetching).num_moved == 0
+            assert (await kv.prefetch(KEYS)).num_blocks == 12
+
+
+@pytest.mark.both_loops
+async def test_a_prefetch_that_the_closing_overtakes_has_an_answer(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It comes to what it would while no server is there, and nothing is said to have crashed."""
+    with serving(tmp_path, cpu(24)) as server:
+        async with attached(server) as kv:
+            prefetching = kv.prefetch(KEYS)
+        assert await prefetching == PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, 12),))
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 

@@ -28,7 +28,7 @@ from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.protocol import Answer, Answered, Call, Keys
 from tiered_kv.transfers.handles import Handle
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, Reason, TierFault
+from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import check_hint
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.log import log
@@ -449,6 +449,8 @@ def _started(
                 return await asking.ask(remote, away, math.inf, given)
             except asyncio.CancelledError:
                 return cancelled
+            except ClosedError:  # before its first step, or between two parts: as what closing cuts off on its way
+                return away(given)
 
         task = asking.connection.here().tasks.spawn(ask(), f"{remote.name} {len(given.keys)} blocks")
         return Handle(task, partial(_cancel, task))
@@ -477,7 +479,7 @@ def _named(method: F, remote: Remote[Any, Any], call: Callable[..., Any]) -> F:
 
 
 def _cancel(task: "asyncio.Task[Any]") -> None:
-    task.cancel()
+    task.get_loop().call_soon(task.cancel)  # behind its first step: before that there is nobody yet to answer
 
 
 def _nothing_found(given: Any) -> LookupResult:  # noqa: ANN401 - of `Remote.bind`
