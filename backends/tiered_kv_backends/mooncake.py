@@ -25,6 +25,7 @@ from urllib.parse import urlsplit
 
 import numpy as np
 from pydantic import ByteSize, Field, field_validator
+from typing_extensions import override
 
 from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, Workers, check_lengths
 from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size, split_url
@@ -101,6 +102,18 @@ class MooncakeBackend(Backend):
             if parts.scheme != "mooncake" or not parts.hostname or not parts.port or more:
                 raise ValueError("write mooncake://host:port of the master, e.g. mooncake://10.0.0.1:50051")
             return url
+
+    @classmethod
+    @override
+    async def delete_tenant(cls, settings: Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
+        """Have the master look at all keys, which it lists to nobody: the blocks go whoever reads them."""
+        joined = cls.Settings.of(settings).model_copy(update={"segment": ByteSize(0)})
+        backend = cls(joined)
+        await backend.open(BackendContext((), lambda _: _OwnThreads(), time.monotonic))
+        try:
+            return await backend.delete_salt(salt_folder(await asyncio.to_thread(joined.on_medium, salt_digest(salt))))
+        finally:
+            await backend.aclose()
 
     def __init__(self, settings: Settings | Mapping[str, Any] | str) -> None:
         self.settings = settings = self.Settings.of(settings)
@@ -296,25 +309,6 @@ class MooncakeBackend(Backend):
         return BackendUnavailableError(
             f"Mooncake at {self._master[0]}:{self._master[1]}: {what}, its client says {code}"
         )
-
-
-async def delete_tenant(settings: MooncakeBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
-    """Delete the blocks of one salt, of every model, epoch and shard, whoever reads them.
-
-    Returns:
-        How many blocks were deleted.
-
-    Raises:
-        ConfigurationError: No settings of this medium.
-        BackendUnavailableError: The store cannot be joined, or fails.
-    """
-    joined = MooncakeBackend.Settings.of(settings).model_copy(update={"segment": ByteSize(0)})
-    backend = MooncakeBackend(joined)
-    await backend.open(BackendContext((), lambda _: _OwnThreads(), time.monotonic))
-    try:
-        return await backend.delete_salt(salt_folder(await asyncio.to_thread(joined.on_medium, salt_digest(salt))))
-    finally:
-        await backend.aclose()
 
 
 class _OwnThreads:

@@ -113,12 +113,12 @@ async def keep_quota(
         num_bytes = Counter[str]()
         async for some in inventory.found():
             for each in some:
-                num_bytes[each.place.salt] += each.num_bytes
+                num_bytes[each.place.salt] += each.num_bytes if each.num_blocks else 0
         doubtful = {salt for salt, held in num_bytes.items() if held > quota_bytes}
         theirs: dict[str, Found] = {}
         if doubtful:
             async for some in inventory.found():  # Redis may name a key twice
-                theirs |= {each.where: each for each in some if each.place.salt in doubtful}
+                theirs |= {each.where: each for each in some if each.num_blocks and each.place.salt in doubtful}
         over = Counter(dict.fromkeys(doubtful, -quota_bytes))
         for each in theirs.values():
             over[each.place.salt] += each.num_bytes

@@ -18,13 +18,12 @@ from mooncake_server import mooncake_server
 from redis_server import find_binary, run_redis
 from tests.support.any_layout import BLOCK_SIZE, MODEL, SMALL, AnyEngine, cpu, open_any
 from tiered_kv import BlockKeys, Encryption, Shard, epoch_digest, hash_blocks, salt_digest
+from tiered_kv.settings.registry import resolve
 from tiered_kv.tiers.tier import Naming
 from tiered_kv.values.keys import NO_SALT, rows_of
 from tiered_kv.values.layout import fingerprint
-from tiered_kv_backends import nvme, s3, shared_fs
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.redis import RedisBackend
-from tiered_kv_backends.redis import tenants as redis_tenants
 from tiered_kv_backends.s3 import S3Backend
 
 KEY, OTHER = "01" * 32, "02" * 32
@@ -34,12 +33,6 @@ PAGE_BYTES = 1 << 12
 WINDOW = 8
 """Bytes of a digest that are looked for, on each of their places in it: what is found by chance is found never."""
 Dump = Callable[[], bytes]
-DELETE_TENANT = {
-    "nvme": nvme.delete_tenant,
-    "redis": redis_tenants.delete_tenant,
-    "s3": s3.delete_tenant,
-    "shared_fs": shared_fs.delete_tenant,
-}
 HIDING: dict[str, dict[str, Any]] = {
     "encrypted": {"keys": [KEY]},
     "signed": {"keys": [KEY], "cipher": "aes-256-gmac"},
@@ -199,7 +192,7 @@ async def test_a_tenant_is_found_by_its_salt_and_the_key(medium: tuple[Callable[
     make, _ = medium
     hiding = Encryption(keys=[KEY])
     made = make(hiding)
-    delete_tenant = DELETE_TENANT[made["medium"] if isinstance(made, dict) else made.settings.medium]
+    delete_tenant = resolve(made["medium"] if isinstance(made, dict) else made.settings.medium).delete_tenant
     await asyncio.to_thread(store, made, *STORED)
     with_key, without = (each if isinstance(each, dict) else each.settings for each in (make(hiding), make(None)))
     assert await delete_tenant(without, "ann") == 0

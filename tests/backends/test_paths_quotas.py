@@ -49,7 +49,7 @@ class TwiceNamed(Inventory):
         self.deleted: list[str] = []
 
     @override
-    async def found(self) -> AsyncIterator[list[Found]]:
+    async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
         for numbers in (range(8), range(2, 10)):
             yield [Found(str(n), Place("f", "e", "replicated", "ann"), 1) for n in numbers]
 

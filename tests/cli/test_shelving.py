@@ -17,8 +17,8 @@ from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, GPULoadStoreSpec, hash_blocks, salt_digest
 from tiered_kv.cli import shelving
-from tiered_kv.cli.inventories import DirectoryInventory
 from tiered_kv.media.backend import MOST_FOUND_BYTES, Found
+from tiered_kv_backends.nvme.directory_upkeep import NVMeInventory
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
 NUM_BLOCKS = 20
@@ -208,6 +208,19 @@ async def test_what_a_ledger_cannot_say_any_more_is_seen_by_the_headers(left: in
     assert [each["num_blocks"] for each in await answer("inspect", tier["path"])] == [NUM_BLOCKS]
 
 
+async def test_what_no_ledger_knows_goes_with_its_tenant(tmp_path: Path) -> None:
+    """A header that was left without an entry is no block, but would be one if the ledger were lost."""
+    tier = {"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"}
+    await fill(tier)
+    (ledger,) = (tmp_path / "kv").rglob("ledger")
+    ledger.write_bytes(b"TKVEMPTY" * (ledger.stat().st_size // 8))
+    assert await answer("inspect", tier["path"]) == []
+    assert (await answer("verify", tier["path"]))["num_good"] == 0
+    assert (await answer("delete", tier["path"], "--salt", "geheim", "--yes"))["num_blocks"] == 0
+    ledger.unlink()
+    assert (await num_there(tier, "geheim"), await num_there(tier, "")) == (0, NUM_BLOCKS)
+
+
 async def test_a_pipe_in_the_place_of_a_file_is_passed_over(tmp_path: Path) -> None:
     """Who opened one would wait for ever for somebody who writes to it."""
     await fill({"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
@@ -250,7 +263,7 @@ async def test_verifying_keeps_to_a_rate(tmp_path: Path, monkeypatch: pytest.Mon
         slept.append(seconds)
 
     await fill({"medium": "shared_fs", "path": str(tmp_path / "kv"), "capacity": "16MiB"})
-    async with shelving.inventory_at(str(tmp_path / "kv")) as inventory:
+    async with shelving.inventory_at(shelving.tier_at(str(tmp_path / "kv"), None)) as inventory:
         with monkeypatch.context() as patch:
             patch.setattr(asyncio, "sleep", sleep)
             report = await shelving.verify(inventory, fix=False, rate=1)
@@ -263,19 +276,19 @@ async def test_what_a_cache_writes_anew_meanwhile_is_not_broken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A slot holds another block by the time that it is read: there is nothing wrong with either."""
-    tier, engine, read = {"medium": "nvme", "path": tmp_path, "capacity": "256KiB"}, Engine(), DirectoryInventory.read
+    tier, engine, read = {"medium": "nvme", "path": tmp_path, "capacity": "256KiB"}, Engine(), NVMeInventory.read
     async with open_cache(CPU, tier, engine=engine) as kv:
         left = [of(str(seed)) for seed in range(5)]
         for keys in (left.pop(), left.pop()):
             await keep(kv, engine, keys)
 
-        async def late(self: DirectoryInventory, found: Found) -> bytes | bytearray | None:
+        async def late(self: NVMeInventory, found: Found) -> bytes | bytearray | None:
             while left:
                 await keep(kv, engine, left.pop())
             return await read(self, found)
 
-        monkeypatch.setattr(DirectoryInventory, "read", late)
-        async with shelving.inventory_at(str(tmp_path)) as inventory:
+        monkeypatch.setattr(NVMeInventory, "read", late)
+        async with shelving.inventory_at(shelving.tier_at(str(tmp_path), None)) as inventory:
             report = await shelving.verify(inventory, fix=False)
         assert kv.stats()["nvme"].evicted > 0
         assert report.broken == []
@@ -340,16 +353,22 @@ async def test_what_is_deleted_while_it_is_listed_harms_nothing(
     """A cache that has the tier open deletes files, before or after they are looked at."""
     await fill(tier)
     first, second = files_in(Path(tier["path"]))[:2]
-    look = Path.stat
+    look, listdir = os.stat, os.listdir
 
-    def looked_at(path: Path, **how: Any) -> os.stat_result:  # noqa: ANN401 - as `Path.stat` has them
+    def looked_at(path: str, **how: Any) -> os.stat_result:  # noqa: ANN401 - as `os.stat` has them
         seen = look(path, **how)
-        if path == first:
+        if path == first.name and first.exists():
             first.unlink()
-            second.unlink()
         return seen
 
-    monkeypatch.setattr(Path, "stat", looked_at)
+    def listed(folder: int) -> list[str]:
+        names = listdir(folder)
+        if second.name in names and second.exists():
+            second.unlink()
+        return names
+
+    monkeypatch.setattr(os, "stat", looked_at)
+    monkeypatch.setattr(os, "listdir", listed)
     assert sum(each["num_blocks"] for each in await answer("inspect", tier["path"])) == 2 * NUM_BLOCKS - 1
 
 
@@ -382,17 +401,17 @@ async def test_a_folder_that_cannot_be_listed_is_not_taken_for_empty(
 ) -> None:
     """Else a tenant whose blocks are in it would be said to be deleted. Root may list all: so the system is played."""
     await fill({"medium": medium, "path": str(tmp_path / "kv"), "capacity": "16MiB"})
-    closed, scandir = next(each for each in (tmp_path / "kv").glob("*/") if len(each.name) > 8), os.scandir
+    closed, open_ = next(each for each in (tmp_path / "kv").glob("*/") if len(each.name) > 8), os.open
 
     others = tmp_path / "kv" / "lost+found"
     others.mkdir()
 
-    def refuse(path: str) -> Any:  # noqa: ANN401 - as the system has it
-        if Path(path) in {closed, others}:
+    def refuse(path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        if Path(path).name in {closed.name, others.name}:
             raise PermissionError(13, "Permission denied", path)
-        return scandir(path)
+        return open_(path, flags, mode, dir_fd=dir_fd)
 
-    monkeypatch.setattr(os, "scandir", refuse)
+    monkeypatch.setattr(os, "open", refuse)
     for command in (
         ["inspect"],
         ["verify"],

@@ -6,7 +6,6 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, contextmanager
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +34,7 @@ from tiered_kv import (
     TieredKV,
     hash_blocks,
 )
+from tiered_kv.settings.registry import resolve
 from tiered_kv.values.events import TierFailed, TierResumed, TierStalled, TierTripped
 
 NUM_BLOCKS = chain_process.NUM_BLOCKS
@@ -362,7 +362,7 @@ async def test_a_tenants_blocks_can_be_deleted(request: pytest.FixtureRequest, t
     async with open_cache(tier, engine=engine) as kv:
         for keys in tenants:
             await keep(kv, engine, keys)
-    delete_tenant = import_module(f"tiered_kv_backends.{name}").delete_tenant
+    delete_tenant = resolve(name).delete_tenant
     assert await delete_tenant(tier, "a") > 0
     async with open_cache(tier, engine=engine) as kv:
         assert [(await load(kv, engine, keys)).num_blocks for keys in tenants] == [0, NUM_BLOCKS, NUM_BLOCKS]

@@ -24,13 +24,13 @@ from redis_server import (
     run_sentinel,
     tls_arguments,
 )
-from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.backend import Block, Found, Outcome
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import salt_digest
-from tiered_kv_backends.redis import RedisBackend, delete_tenant, tenants
-from tiered_kv_backends.redis.servers import RedisSettings, Server, Servers
+from tiered_kv_backends.redis import RedisBackend, tenants
+from tiered_kv_backends.redis.servers import RedisSettings, Servers
 
 SIZE = 1 << 20
 TIMEOUT_S = 60.0
@@ -207,7 +207,7 @@ class TestOpening:
             settings = RedisSettings.model_validate({"url": server.url, "password": "hidden-secret", **login})
             error = await why_not_open(RedisBackend(settings))
             with pytest.raises(BackendUnavailableError) as deleting:
-                await delete_tenant(settings, "tenant")
+                await RedisBackend.delete_tenant(settings, "tenant")
             async with RedisBackend.inventory(settings) as inventory:
                 with pytest.raises(BackendUnavailableError) as listing:
                     await anext(aiter(inventory.found()))
@@ -230,7 +230,7 @@ class TestOpening:
         async with Redis.from_url(redis.url) as client:
             for name in names:
                 await client.set(name, b"there")
-            assert await delete_tenant({"medium": "redis", "url": redis.url, "prefix": "own/"}, "ann") == 2
+            assert await RedisBackend.delete_tenant({"medium": "redis", "url": redis.url, "prefix": "own/"}, "ann") == 2
             assert [name for name in names if await client.exists(name)] == names[2:]
             await client.delete(*names)
 
@@ -547,7 +547,7 @@ class TestTopologies:
         self, cluster: list[RedisServer], certificates: Path, monkeypatch: pytest.MonkeyPatch, *, has_arrived: bool
     ) -> None:
         """To a node that was looked at, from one that was not yet; as long as it moves, that is said."""
-        nodes, look = clients_of(cluster, certificates), tenants._delete  # noqa: SLF001 - each node is looked at by it
+        nodes, unlink = clients_of(cluster, certificates), tenants.RedisInventory.delete_some
         settings = guarded_settings(cluster[0], certificates, cluster=True)
         servers = Servers(RedisSettings.model_validate(settings))
         first, *_, last = [[node.port for node in cluster].index(each.address.port) for each in await servers.all()]
@@ -555,24 +555,24 @@ class TestTopologies:
         settings["prefix"] = prefix = await prefix_held_by(nodes, last)
         keys, is_moved = [block_key(n) for n in range(4)], False
 
-        async def look_and_move(server: Server, *about: Any) -> Any:  # noqa: ANN401 - as it is
+        async def unlink_and_move(inventory: tenants.RedisInventory, found: list[Found]) -> int:
             nonlocal is_moved
-            found = await look(server, *about)
+            num_gone = await unlink(inventory, found)  # what the first node has is nothing
             if not is_moved:
                 is_moved = True
                 await move_keys(nodes, prefix, to=first)
                 if has_arrived:
                     await give_slot(nodes, prefix, first)
-            return found
+            return num_gone
 
         async with open_backend(backend_of(cluster[0], **settings)) as backend:
             await backend.write(keys, blocks_of(4))
-            monkeypatch.setattr(tenants, "_delete", look_and_move)
+            monkeypatch.setattr(tenants.RedisInventory, "delete_some", unlink_and_move)
             if not has_arrived:
                 with pytest.raises(BackendUnavailableError, match="slots"):
-                    await delete_tenant(backend.settings, b"")
+                    await RedisBackend.delete_tenant(backend.settings, b"")
                 await give_slot(nodes, prefix, first)
-            assert await delete_tenant(backend.settings, b"") == 4
+            assert await RedisBackend.delete_tenant(backend.settings, b"") == 4
             assert await backend.lookup(keys) == [Outcome.MISS] * 4
         for each in nodes:
             await each.aclose()

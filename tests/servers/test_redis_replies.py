@@ -12,7 +12,7 @@ from ports import hung_resolver
 from tiered_kv.media.backend import Block
 from tiered_kv.testing import block_key, make_block, open_context
 from tiered_kv.values.errors import BackendUnavailableError, TieredKVError
-from tiered_kv_backends.redis import RedisBackend, delete_tenant
+from tiered_kv_backends.redis import RedisBackend
 from tiered_kv_backends.redis.servers import MOST_BYTES
 
 MUCH_BYTES = 4 * MOST_BYTES
@@ -73,7 +73,7 @@ async def test_a_resolver_that_hangs_takes_no_thread_of_the_program(kind: str, m
 async def ask(kind: str, settings: dict[str, object]) -> None:
     """Ask something that redis-py asks for us."""
     if kind == "tenant":
-        await delete_tenant(settings, "ann")
+        await RedisBackend.delete_tenant(settings, "ann")
         return
     settings |= {"cluster": True, "timeout_s": 200} if kind == "cluster" else {"sentinel_master": "kv"}
     with open_context() as context:

@@ -29,7 +29,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, Namespace, epoch_digest, hash_blocks, salt_digest
 from tiered_kv.values.specs import LoadStoreSpec, ObjectLoadStoreSpec
-from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, delete_tenant, s3_backend
+from tiered_kv_backends.s3 import S3Backend, S3Settings, collect_epochs, s3_backend
 from tiered_kv_backends.s3.doomed import mark_of
 
 _PREFIXES = itertools.count()
@@ -415,7 +415,7 @@ async def test_old_epochs_and_tenants_can_be_deleted(kind: str, request: pytest.
         assert await collect_epochs(settings, keep_weights=["step 2"], idle_s=3600) == 0
         assert await collect_epochs(settings, keep_weights=["step 2"], idle_s=-3600) == 3
         assert await read(backend, [*old, *new]) == [Outcome.MISS] * 3 + [Outcome.HIT] * 3
-        assert await delete_tenant(settings, b"tenant") == 3
+        assert await S3Backend.delete_tenant(settings, b"tenant") == 3
         assert await read(backend, [*new, *tenant]) == [Outcome.HIT] * 3 + [Outcome.MISS] * 3
 
 
@@ -434,7 +434,7 @@ async def test_what_is_not_a_block_is_never_deleted(files: S3Settings) -> None:
     assert await collect_epochs(files, keep_weights=[], idle_s=-3600) == 3
     async with open_backend(S3Backend(files)) as backend:
         await store(backend, keys)
-    assert await delete_tenant(files, b"") == 3
+    assert await S3Backend.delete_tenant(files, b"") == 3
     assert {str(path.relative_to(root)) for path in object_files(files)} == foreign
 
 

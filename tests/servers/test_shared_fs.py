@@ -27,7 +27,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, delete_tenant, files, sweep
+from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, files, sweep
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 
@@ -483,7 +483,7 @@ async def test_no_link_leads_out(tmp_path: Path, depth: int) -> None:
         await backend.sweep()
         assert files_in(outside) == {held}
         assert held.stat().st_mtime_ns == 0
-    assert await delete_tenant(backend.settings, b"") == 0
+    assert await SharedFSBackend.delete_tenant(backend.settings, b"") == 0
     assert files_in(outside) == {held}
 
 
@@ -752,7 +752,7 @@ async def test_every_call_gives_back_what_it_opens(tmp_path: Path) -> None:
             await backend.sweep()
             await backend.delete([*keys[:2], *keys[3:]])
             await sweep(settings)
-            await delete_tenant(settings, "nobody")
+            await SharedFSBackend.delete_tenant(settings, "nobody")
             file_of(tmp_path, keys[2]).rmdir()
             assert num_open_in(tmp_path) == 0
 
@@ -802,7 +802,7 @@ async def test_a_file_that_cannot_be_deleted_keeps_no_others(tmp_path: Path, mon
     async with opened(tmp_path, clock) as backend:
         assert await backend.lookup(keys) == [Outcome.HIT, Outcome.MISS, Outcome.HIT, Outcome.HIT]
         with pytest.raises(BackendUnavailableError, match="not permitted"):
-            await delete_tenant(backend.settings, "")
+            await SharedFSBackend.delete_tenant(backend.settings, "")
         assert await backend.lookup(keys) == [Outcome.HIT] + [Outcome.MISS] * 3
 
 
@@ -821,7 +821,7 @@ async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:
         with pytest.raises(BackendUnavailableError, match="No such file"):
             await backend.sweep()
         with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
-            await delete_tenant(backend.settings, "ann")
+            await SharedFSBackend.delete_tenant(backend.settings, "ann")
     assert not path.exists()
 
 
@@ -883,7 +883,7 @@ async def test_what_is_evicted_while_the_filesystem_is_away_stays_away(tmp_path:
             path.mkdir()
         await kv.evict(keys)
         with pytest.raises(BackendUnavailableError, match="is the filesystem mounted"):
-            await delete_tenant(tier, "ann")
+            await SharedFSBackend.delete_tenant(tier, "ann")
         assert not await kv.drain(timeout_s=1)
         if how == "an empty folder":
             path.rmdir()
@@ -1004,8 +1004,8 @@ async def test_a_tenant_is_deleted_and_no_other(tmp_path: Path) -> None:
     anns, bobs = ([replace_salt(key, salt) for key in keys_of(1, 2)] for salt in ("ann", "bob"))
     async with opened(tmp_path) as backend:
         await store(backend, [*anns, *bobs])
-        assert await delete_tenant(backend.settings, "nobody") == 0
-        assert await delete_tenant(backend.settings, "ann") == 2
+        assert await SharedFSBackend.delete_tenant(backend.settings, "nobody") == 0
+        assert await SharedFSBackend.delete_tenant(backend.settings, "ann") == 2
         assert await load(backend, anns) == [Outcome.MISS] * 2
         assert await load(backend, bobs) == [Outcome.HIT] * 2
 

@@ -25,13 +25,12 @@ from tiered_kv.cli.common import (
     refuse_if,
     settings_of,
 )
-from tiered_kv.cli.inventories import DirectoryInventory, open_directories
 from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place
 from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.setting_errors import check_size
-from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings, paths_of
+from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings
 from tiered_kv.values.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
 
@@ -39,6 +38,9 @@ if TYPE_CHECKING:
     from tiered_kv.media.seal import Seal
 
 _LEAST_DIGITS: Final = 8
+_DIRECTORIES: Final = ("nvme", "shared_fs")
+"""The media whose directories are known by what is in them."""
+_ANY_CAPACITY: Final = "1EiB"
 OnProgress = Callable[[int], None]
 """Told of so many records more."""
 Where = Annotated[
@@ -114,7 +116,7 @@ def inspect_command(where: Where, config: ConfigFile = None, *, as_json: AsJSON 
 
     async def look(on_progress: OnProgress) -> list[Shelf]:
         tier = tier_at(where, config)
-        async with inventory_at(where, tier) as inventory:
+        async with inventory_at(tier) as inventory:
             _tell_missing(inventory)
             return await shelves_in(inventory, on_progress, no_salt=_on_medium(tier, NO_SALT))
 
@@ -153,8 +155,10 @@ def verify_command(
         tier = tier_at(where, config)
         encryption = getattr(tier, "encryption", None)
         seal = None if encryption is None else encryption.make_seal()
-        async with inventory_at(where, tier, to_delete=fix) as inventory:
+        async with inventory_at(tier) as inventory:
             _tell_missing(inventory)
+            if fix:
+                await _hold(inventory)
             return await verify(inventory, fix=fix, rate=bytes_a_second, seal=seal, on_progress=on_progress)
 
     with one_line_errors(), _progress("verifying", is_shown=not as_json) as on_progress:
@@ -198,9 +202,12 @@ def delete_command(
         of_tenant = _on_medium(tier, salt_digest(salt or "")).hex() if is_named else tenant
         of_weights = _on_medium(tier, epoch_digest(weights)).hex() if weights else epoch
         wanted = Wanted(model or "", of_weights or "", of_tenant or "")
-        async with inventory_at(where, tier, to_delete=not dry_run) as inventory:
+        async with inventory_at(tier) as inventory:
+            if not dry_run:
+                await _hold(inventory)
             found = await matching(inventory, wanted, on_progress)
-            num_blocks, num_bytes = sum(each.num_blocks for each in found), sum(each.num_bytes for each in found)
+            blocks = [each for each in found if each.num_blocks and each.place.epoch]
+            num_blocks, num_bytes = sum(each.num_blocks for each in blocks), sum(each.num_bytes for each in blocks)
             if found and not dry_run and (yes or _agreed(f"Delete {num_blocks:,} blocks from {where}?")):
                 await inventory.delete(found)
             elif found and not dry_run:
@@ -227,39 +234,37 @@ def delete_command(
         out.print(f"{num_blocks:,} blocks, {num_bytes / 2**20:,.1f} MiB, {done}", highlight=False)
 
 
-def inventory_at(
-    where: str, tier: TierSettings | None = None, *, to_delete: bool = False
-) -> AbstractAsyncContextManager[Inventory]:
-    """Return the inventory of a tier, see `tier_at`, or without one of the directory that is there.
+def inventory_at(tier: TierSettings) -> AbstractAsyncContextManager[Inventory]:
+    """Return the inventory of a tier, see `tier_at`.
 
     Raises:
-        ConfigurationError: There is no such directory, or the tier's medium cannot list what it has.
+        ConfigurationError: The tier's medium cannot list what it has.
     """
-    if tier is None:
-        return open_directories([Path(where)], to_delete=to_delete)
     if isinstance(tier, CPUTier | GPUTier):
         raise ConfigurationError(f"a {tier.medium} tier lies in a process's memory: ask the running cache, by status")
-    if paths := paths_of(tier):
-        return open_directories(paths, to_delete=to_delete)
     return resolve(tier.medium).inventory(tier)
 
 
-def tier_at(where: str, config: Path | None) -> TierSettings | None:
+def tier_at(where: str, config: Path | None) -> TierSettings:
     """Return the settings of a tier by its URL, or by its name in the settings, which a file or the environment has.
 
-    Of a directory, None: nothing is known of it but its format.
+    Of a directory, those of a tier that has used it: nothing is known of it but its format.
 
     Raises:
         ConfigurationError: There is no such tier.
+        OSError: The directory cannot be looked at.
     """
     is_place = "://" in where or "/" in where or Path(where).exists()
     settings = settings_of(config) if config is not None or not is_place else None
     if "://" in where:
         with suppress(ConfigurationError):  # how much it may hold says nothing of what lies there
-            return tier_from(f"{where}{'&' if '?' in where else '?'}capacity=1EiB")
+            return tier_from(f"{where}{'&' if '?' in where else '?'}capacity={_ANY_CAPACITY}")
         return tier_from(where)
     if settings is None:
-        return None
+        medium = next((each for each in _DIRECTORIES if resolve(each).has_used(Path(where))), None)
+        if medium is None:
+            raise ConfigurationError(f"no nvme or shared_fs tier has used {where}: give its path, or a tier's URL")
+        return tier_from({"medium": medium, "path": where, "capacity": _ANY_CAPACITY})
     named = {tier_name(tier): tier for tier in settings.tiers}
     if where not in named:
         there_are = f"no tier of that name is in the settings: there are {', '.join(named)}"
@@ -271,7 +276,7 @@ async def shelves_in(inventory: Inventory, on_progress: OnProgress, *, no_salt: 
     """Count what lies there, by namespace; ``no_salt`` is what stands there for no tenant."""
     counts: dict[Place, tuple[int, int, float]] = {}
     async for some in inventory.found():
-        for each in some:
+        for each in filter(_is_of_blocks, some):
             num_blocks, num_bytes, latest = counts.get(each.place, (0, 0, 0.0))
             counts[each.place] = (
                 num_blocks + each.num_blocks, num_bytes + each.num_bytes, max(latest, each.written_at or 0.0),
@@ -287,11 +292,6 @@ async def shelves_in(inventory: Inventory, on_progress: OnProgress, *, no_salt: 
         for place, (num_blocks, num_bytes, latest) in sorted(counts.items())
         if place.epoch
     ]  # fmt: skip
-
-
-def missing_of(inventory: Inventory) -> list[str]:
-    """Name the parts of a medium that are not there."""
-    return [str(path) for path in inventory.missing] if isinstance(inventory, DirectoryInventory) else []
 
 
 async def verify(
@@ -311,11 +311,11 @@ async def verify(
         seal: Opens what is sealed.
         on_progress: Told of what was read.
     """
-    report = InventoryReport(missing=missing_of(inventory))
+    report = InventoryReport(missing=[*inventory.missing])
     started, num_bytes = time.monotonic(), 0
     broken: list[Found] = []
     async for some in inventory.found():
-        for each in some:
+        for each in filter(_is_of_blocks, some):
             why = ""
             try:
                 data = await inventory.read(each)
@@ -333,28 +333,41 @@ async def verify(
                     await inventory.delete([each])
                     report.num_fixed += 1
             on_progress(1)
-    if isinstance(inventory, DirectoryInventory) and not fix:  # else no cache has it open
+    if not fix:  # else no cache has it open, or puts other blocks in their place
         are_there = await inventory.still_there(broken)
         report.broken = [each for each, is_there in zip(report.broken, are_there, strict=True) if is_there]
     return report
 
 
 async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress) -> list[Found]:
-    """Return all that is wanted of what lies there."""
+    """Return all that is wanted of what lies there, and that of which nobody can say whether it is."""
     matches: list[Found] = []
-    async for some in inventory.found():
-        matches += [each for each in some if each.place.epoch and each.place.is_of(**vars(wanted))]
+    async for some in inventory.found(wanted.tenant if len(wanted.tenant) == 32 else ""):
+        matches += [each for each in some if each.place.is_of(**vars(wanted))]
         on_progress(len(some))
     return matches
 
 
-def _on_medium(tier: TierSettings | None, digest: bytes) -> bytes:
+def _is_of_blocks(found: Found) -> bool:
+    return found.num_blocks > 0
+
+
+def _on_medium(tier: TierSettings, digest: bytes) -> bytes:
     """Return what stands there for a digest: a tier that has keys hides it."""
     return tier.on_medium(digest) if isinstance(tier, StorageTierSettings) else digest
 
 
+async def _hold(inventory: Inventory) -> None:
+    """Keep caches out, as far as its medium needs that, from before something is found until it is deleted."""
+    if inventory.missing:
+        raise ConfigurationError(
+            f"no tier has used {', '.join(inventory.missing)}: nothing was deleted, what is there would come back"
+        )
+    await inventory.hold()
+
+
 def _tell_missing(inventory: Inventory) -> None:
-    for name in missing_of(inventory):
+    for name in inventory.missing:
         err.print(f"[red]missing[/] {escape(name)}: what is there was not looked at", highlight=False)
 
 

@@ -14,10 +14,11 @@ Names on a medium are digests: of models, weights and tenants the beginnings of 
 that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
 """
 
+import asyncio
 import enum
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -28,10 +29,12 @@ from typing import Any, ClassVar, Final, Protocol, Self, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
-from tiered_kv.values.keys import BlockKey, Names, Shard
+from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, LayoutMismatchError
+from tiered_kv.values.keys import BlockKey, Names, Shard, salt_digest
 from tiered_kv.values.layout import slots_of
 from tiered_kv.values.specs import LoadStoreSpec
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, order=True)
@@ -73,7 +76,8 @@ class Found:
         where: It is, in the medium's own words.
         place: Whose it is, as far as its name tells.
         num_bytes: Its length.
-        num_blocks: How many records.
+        num_blocks: How many records. 0 is of what is no block, and goes with those of its place: one that was not
+            written to its end, the mark of an eviction, a header that no open would look at.
         written_at: When, in seconds since 1970, if the medium tells.
     """
 
@@ -90,18 +94,28 @@ class Found:
 
     def is_named_by(self, key: BlockKey) -> bool:
         """Say whether a record of this key belongs there."""
-        return key.path in self.where if self.num_blocks == 1 else key.namespace.path in self.where
+        is_pack = self.num_blocks > 1  # whose name has one key of several
+        return key.namespace.path in self.where and (is_pack or self.where.endswith(f"/{key.hash.hex()}"))
 
 
 class Inventory(ABC):
     """Lists, reads and deletes what lies in one medium. Other things there are left alone.
 
     All raise `BackendUnavailableError` where the medium fails.
+
+    Attributes:
+        missing: Parts of the medium that are not there: what they have is neither listed nor deleted.
     """
 
+    missing: Sequence[str] = ()
+
     @abstractmethod
-    def found(self) -> AsyncIterator[list[Found]]:
-        """Yield what is there, some at a time."""
+    def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
+        """Yield what is there, some at a time; all that is of a salt, if one is given, others' too or not.
+
+        Args:
+            salt: As `Place` has it; "" is any.
+        """
 
     @abstractmethod
     async def read(self, found: Found) -> bytes | bytearray | None:
@@ -113,10 +127,48 @@ class Inventory(ABC):
 
     @abstractmethod
     async def delete(self, found: Sequence[Found]) -> None:
-        """Delete it; what is gone is no error."""
+        """Delete it, the others too if one cannot be; what is gone is no error."""
+
+    async def hold(self) -> None:  # noqa: B027 - most media need nothing
+        """Keep caches, until this is closed, from putting other blocks where some were found: for who will delete.
+
+        Raises:
+            ConfigurationError: One has the medium open that nobody else may change meanwhile.
+        """
+
+    async def still_there(self, found: Sequence[Found]) -> list[bool]:
+        """Say which are what they were when they were found, as far as a cache may have put others in their place."""
+        return [True] * len(found)
+
+    async def delete_of(self, salt: str) -> int:
+        """Delete all that is of one salt, and what nobody can say of whether it is; return how many blocks were found.
+
+        It is deleted as it is found. What fails keeps nothing else from going, and is raised at the end.
+        """
+        num_deleted, failed = 0, None
+        try:
+            async for some in self.found(salt):
+                theirs = [each for each in some if each.place.is_of(tenant=salt)]
+                try:
+                    await self.delete(theirs)
+                except BackendUnavailableError as error:
+                    failed = error
+                else:
+                    num_deleted += sum(each.num_blocks for each in theirs if each.place.salt)
+        except BackendUnavailableError as error:
+            failed = error
+        if failed is not None:
+            raise failed
+        return num_deleted
 
 
-T = TypeVar("T")
+async def in_thread(parts: Iterator[T]) -> AsyncIterator[T]:
+    """Yield what an iterator has that blocks, one after another, each made in a thread."""
+    end: Any = object()
+    while (part := await asyncio.to_thread(next, parts, end)) is not end:
+        yield part
+
+
 _PAGE = 4096
 
 
@@ -336,8 +388,49 @@ class _Tier(ABC):
 
         Raises:
             ConfigurationError: The medium cannot list what it has.
+            BackendUnavailableError: No tier has used it.
         """
         raise ConfigurationError(f"medium {settings.medium!r} cannot list what it has")
+
+    @classmethod
+    def has_used(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
+        """Say whether such a tier has used a directory. Of a medium without any it says False.
+
+        Raises:
+            OSError: It cannot be looked at.
+        """
+        return False
+
+    @classmethod
+    async def delete_tenant(cls, settings: Any, salt: str | bytes) -> int:  # noqa: ANN401 - as above, a dict or a URL
+        """Delete the blocks of one salt, of every model, epoch and shard: a job of its own, beside the caches.
+
+        Of a medium that its cache owns alone, while none has it open. What is stored meanwhile may stay.
+
+        Args:
+            settings: As of the tier, its keys too if it has some.
+            salt: The tenant's; "" is of blocks without one.
+
+        Returns:
+            How many blocks were deleted.
+
+        Raises:
+            ConfigurationError: No settings of this medium; it cannot be used so, or not as long as a cache has it open.
+            BackendUnavailableError: The medium failed, or a part of it is away, with which blocks would come back. All
+                that could be deleted is, for good, whatever else failed.
+        """
+        settings = cls.Settings.of(settings)
+        digits = (await asyncio.to_thread(settings.on_medium, salt_digest(salt))).hex()
+        try:
+            async with cls.inventory(settings) as inventory:
+                await inventory.hold()
+                num_deleted = await inventory.delete_of(digits[:32])  # as many as `Namespace.path` has
+        except BackendUnavailableError as error:
+            raise BackendUnavailableError(f"could not delete a tenant: {error}") from error
+        if inventory.missing:
+            where = ", ".join(inventory.missing)
+            raise BackendUnavailableError(f"could not delete a tenant: no tier has used {where}: is the disk mounted?")
+        return num_deleted
 
     async def aclose(self) -> None:  # noqa: B027 -- a medium may have nothing to let go of
         """Let go of files, connections and threads. Called once, after the last call has returned or was given up.

@@ -1,6 +1,5 @@
 """A tier on a local disk: ``{"medium": "nvme", "path": "/mnt/kv", "capacity": "1TiB"}``."""
 
-from tiered_kv_backends.nvme.directory_upkeep import delete_tenant
 from tiered_kv_backends.nvme.nvme_backend import NVMeBackend
 
-__all__ = ["NVMeBackend", "delete_tenant"]
+__all__ = ["NVMeBackend"]

@@ -341,7 +341,7 @@ def taken(path: Path) -> Iterator[int]:
         with explained(path):
             fd = open_root(path)
             opened.callback(files().close, fd)
-            opened.callback(_Lock(path, fd).release)
+            opened.callback(DirectoryLock(path, fd).release)
             if is_new := not files().exists(path / HOLDER):
                 _check_not_shared(path)
             _name_holder(fd)
@@ -422,14 +422,14 @@ def fit(capacity_bytes: int, groups: Sequence[RecordShape]) -> int:
     return num_blocks
 
 
-class _Lock:
+class DirectoryLock:
     """A flock(2) on a directory, by a descriptor of its own: children that this process forks give up theirs.
 
     A forked child shares a lock with its parent for as long as either has the descriptor, so that one that outlives its
     parent would keep the directory from everybody.
     """
 
-    _held: ClassVar[set["_Lock"]] = set()
+    _held: ClassVar[set["DirectoryLock"]] = set()
 
     def __init__(self, path: Path, fd: int) -> None:
         self._fd = files().open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=fd)
@@ -439,7 +439,7 @@ class _Lock:
         except BlockingIOError:
             self.release()
             raise ConfigurationError(
-                f"{path} is held by another NVMe tier, of process {_holder(fd)}: each needs a directory of its own"
+                f"{path} is held by another NVMe tier, of process {holder(fd)}: each needs a directory of its own"
             ) from None
         except OSError:
             self.release()
@@ -458,7 +458,7 @@ class _Lock:
             lock.release()
 
 
-os.register_at_fork(after_in_child=_Lock.after_fork)
+os.register_at_fork(after_in_child=DirectoryLock.after_fork)
 
 
 def _name_holder(fd: int) -> None:
@@ -471,7 +471,8 @@ def _name_holder(fd: int) -> None:
         files().close(holder_fd)
 
 
-def _holder(fd: int) -> str:
+def holder(fd: int) -> str:
+    """Return the number of the process that has a directory, or had it last, in words for messages."""
     try:
         holder_fd = open_file(fd, HOLDER)
     except OSError:

@@ -1,8 +1,7 @@
-"""Deleting a tenant's blocks from an NVMe tier's directory. For a job of your own, while no cache has it open.
+"""What lies in an NVMe tier's directories, for operators: listed while a cache has them open, deleted while none has.
 
-Directories that tiers have left: which are such, and how one goes, or is cut, that nobody uses any more.
-
-What is deleted is what a tier has made and nobody holds: a directory of this user's alone, with a holder file, folders
+Directories that tiers have left: which are such, and how one goes, or is cut, that nobody uses any more. What is
+deleted is what a tier has made and nobody holds: a directory of this user's alone, with a holder file, folders
 of blocks, the page that its disk is probed by and what it says of itself, and nothing else. Anything of others in it,
 or a tier that has it open, keeps it whole.
 """
@@ -11,19 +10,21 @@ import asyncio
 import contextlib
 import errno
 import os
+import re
 import stat
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final, cast
 
 import numpy as np
+from typing_extensions import override
 
-from tiered_kv.media.backend import RecordShape
+from tiered_kv.media.backend import Found, Inventory, Place, RecordShape, in_thread
 from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files
-from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
-from tiered_kv.values.keys import salt_digest
+from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError, ConfigurationError
+from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.nvme.directory import (
     EXCLUSIVE,
     FINGERPRINT,
@@ -31,146 +32,308 @@ from tiered_kv_backends.nvme.directory import (
     IN_FOLDER,
     OTHERS_MAY_WRITE,
     PROBE,
+    DirectoryLock,
     fit,
     folders_in,
+    holder,
     open_file,
     open_folder,
     remove_folder,
-    taken,
 )
 from tiered_kv_backends.nvme.disks import MEMBER
-from tiered_kv_backends.nvme.ledger import Ledger, Order, Slots
+from tiered_kv_backends.nvme.ledger import Entries, Ledger, Order, Slots, parse
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
+from tiered_kv_backends.nvme.open_files import entries_of
 from tiered_kv_backends.nvme.slab import Erase, Slab
 
 _SLOTS_AT_ONCE: Final = 4096
 _BYTES_AT_ONCE: Final = 1 << 20
+_ENTERED_S: Final = 1.0
+"""How long after a record its entry may come, which is written once the others of its batch are."""
+MODEL: Final = re.compile(r"[0-9a-f]{32}")
+"""Where a host's server keeps a model: a directory below that of its settings."""
+_EMPTY_FILE: Final = "/dev/null"
 _LEFT: Final = frozenset({HOLDER, PROBE, MEMBER, f"{MEMBER}.new"})
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-async def delete_tenant(settings: NVMeSettings | Mapping[str, Any] | str, salt: str | bytes) -> int:
-    """Delete the blocks of one salt, of every model and epoch: nothing finds them again when this returns.
+@dataclass(frozen=True)
+class _InSlot(Found):
+    """A record in a slab. ``said`` is what the ledger says of it: its name and when it was used, or nothing."""
 
-    Reads the header of every record, in each model's directory where a host's server keeps those. Payloads are
-    overwritten too if the settings say ``erase``. A record whose header the disk fails to read goes too, uncounted: it
-    may be one of them.
+    folder: Path = Path()
+    slot: int = 0
+    said: tuple[int, ...] = ()
 
-    Returns:
-        How many blocks were deleted.
+    @override
+    def is_named_by(self, key: BlockKey) -> bool:
+        if not self.said:
+            return True  # by its header alone
+        return tuple(key.namespace.names_of([key.hash])[0].tolist()) == self.said[:4]
+
+
+class NVMeInventory(Inventory):
+    """What lies in a tier's directories, and in those of models that a host's server keeps below them.
+
+    The ledger of each slab says what is there; where it cannot, the headers do, as far as what is left of it does not
+    deny them: so an open would find it. Headers that no open would look at are no blocks. Nothing is written but by
+    `delete`, and nothing is deleted while a cache has the directory open.
+    """
+
+    def __init__(self, paths: Sequence[Path], erase: Erase) -> None:
+        """Look for the directories.
+
+        Raises:
+            OSError: One cannot be looked at.
+        """
+        used = {path: _used_in(path) for path in paths}
+        self.missing = [str(path) for path, directories in used.items() if not directories]
+        self._directories = [each for directories in used.values() for each in directories]
+        self._erase = erase
+        self._to_delete: dict[Path, tuple[Slab, Ledger]] = {}
+        self._opened = contextlib.ExitStack()
+        self.close = self._opened.close
+        self._is_held = False
+
+    @override
+    async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
+        """Read the header of every record, some thousands at a time, whatever the salt: names there tell nothing."""
+        failed = list[OSError]()
+        async for some in in_thread(self._in_all(failed)):
+            yield some
+        _raise_first(failed)
+
+    @override
+    async def read(self, found: Found) -> bytes | None:
+        """Read one record, with its padding."""
+        return b"" if found.is_too_long else await asyncio.to_thread(_read, cast("_InSlot", found))
+
+    @override
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Have nobody find them again, also after a loss of power; with ``erase`` payloads are overwritten too."""
+        await self.hold()
+        await asyncio.to_thread(self._delete, cast("Sequence[_InSlot]", found))
+
+    @override
+    async def hold(self) -> None:
+        if self._is_held:
+            return
+        for path in self._directories:
+            try:
+                fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            except OSError as error:
+                raise BackendUnavailableError(f"{path}: {error.strerror}") from error
+            try:
+                self._opened.callback(DirectoryLock(path, fd).release)
+            except ConfigurationError as error:
+                held = f"{path} is open in a cache, that of process {holder(fd)}"
+                raise ConfigurationError(f"{held}: close that first, nothing was deleted") from error
+            finally:
+                files().close(fd)
+        self._is_held = True
+
+    @override
+    async def still_there(self, found: Sequence[Found]) -> list[bool]:
+        """Look at the ledgers again, for longer than an entry comes behind its record, which is written in place."""
+        are_there = await asyncio.to_thread(_are_said, found)
+        if any(are_there):
+            await asyncio.sleep(_ENTERED_S)
+            are_there = await asyncio.to_thread(_are_said, found)
+        return are_there
+
+    def _in_all(self, failed: list[OSError]) -> Iterator[list[Found]]:
+        for path in self._directories:
+            try:
+                for folder in _folders_in(path):
+                    try:
+                        yield from _in_folder(path / folder)
+                    except OSError as error:  # of one model's records: the others' may be well
+                        failed.append(error)
+            except OSError as error:
+                failed.append(error)
+
+    def _delete(self, found: Sequence[_InSlot]) -> None:
+        failed = list[OSError]()
+        for folder in dict.fromkeys(each.folder for each in found):
+            mine = [each for each in found if each.folder == folder]
+            slots = np.array(sorted(each.slot for each in mine))
+            try:
+                slab, ledger = self._opened_to_delete(folder, mine[0].num_bytes)
+                try:
+                    _forget(slab, ledger, slots, erase=self._erase)
+                except OSError:  # a place that is bad keeps no other from going
+                    for slot in slots:
+                        try:
+                            _forget(slab, ledger, np.array([slot]), erase=self._erase)
+                        except OSError as error:
+                            failed.append(error)
+                slab.sync()
+                ledger.sync()
+            except OSError as error:
+                failed.append(error)
+        _raise_first(failed)
+
+    def _opened_to_delete(self, folder: Path, stride: int) -> tuple[Slab, Ledger]:
+        if (both := self._to_delete.get(folder)) is not None:
+            return both
+        with contextlib.ExitStack() as opened:
+            parent = files().open(folder.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            opened.callback(files().close, parent)
+            folder_fd = open_folder(parent, folder.name)
+            opened.callback(files().close, folder_fd)
+            file = open_file(folder_fd, "slab")
+            shape = RecordShape(bytes.fromhex(folder.name[:64]), stride - HEADER_BYTES)
+            slab = Slab(file, shape, files().fstat(file).st_size // stride)
+            opened.callback(slab.close)
+            ledger = Ledger(open_file(folder_fd, "ledger"), Order())
+            opened.callback(ledger.close)
+            # Of one that is lost, what is cleared here is not all that is known then; else others' blocks go with it.
+            ledger.say_lost(ledger.read(slab.num_allocated)[1].lost)
+            self._opened.push(opened.pop_all())
+        self._to_delete[folder] = slab, ledger
+        return slab, ledger
+
+
+@contextlib.asynccontextmanager
+async def open_inventory(settings: NVMeSettings) -> AsyncIterator[NVMeInventory]:
+    """Yield the inventory of a tier's directories.
 
     Raises:
-        ConfigurationError: No settings of this medium, or a cache has the directory open: a block may be in its memory.
-        BackendUnavailableError: A disk failed, or a directory is none that a tier has used: its disk may not be
-            mounted. All that could be deleted is, whatever else failed.
+        BackendUnavailableError: No tier has used any of them, whose disks may not be mounted; or one fails.
     """
-    settings, failed = NVMeSettings.of(settings), []
-    of_salt = await asyncio.to_thread(settings.on_medium, salt_digest(salt))
-    num_deleted = 0
-    for path in settings.paths:
-        try:
-            num_deleted += await asyncio.to_thread(_delete, path, of_salt, erase=settings.erase)
-        except OSError as error:
-            failed.append((path, error))
-    if failed:
-        reasons = "; ".join(f"{path}: {error.strerror}" for path, error in failed)
-        raise BackendUnavailableError(f"could not delete a tenant: {reasons}") from failed[0][1]
-    return num_deleted
+    try:
+        inventory = await asyncio.to_thread(NVMeInventory, settings.paths, settings.erase)
+    except OSError as error:
+        raise BackendUnavailableError(f"{error.filename}: {error.strerror}") from error
+    with contextlib.closing(inventory):
+        if len(inventory.missing) == len(settings.paths):
+            raise BackendUnavailableError(f"no tier has used {', '.join(inventory.missing)}: is the disk mounted?")
+        yield inventory
 
 
-def _delete(path: Path, salt: bytes, *, erase: Erase) -> int:
-    num_deleted, failures = 0, list[OSError]()
-    for each in _used_in(path):
-        if each != path and not _holds_blocks(each):
-            continue  # another program's, perhaps: it has its own idea of a file of that name
-        with taken(each) as root:
-            for folder in folders_in(root):
-                try:
-                    num_deleted += _delete_in(root, folder, salt, erase=erase)
-                except OSError as error:  # of one model's records: the others' may be well
-                    failures.append(error)
-    if failures:
-        raise failures[0]
-    return num_deleted
+def has_used(path: Path) -> bool:
+    """See `NVMeBackend.has_used`."""
+    return bool(_used_in(path))
 
 
 def _used_in(path: Path) -> list[Path]:
-    """Return where tiers have been: in a directory itself, or in those of models that a host's server keeps there.
+    """Return where tiers have been: in a directory itself, or in those of models that a host's server keeps there."""
+    try:
+        fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    try:
+        below = sorted(each.name for each in files().entries(fd) if each.is_folder and MODEL.fullmatch(each.name))
+        used = [path] if _is_file(fd, HOLDER) or folders_in(fd) else []
+    finally:
+        files().close(fd)
+    return used + [path / each for each in below if _used_in(path / each)]
+
+
+def _folders_in(path: Path) -> list[str]:
+    """Name the folders of blocks in a directory.
 
     Raises:
-        OSError: In none: of a disk that is away blocks would come back with it.
+        OSError: One cannot be looked into: what is in it would be taken for gone.
     """
-    used = [path] if files().exists(path / HOLDER) else []
-    with contextlib.suppress(FileNotFoundError):
-        fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            below = sorted(path / each.name for each in files().entries(fd) if each.is_folder)
-        finally:
-            files().close(fd)
-        for each in below:
-            with contextlib.suppress(PermissionError):  # another user's, as lost+found is
-                used += [each] if files().exists(each / HOLDER) else []
-    if not used:
-        raise FileNotFoundError(errno.ENOENT, "no tier has used it: is the disk mounted?")
-    return used
-
-
-def _holds_blocks(path: Path) -> bool:
+    fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        fd = files().open(path, _FOLDER)
-    except PermissionError:
-        return False
-    try:
-        return bool(folders_in(fd))
+        for each in files().entries(fd):
+            if each.is_folder and FINGERPRINT.fullmatch(each.name):
+                files().close(files().open(path / each.name, _FOLDER))
+        return folders_in(fd)
     finally:
         files().close(fd)
 
 
-def _delete_in(root: int, folder: str, salt: bytes, *, erase: Erase) -> int:
+def _in_folder(folder: Path) -> Iterator[list[Found]]:
+    """Yield what lies in one slab; nothing where there is another thing than a file in its place, or its ledger's."""
     with contextlib.ExitStack() as opened:
-        folder_fd = open_folder(root, folder)
-        opened.callback(files().close, folder_fd)
-        file = open_file(folder_fd, "slab")
-        with contextlib.ExitStack() as unread:
-            unread.callback(files().close, file)
-            num_bytes, fingerprint = files().fstat(file).st_size, bytes.fromhex(folder[:64])
-            shape = _shape_in(file, num_bytes, fingerprint)
-            if shape is None:
-                return 0
-            unread.pop_all()
-        slab = Slab(file, shape, num_bytes // shape.stride_bytes)
-        opened.callback(slab.close)
-        ledger = Ledger(open_file(folder_fd, "ledger"), Order())
-        opened.callback(ledger.close)
-        _, damaged = ledger.read(slab.num_allocated)
-        # Of one that is lost, what is cleared here is not all that is known then; else others' blocks would go with it.
-        ledger.say_lost(damaged.slots[len(damaged.left) :])
-        num_deleted, failures = 0, list[OSError]()
+        file, ledger_fd = _open_regular(folder / "slab", opened), _open_regular(folder / "ledger", opened)
+        if file is None or ledger_fd is None:
+            return
+        num_bytes, fingerprint = files().fstat(file).st_size, folder.name[:64]
+        if (shape := _shape_in(file, num_bytes, bytes.fromhex(fingerprint))) is None:
+            return
+        slab = Slab(file, shape, num_bytes // shape.stride_bytes, may_cut=False)
+        entries, damaged, _ = Ledger(ledger_fd, Order()).look(slab.num_allocated)
+        said = dict(zip(entries.slots.tolist(), _said(entries), strict=True))
+        unsaid = set(damaged.slots.tolist())
         for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):
-            slots = np.arange(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))
-            headers, failed = slab.headers(slots.tolist())
-            is_mine = np.array([_is_of(header.data, salt) for header in headers])
-            num_deleted += int(np.count_nonzero(is_mine))
-            for going in (slots[is_mine], slots[failed]):  # whose block nobody can say now may be read by a later open
-                try:
-                    _forget(slab, ledger, going, erase=erase)
-                except OSError as error:  # a place that is bad keeps no other from going
-                    failures.append(error)
-        slab.sync()
-        ledger.sync()
-        if failures:
-            raise failures[0]
-        return num_deleted
+            slots = range(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))
+            headers, unread = slab.headers(list(slots))
+            keys = {slot: key_in(header.data) for slot, header in zip(slots, headers, strict=True)}
+            rebuilt = entries_of({slot: key for slot, key in keys.items() if slot in unsaid}, shape)
+            there = {*rebuilt.slots[~damaged.deny(rebuilt)].tolist(), *filter(said.__contains__, slots)}
+            yield [
+                _InSlot(
+                    f"{folder}/slab@{slot * shape.stride_bytes}",
+                    Place(fingerprint, "", "", "") if key is None else Place.of(key.path),
+                    shape.stride_bytes,
+                    int(slot in there),
+                    folder=folder,
+                    slot=slot,
+                    said=said.get(slot, ()),
+                )
+                for (slot, key), is_unread in zip(keys.items(), unread.tolist(), strict=True)
+                if slot in there or key is not None or is_unread
+            ]
+
+
+def _said(entries: Entries) -> list[tuple[int, ...]]:
+    return [(*name, used) for name, used in zip(entries.names.tolist(), entries.sequences.tolist(), strict=True)]
+
+
+def _are_said(found: Sequence[Found]) -> list[bool]:
+    """Say whether the ledger says of each slot what it said when it was found."""
+    return [_said_now(each) == each.said for each in cast("Sequence[_InSlot]", found)]
+
+
+def _said_now(found: _InSlot) -> tuple[int, ...]:
+    with contextlib.ExitStack() as opened:
+        ledger = _open_regular(found.folder / "ledger", opened)
+        entry = b"" if ledger is None else files().pread(ledger, Ledger.num_bytes(1), Ledger.num_bytes(found.slot))
+        said = _said(parse(entry, found.slot)[0]) if len(entry) == Ledger.num_bytes(1) else []
+        return said[0] if said else ()
+
+
+def _read(found: _InSlot) -> bytes | None:
+    try:
+        with contextlib.ExitStack() as opened:
+            slab = _open_regular(found.folder / "slab", opened)
+            return None if slab is None else files().pread(slab, found.num_bytes, found.slot * found.num_bytes)
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise BlockCorruptError(f"cannot be read: {error.strerror}") from error
+        raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
+
+
+def _open_regular(path: Path, opened: contextlib.ExitStack) -> int | None:
+    """Open a file to read, which is closed with ``opened``; an empty one if there is none; None of anything else."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO would hang without it
+    try:
+        fd = files().open(path, flags)
+    except FileNotFoundError:
+        fd = files().open(_EMPTY_FILE, os.O_RDONLY | os.O_CLOEXEC)
+        opened.callback(files().close, fd)
+        return fd
+    except OSError as error:
+        if error.errno in {errno.ELOOP, errno.ENXIO}:
+            return None
+        raise
+    opened.callback(files().close, fd)
+    return fd if stat.S_ISREG(files().fstat(fd).st_mode) else None
+
+
+def _raise_first(failed: Sequence[OSError]) -> None:
+    if failed:
+        where = f"{failed[0].filename}: " if failed[0].filename else ""
+        raise BackendUnavailableError(f"{where}{failed[0].strerror}") from failed[0]
 
 
 def _forget(slab: Slab, ledger: Ledger, slots: Slots, *, erase: Erase) -> None:
     ledger.clear(slots[slots < ledger.num_slots])
     slab.erase(slots.tolist(), erase)
-
-
-def _is_of(header: memoryview, salt: bytes) -> bool:
-    key = key_in(header)
-    return key is not None and key.namespace.salt == salt
 
 
 def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | None:
@@ -182,17 +345,20 @@ def _shape_in(file: int, num_bytes: int, fingerprint: bytes) -> RecordShape | No
     failure: OSError | None = None
     for start in range(0, num_bytes, _BYTES_AT_ONCE):
         try:
-            data = memoryview(files().pread(file, _BYTES_AT_ONCE, start))
-        except OSError as error:  # a place that is bad: records behind it say as much
-            failure = failure or error
-            continue
-        for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES):
-            header = data[at : at + HEADER_BYTES]
-            if header[: len(MAGIC)] != MAGIC or (key := key_in(header)) is None:
-                continue
-            shape = RecordShape(fingerprint, payload_bytes_in(header))
-            if key.namespace.fingerprint == fingerprint and not (start + at) % shape.stride_bytes:
-                return shape
+            parts = [(start, files().pread(file, _BYTES_AT_ONCE, start))]
+        except OSError as error:  # a place that is bad: records beside it say as much
+            failure, parts = failure or error, []
+            for at in range(start, min(start + _BYTES_AT_ONCE, num_bytes), HEADER_BYTES):
+                with contextlib.suppress(OSError):
+                    parts.append((at, files().pread(file, HEADER_BYTES, at)))
+        for first, data in parts:
+            for at in range(0, len(data) - HEADER_BYTES + 1, HEADER_BYTES):
+                header = memoryview(data)[at : at + HEADER_BYTES]
+                if header[: len(MAGIC)] != MAGIC or (key := key_in(header)) is None:
+                    continue
+                shape = RecordShape(fingerprint, payload_bytes_in(header))
+                if key.namespace.fingerprint == fingerprint and not (first + at) % shape.stride_bytes:
+                    return shape
     if failure is not None:
         raise failure
     return None

@@ -98,6 +98,11 @@ class Damaged:
     slots: Slots
     left: NDArray[np.uint8]
 
+    @property
+    def lost(self) -> Slots:
+        """The slots of which nothing is left."""
+        return self.slots[len(self.left) :]
+
     def deny(self, found: Entries) -> NDArray[np.bool_]:
         """Say of each whether what is left of the slot's entry says still that the slot holds something else."""
         broken = self.slots[: len(self.left)]
@@ -176,6 +181,14 @@ class Ledger:
         of zeros alone can be read as little as one that is not there. Of what is lost it says so from now on, if it can
         be written to: until there are entries of it, that stays lost, whoever is killed meanwhile.
         """
+        here, damaged, later = self.look(num_allocated)
+        self.clear(later)
+        with suppress(OSError):
+            self.say_lost(damaged.lost)
+        return here, damaged
+
+    def look(self, num_allocated: int) -> tuple[Entries, Damaged, Slots]:
+        """Return what `read` does, and which later slots the file says something about. Nothing is written."""
         parts, damaged, left = [_NO_ENTRIES], [_NO_SLOTS], [np.empty((0, ENTRY.itemsize), np.uint8)]
         losses = [_NO_SLOTS]
         self.is_blank = self.num_slots > 0
@@ -191,15 +204,13 @@ class Ledger:
         entries, broken, lost = Entries.joined(*parts), np.concatenate(damaged), np.concatenate(losses)
         self._order.go_on_after(int(entries.sequences.max(initial=0)))
         is_here, is_broken_here, is_lost_here = (each < num_allocated for each in (entries.slots, broken, lost))
-        self.clear(np.concatenate([entries.slots[~is_here], broken[~is_broken_here], lost[~is_lost_here]]))
+        later = np.concatenate([entries.slots[~is_here], broken[~is_broken_here], lost[~is_lost_here]])
         here = Entries(entries.names[is_here], entries.slots[is_here], entries.sequences[is_here])
         if self.is_blank or len(lost):
             zeros = [start + np.flatnonzero(np.logical_not(_words(data).any(axis=1))) for start, data in self._chunks()]
             lost = np.concatenate([lost, *zeros])
         lost = np.sort(np.append(lost[lost < num_allocated], np.arange(self.num_slots, num_allocated)))
-        with suppress(OSError):
-            self.say_lost(lost)
-        return here, Damaged(np.append(broken[is_broken_here], lost), np.concatenate(left)[is_broken_here])
+        return here, Damaged(np.append(broken[is_broken_here], lost), np.concatenate(left)[is_broken_here]), later
 
     def say_lost(self, slots: Slots) -> None:
         """Remember, whatever befalls the machine, that nobody knows what these slots hold but the headers there."""

@@ -6,16 +6,19 @@ are moved at once.
 
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
+from typing_extensions import override
 
 from tiered_kv.media.backend import (
     BackendContext,
     Block,
     Blocks,
+    Inventory,
     Make,
     Missing,
     Outcome,
@@ -31,7 +34,7 @@ from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.nvme.directory import fit
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
-from tiered_kv_backends.nvme.directory_upkeep import cut_left, delete_left, has_left
+from tiered_kv_backends.nvme.directory_upkeep import cut_left, delete_left, has_left, has_used, open_inventory
 from tiered_kv_backends.nvme.disks import Disk, Disks
 from tiered_kv_backends.nvme.ledger import Entries, Slots
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
@@ -54,6 +57,16 @@ class NVMeBackend(SlotBackend):
         self._only_store: DirectoryStore | None = None
         """The directory in use of a tier that has only one, which is never let go of."""
         self._shapes: tuple[RecordShape, ...] = ()
+
+    @classmethod
+    @override
+    def inventory(cls, settings: NVMeSettings) -> AbstractAsyncContextManager[Inventory]:
+        return open_inventory(settings)
+
+    @classmethod
+    @override
+    def has_used(cls, path: Path) -> bool:
+        return has_used(path)
 
     @classmethod
     def has_left(cls, path: Path) -> bool:

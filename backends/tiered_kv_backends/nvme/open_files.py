@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tiered_kv.media.backend import RecordShape
 from tiered_kv.media.record import key_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import Names
+from tiered_kv.values.keys import BlockKey, Names
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import HOLDER, Directory, open_file, page_problem, probe_direct_io
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Ledger, Order, Slots
@@ -306,15 +306,18 @@ async def rebuild(
 
 
 def _entries_in(slab: Slab, slots: list[int]) -> Entries:
-    hashes, masks, found = [], [], []
-    for slot, header in zip(slots, slab.headers(slots)[0], strict=True):
-        key = key_in(header.data)
-        if key is not None and key.namespace.fingerprint == slab.shape.fingerprint:
-            hashes.append(key.hash)
-            masks.append(key.namespace.mask)
-            found.append(slot)
-    names = np.frombuffer(b"".join(hashes), np.uint64).reshape(-1, 4) ^ np.array(masks, np.uint64).reshape(-1, 4)
-    return Entries(names, np.array(found, np.int64), np.zeros(len(found), np.uint64))
+    headers, _ = slab.headers(slots)
+    return entries_of({slot: key_in(header.data) for slot, header in zip(slots, headers, strict=True)}, slab.shape)
+
+
+def entries_of(keys: Mapping[int, BlockKey | None], shape: RecordShape) -> Entries:
+    """Return what slots hold by their headers alone: of ``shape``, and used nobody knows when."""
+    found = {
+        slot: key for slot, key in keys.items() if key is not None and key.namespace.fingerprint == shape.fingerprint
+    }
+    hashes = np.frombuffer(b"".join(key.hash for key in found.values()), np.uint64).reshape(-1, 4)
+    masks = np.array([key.namespace.mask for key in found.values()], np.uint64).reshape(-1, 4)
+    return Entries(hashes ^ masks, np.array([*found], np.int64), np.zeros(len(found), np.uint64))
 
 
 def look_at(future: "asyncio.Future[Any]") -> None:

@@ -57,12 +57,13 @@ class Slab:
         fd: Its file, which belongs to this object from now on.
         shape: The records.
         num_slots: How many there are to be. Slots of a longer file are cut off.
+        may_cut: False of a file that is only read, which stays as it is.
 
     Attributes:
         num_allocated: The first so many slots have their place on the disk.
     """
 
-    def __init__(self, fd: int, shape: RecordShape, num_slots: int) -> None:
+    def __init__(self, fd: int, shape: RecordShape, num_slots: int, *, may_cut: bool = True) -> None:
         self.shape = shape
         self.num_slots = num_slots
         self.call_blocks = max(1, min(_MAX_CALL_BYTES // shape.stride_bytes, _MAX_CALL_BLOCKS))
@@ -70,7 +71,8 @@ class Slab:
         try:
             num_whole = files().fstat(fd).st_size // shape.stride_bytes
             self.num_allocated = min(num_whole, num_slots)
-            files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
+            if may_cut:
+                files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
         except BaseException:  # nobody else has it yet
             files().close(fd)
             raise

@@ -6,6 +6,5 @@ except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"{__name__} needs redis: pip install 'tiered-kv[redis]'", name=error.name) from error
 
 from tiered_kv_backends.redis.redis_backend import RedisBackend
-from tiered_kv_backends.redis.tenants import delete_tenant
 
-__all__ = ["RedisBackend", "delete_tenant"]
+__all__ = ["RedisBackend"]

@@ -1,25 +1,26 @@
-"""Deleting what nobody will read again: old epochs, a tenant's blocks. For a job of your own, beside the caches.
+"""What lies in a bucket, for operators: only objects whose whole path is one of ours, whatever lies beside them.
 
-Other things may lie beside the blocks: only objects whose whole path is one of ours are looked at.
-
-What lies in a bucket, for operators: only objects whose whole path is one of ours.
+Deleting what nobody will read again, the blocks of old epochs, is a job of your own, beside the caches.
 """
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from datetime import UTC, datetime, timedelta
-from typing import Any
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
 
 import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
 from tiered_kv.media.backend import Found, Inventory, Place
-from tiered_kv.values.keys import epoch_digest, salt_digest
-from tiered_kv_backends.paths import RECORD, salt_folder
+from tiered_kv.values.keys import epoch_digest
+from tiered_kv_backends.paths import RECORD
 from tiered_kv_backends.s3.doomed import MARKS, is_mark, without_mark
 from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate
+
+if TYPE_CHECKING:  # a type only
+    from obstore import ObjectMeta
 
 _AT_ONCE = 1000
 _MOST_EPOCHS = 1 << 16
@@ -34,21 +35,15 @@ class BucketInventory(Inventory):
     def __init__(self, store: ObjectStore, settings: S3Settings) -> None:
         self._store, self._settings = store, settings
 
-    async def found(self) -> AsyncIterator[list[Found]]:
-        """List all objects, up to 1,000 at a time; a pack's name says of how many blocks it is."""
+    async def found(self, salt: str = "", folder: str | None = None) -> AsyncIterator[list[Found]]:
+        """List all objects, or those in a folder of ours, up to 1,000 at a time, whatever their salt.
+
+        A pack's name says of how many blocks it is; a mark, of the place of its block, is none. No more is kept of a
+        listing, which a hostile store may never end.
+        """
         try:
-            async for objects in obstore.list(self._store, chunk_size=_AT_ONCE):
-                yield [
-                    Found(
-                        each["path"],
-                        Place.of(each["path"]),
-                        each["size"],
-                        int(match["size"] or 1),
-                        each["last_modified"].timestamp(),
-                    )
-                    for each in objects
-                    if (match := RECORD.fullmatch(each["path"]))
-                ]
+            async for objects in obstore.list(self._store, folder, chunk_size=_AT_ONCE):
+                yield [found for each in objects if (found := _found(each)) is not None]
         except (BaseError, OSError, ValueError) as error:
             raise translate(error, "list blocks", self._settings) from error
 
@@ -113,68 +108,35 @@ async def collect_epochs(
     settings = S3Settings.of(settings)
     epochs = [epoch_digest(weights) for weights in keep_weights]
     kept = {(await asyncio.to_thread(settings.on_medium, epoch)).hex()[:32] for epoch in epochs}
-    store, deleted = make_store(settings), 0
-    before = datetime.now(UTC) - timedelta(seconds=idle_s)
-    is_idle: dict[str, bool] = {}  # by epoch that may go
-    try:
-        async for blocks in _blocks(store):
-            for path, stored in blocks.items():
-                if is_mark(path):
+    deleted, before = 0, datetime.now(UTC).timestamp() - idle_s
+    is_idle: dict[str, bool] = {}  # by folder of an epoch that may go
+    async with open_inventory(settings) as inventory:
+        async for some in inventory.found():
+            for each in some:
+                if not each.num_blocks:
                     continue  # an eviction is no use of an epoch
-                epoch = _folder(path, 2)
-                is_known = epoch in is_idle or len(is_idle) < _MOST_EPOCHS
-                if is_known and epoch.rpartition("/")[2] not in kept:
-                    is_idle[epoch] = is_idle.get(epoch, True) and stored <= before
+                folder = f"{each.place.fingerprint}/{each.place.epoch}"
+                is_known = folder in is_idle or len(is_idle) < _MOST_EPOCHS
+                if is_known and each.place.epoch not in kept:
+                    is_idle[folder] = is_idle.get(folder, True) and (each.written_at or 0.0) <= before
         for epoch in [epoch for epoch, idle in is_idle.items() if idle]:
             for folder in (epoch, f"{MARKS}/{epoch}"):
-                async for blocks in _blocks(store, folder):
-                    deleted += await _delete(store, [*blocks])
-    except (BaseError, OSError, ValueError) as error:
-        raise translate(error, "collect epochs", settings) from error
+                async for some in inventory.found(folder=folder):
+                    await inventory.delete(some)
+                    deleted += len(some)
     return deleted
 
 
-async def delete_tenant(settings: S3Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
-    """Delete the blocks of one salt, of every model, epoch and shard, and what was noted of their evictions.
-
-    Returns:
-        How many objects were deleted.
-
-    Raises:
-        ConfigurationError: No client can be made of the settings.
-        BackendUnavailableError: The store failed; what was deleted until then stays deleted.
-    """
-    settings = S3Settings.of(settings)
-    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
-    store, deleted = make_store(settings), 0
-    try:
-        async for blocks in _blocks(store):
-            deleted += await _delete(store, [path for path in blocks if _folder(path, 4).rpartition("/")[2] == folder])
-    except (BaseError, OSError, ValueError) as error:
-        raise translate(error, "delete a tenant", settings) from error
-    return deleted
+def _found(listed: "ObjectMeta") -> Found | None:
+    """Return what an object is: a block, a pack or a mark; None of what is not ours."""
+    path, stored = listed["path"], listed["last_modified"].timestamp()
+    if match := RECORD.fullmatch(path):
+        return Found(path, Place.of(path), listed["size"], int(match["size"] or 1), stored)
+    return Found(path, Place.of(without_mark(path)), listed["size"], 0, stored) if is_mark(path) else None
 
 
-def _folder(path: str, depth: int) -> str:
-    """Return the folder of a block, or that a mark is about, so many levels down: ``fingerprint/epoch/shard/salt``."""
-    return "/".join(without_mark(path).split("/")[:depth])
-
-
-async def _blocks(store: ObjectStore, folder: str | None = None) -> AsyncIterator[dict[str, datetime]]:
-    """Yield the blocks, packs and marks in a folder of ours, or all, and when each was stored, up to 1,000 at a time.
-
-    No more is kept of a listing, which a hostile store may never end.
-    """
-    async for objects in obstore.list(store, folder, chunk_size=_AT_ONCE):
-        yield {
-            each["path"]: each["last_modified"]
-            for each in objects
-            if RECORD.fullmatch(each["path"]) or is_mark(each["path"])
-        }
-
-
-async def _delete(store: ObjectStore, paths: list[str]) -> int:
-    """Delete objects, by one request where the store has such; return how many were named. What is gone is no error."""
+async def _delete(store: ObjectStore, paths: list[str]) -> None:
+    """Delete objects, by one request where the store has such. What is gone is no error."""
     try:
         if paths:
             await obstore.delete_async(store, paths)
@@ -182,4 +144,3 @@ async def _delete(store: ObjectStore, paths: list[str]) -> int:
         for path in paths:
             with suppress(FileNotFoundError):
                 await obstore.delete_async(store, path)
-    return len(paths)

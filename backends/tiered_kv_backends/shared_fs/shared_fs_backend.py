@@ -7,7 +7,7 @@
 
 A file gets its name when it is whole and closed, by a rename, so readers need no lock and writers of one key do not
 meet. Its mtime says when it was last used; sweeps delete the oldest first (`sweeper.py`). A thread moves a block
-in one go (`files.py`). Beside the caches `delete_tenant` and `sweep` are jobs for operators.
+in one go (`files.py`). Beside the caches `sweep` is a job for operators.
 """
 
 import asyncio
@@ -17,6 +17,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -24,18 +25,19 @@ from typing import Any, TypeVar
 
 import aiofiles.os
 from pydantic import Field
+from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, Outcome, check_lengths
 from tiered_kv.settings.tier_settings import Size, SizeOrNone, StorageTierSettings, default_size
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv.values.keys import BlockKey, salt_digest
+from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.log import log
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs import files
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom
 from tiered_kv_backends.shared_fs.files import FileThreads, Moved, OverdueError, Work, each_of, look_at, text_of
-from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, delete_folders, holds_blocks
+from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, holds_blocks, is_used, open_inventory
 
 T = TypeVar("T")
 
@@ -85,6 +87,16 @@ class SharedFSBackend(Backend):
         longest ago first. No limit if left out."""
         sweep_interval_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
         """How often each process looks whether a sweep is due, which one of them then makes."""
+
+    @classmethod
+    @override
+    def inventory(cls, settings: Settings) -> AbstractAsyncContextManager[Inventory]:
+        return open_inventory(str(settings.path.absolute()))
+
+    @classmethod
+    @override
+    def has_used(cls, path: Path) -> bool:
+        return is_used(str(path))
 
     def __init__(
         self, settings: Settings | Mapping[str, Any] | str, wall_clock_ns: Callable[[], int] = time.time_ns
@@ -378,28 +390,6 @@ class SharedFSBackend(Backend):
 
 def _is_full(moved: Moved) -> bool:
     return isinstance(moved, OSError) and moved.errno in files.FULL
-
-
-async def delete_tenant(settings: SharedFSBackend.Settings | Mapping[str, Any] | str, salt: str | bytes) -> int:
-    """Delete the blocks of one salt, of every model, epoch and shard. What is being written meanwhile may stay.
-
-    Returns:
-        How many blocks were deleted.
-
-    Raises:
-        ConfigurationError: No settings of this medium.
-        BackendUnavailableError: The filesystem failed, is not mounted, or no cache has used the directory yet; what was
-            deleted until then stays deleted.
-    """
-    settings = SharedFSBackend.Settings.of(settings)
-    root = str(settings.path)
-    folder = salt_folder(await asyncio.to_thread(settings.on_medium, salt_digest(salt)))
-    try:
-        return await asyncio.to_thread(delete_folders, root, folder)
-    except OSError as error:
-        raise BackendUnavailableError(
-            f"{error.filename or root}: could not delete a tenant: {error.strerror}"
-        ) from error
 
 
 async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) -> Swept | None:

@@ -1,10 +1,13 @@
 """Keeps a shared directory of block files within its limits. Runs in a thread of any process that writes to it.
 
+And what lies there, for operators, who `walk` through its folders as a sweep does.
+
 One process sweeps at a time, whoever has the lock, and dates it meanwhile; that of one which was stopped at it is
 replaced. No limit depends on that: the ledger lets nobody write more than fits, and a sweep makes room. What does not
 look like ours is never touched, and no link is followed.
 """
 
+import asyncio
 import contextlib
 import errno
 import math
@@ -13,26 +16,29 @@ import re
 import stat
 import threading
 from array import array
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter, defaultdict, deque
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
+from tiered_kv.media.backend import Found, Inventory, Place, in_thread
+from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv_backends.paths import HASH, NAMESPACE
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, try_lock
 from tiered_kv_backends.shared_fs.files import (
+    FILE_FLAGS,
     FOLDER_DIGITS,
     FOLDER_FLAGS,
     LOCK_NAME,
-    check_mounted,
     free_bytes,
     open_own,
 )
 
-_FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
+FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
 _TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.tmp")
 _DEAD_NS, _STALE_NS = 600 * 10**9, 60 * 10**9
 """Age of a temporary file at which its writer is taken to be dead; and at which it goes before any record does, where
@@ -178,12 +184,10 @@ class Sweeper:
         os.utime(lock, ns=(self._dated_ns, self._dated_ns))
 
     def _visit(self, lock: int, visit: Callable[[int, str], bool]) -> None:
-        def visit_and_date(folder: int, salt: str) -> bool:
+        for each in walk(self._root, FOLDERS, self._stopped):
             if self._wall_clock_ns() > self._dated_ns + _STALE_NS:
                 self._date(lock)
-            return visit(folder, salt)
-
-        _visit_folders(self._root, _FOLDERS, visit_and_date, self._stopped)
+            each.has_deleted = visit(each.fd, each.path[-2])
 
     def _sweep(self, lock: int, failed: deque[OSError], *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
@@ -319,78 +323,156 @@ def holds_blocks(root: str) -> bool:
     Raises:
         OSError: The filesystem failed.
     """
-    return any(_FOLDERS[0].fullmatch(entry.name) for entry in Path(root).iterdir())
+    return any(FOLDERS[0].fullmatch(entry.name) for entry in Path(root).iterdir())
 
 
-def delete_folders(root: str, salt_folder: str) -> int:
-    """Delete the records in every folder of one salt, and the folders; return how many records. Locks nothing.
+@dataclass
+class OpenFolder:
+    """A folder of records. Whoever deletes something from it says so in ``has_deleted``: it may be empty then.
 
-    Raises:
-        OSError: The filesystem is not mounted, or failed: if in deleting, all that could be deleted is.
+    Attributes:
+        fd: Its descriptor, until the next one is asked for.
+        path: The names that lead to it.
     """
-    check_mounted(root)
-    num_deleted, failed = 0, deque[OSError](maxlen=1)
 
-    def visit(folder: int, _salt: str) -> bool:
-        nonlocal num_deleted
-        for name, _ in _files(folder):
-            num_deleted += _unlink(name, folder, failed) and bool(HASH.fullmatch(name))
-        return True
-
-    names = (*NAMESPACE[:-1], re.compile(re.escape(salt_folder)), _FOLDERS[-1])
-    _visit_folders(root, names, visit, threading.Event())
-    if failed:
-        raise failed[-1]
-    return num_deleted
+    fd: int
+    path: tuple[str, ...]
+    has_deleted: bool = False
 
 
-def _visit_folders(
-    root: str, names: Sequence[re.Pattern[str]], visit: Callable[[int, str], bool], stopped: threading.Event
-) -> None:
-    """Visit the folders of records until told to stop, and remove those that this has emptied.
+def walk(root: str, names: Sequence[re.Pattern[str] | str], stopped: threading.Event) -> Iterator[OpenFolder]:
+    """Yield the folders of records until told to stop, and remove those that have been emptied meanwhile.
 
     Args:
         root: The directory.
-        names: Of the folders, level by level.
-        visit: Called with a descriptor of each folder and the folder of its salt; says whether it deleted something.
+        names: Of the folders, level by level: what they are like, or one that need not be looked for.
         stopped: Says when to stop.
 
     Raises:
         OSError: The filesystem failed.
     """
 
-    def descend(folder: int, path: tuple[str, ...]) -> bool:
+    def descend(folder: int, path: tuple[str, ...]) -> Generator[OpenFolder, None, bool]:
         if len(path) == len(names):
-            return visit(folder, path[-2])
-        has_deleted = False
-        for name in os.listdir(folder):
+            yield (here := OpenFolder(folder, path))
+            return here.has_deleted
+        has_deleted, wanted = False, names[len(path)]
+        for name in [wanted] if isinstance(wanted, str) else filter(wanted.fullmatch, os.listdir(folder)):
             if stopped.is_set():
                 break
-            if names[len(path)].fullmatch(name):
-                has_deleted |= enter(folder, name, (*path, name))
+            has_deleted |= yield from enter(folder, (*path, name))
         return has_deleted
 
-    def enter(parent: int, name: str, path: tuple[str, ...]) -> bool:
+    def enter(parent: int, path: tuple[str, ...]) -> Generator[OpenFolder, None, bool]:
         try:
-            folder = os.open(name, os.O_RDONLY | FOLDER_FLAGS, dir_fd=parent)
+            folder = os.open(path[-1], os.O_RDONLY | FOLDER_FLAGS, dir_fd=parent)
         except OSError as error:
             if error.errno in _NO_FOLDER:
                 return False
+            error.filename = "/".join((root, *path))
             raise
         try:
-            has_deleted = descend(folder, path)
+            has_deleted = yield from descend(folder, path)
         finally:
             os.close(folder)
         if has_deleted:
             with contextlib.suppress(OSError):  # not empty, most often
-                os.rmdir(name, dir_fd=parent)
+                os.rmdir(path[-1], dir_fd=parent)
         return has_deleted
 
     top = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        descend(top, ())
+        yield from descend(top, ())
     finally:
         os.close(top)
+
+
+class SharedFSInventory(Inventory):
+    """What lies in a directory, whoever uses it meanwhile; temporary files, too, which are no blocks."""
+
+    def __init__(self, root: str) -> None:
+        self._root = root
+
+    @override
+    async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
+        """List folder by folder, those of one salt alone if one is given."""
+        names = FOLDERS if not salt else (*NAMESPACE[:-1], salt, FOLDERS[-1])
+        with self._failing():
+            async for some in in_thread(self._in(folder) for folder in walk(self._root, names, threading.Event())):
+                yield some
+
+    @override
+    async def read(self, found: Found) -> bytes | None:
+        """Read a file, if it is one still."""
+        return b"" if found.is_too_long else await asyncio.to_thread(_read, found)
+
+    @override
+    async def delete(self, found: Sequence[Found]) -> None:
+        """Unlink files, and the folders that this has emptied."""
+        with self._failing():
+            await asyncio.to_thread(self._delete, found)
+
+    def _in(self, folder: OpenFolder) -> list[Found]:
+        where, place = "/".join((self._root, *folder.path)), Place(*folder.path[:-1])
+        return [
+            Found(f"{where}/{name}", place, status.st_size, int(name[0] != "."), status.st_mtime)
+            for name, status in _files(folder.fd)
+            if stat.S_ISREG(status.st_mode)
+        ]
+
+    def _delete(self, found: Sequence[Found]) -> None:
+        failed = deque[OSError](maxlen=1)
+        _check_used(self._root)  # again: what is away would come back
+        names = defaultdict[str, list[str]](list)
+        for each in found:
+            path, _, name = each.where.removeprefix(f"{self._root}/").rpartition("/")
+            names[path].append(name)
+        for path, of_folder in names.items():
+            for folder in walk(self._root, path.split("/"), threading.Event()):
+                for name in of_folder:
+                    folder.has_deleted |= _unlink(name, folder.fd, failed)
+        if failed:
+            raise failed[-1]
+
+    @contextlib.contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise BackendUnavailableError(f"{error.filename or self._root}: {error.strerror}") from error
+
+
+@contextlib.asynccontextmanager
+async def open_inventory(root: str) -> AsyncIterator[SharedFSInventory]:
+    """Yield the inventory of a directory.
+
+    Raises:
+        BackendUnavailableError: No tier has used it: its filesystem may not be mounted.
+    """
+    await asyncio.to_thread(_check_used, root)
+    yield SharedFSInventory(root)
+
+
+def is_used(root: str) -> bool:
+    """Say whether a directory is a tier's, or what is in one was copied there."""
+    return Path(root, LOCK_NAME).exists() or (Path(root).is_dir() and holds_blocks(root))
+
+
+def _check_used(root: str) -> None:
+    if not is_used(root):
+        raise BackendUnavailableError(f"no tier has used {root}: is the filesystem mounted?")
+
+
+def _read(found: Found) -> bytes | None:
+    try:
+        with os.fdopen(os.open(found.where, os.O_RDONLY | FILE_FLAGS), "rb") as file:
+            return file.read(found.num_bytes) if stat.S_ISREG(os.fstat(file.fileno()).st_mode) else b""
+    except FileNotFoundError:
+        return None  # evicted meanwhile
+    except OSError as error:
+        if error.errno == errno.EIO:
+            raise BlockCorruptError(f"cannot be read: {error.strerror}") from error
+        raise BackendUnavailableError(f"{found.where}: {error.strerror}") from error
 
 
 def _cutoff(times: NDArray[np.int64], sizes: NDArray[np.int64], excess: int) -> int:

@@ -39,7 +39,7 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
-from tiered_kv_backends.nvme import delete_tenant, directory_store, slab
+from tiered_kv_backends.nvme import NVMeBackend, directory_store, slab
 from tiered_kv_backends.nvme.directory import Directory, taken
 from tiered_kv_backends.nvme.open_files import OpenFiles
 from tiered_kv_backends.shared_fs import files
@@ -359,7 +359,7 @@ async def test_folders_of_other_programs_stay(tmp_path: Path) -> None:
         await tier.write(count_up(20))
         assert tier.backend.describe()["reclaimed_fingerprints"] == 0
     assert [(tmp_path / name / "config.json").stat().st_size for name in names] == [2 * MIB] * 3
-    assert await delete_tenant({"medium": "nvme", "path": tmp_path, "capacity": "2MiB"}, "ann") == 0
+    assert await NVMeBackend.delete_tenant({"medium": "nvme", "path": tmp_path, "capacity": "2MiB"}, "ann") == 0
     assert sorted(each.name for each in (tmp_path / names[1]).iterdir()) == ["config.json", "slab"]
     assert (tmp_path / ("b" * 64)).is_dir()
 

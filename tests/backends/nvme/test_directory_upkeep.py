@@ -10,9 +10,10 @@ from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout, Shard
 from tiered_kv.system import Files
-from tiered_kv_backends.nvme import delete_tenant, directory_upkeep
+from tiered_kv_backends.nvme import NVMeBackend, directory_upkeep
 
 N = 8
+delete_tenant = NVMeBackend.delete_tenant
 TWO_GROUPS = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4), KVGroup(1, 2, 64, "float32", 8, "HND", 4)))
 KEYS = {"keys": ["01" * 32]}
 

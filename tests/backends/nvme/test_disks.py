@@ -25,7 +25,7 @@ from tiered_kv.system import Files
 from tiered_kv.testing import SlotBackendTests, block_names, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.events import TierFailed
-from tiered_kv_backends.nvme import NVMeBackend, delete_tenant, disks
+from tiered_kv_backends.nvme import NVMeBackend, disks
 from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
 from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, place_of, read_member, were_away, write_member
@@ -546,10 +546,10 @@ async def test_a_tenant_is_deleted_from_all_or_it_is_said(paths: list[Path]) -> 
         await kv.store(keys, engine.fill(keys, range(N)))
     paths[1].rename(paths[2])
     with pytest.raises(BackendUnavailableError, match=str(paths[1])):
-        await delete_tenant(settings, "ann")
+        await NVMeBackend.delete_tenant(settings, "ann")
     paths[2].rename(paths[1])
-    assert await delete_tenant(settings, "ann") == N // 2
-    assert await delete_tenant(settings, "ann") == 0
+    assert await NVMeBackend.delete_tenant(settings, "ann") == N // 2
+    assert await NVMeBackend.delete_tenant(settings, "ann") == 0
 
 
 def test_a_path_is_given_once(paths: list[Path]) -> None:

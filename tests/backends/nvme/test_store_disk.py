@@ -29,7 +29,7 @@ from tests.support.nvme_tier import (
 from tiered_kv.media.backend import Outcome, RecordShape
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
-from tiered_kv_backends.nvme import delete_tenant
+from tiered_kv_backends.nvme import NVMeBackend
 from tiered_kv_backends.nvme.disks import Member, read_member, write_member
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
@@ -101,7 +101,7 @@ async def test_a_deletion_survives_a_loss_of_power(tmp_path: Path, forced: set[P
     async with open_tier(tmp_path) as tier:
         await tier.write(count_up(2))
     forced.clear()
-    assert await delete_tenant({"path": tmp_path, "capacity": 4 * MIB}, "") == 2
+    assert await NVMeBackend.delete_tenant({"path": tmp_path, "capacity": 4 * MIB}, "") == 2
     assert forced == {slab_of(tmp_path), ledger_of(tmp_path)}
     async with open_tier(tmp_path) as tier:
         assert tier.recovered(2) == {}
@@ -123,7 +123,7 @@ async def test_what_was_opened_is_closed(tmp_path: Path) -> None:
         with open_context(shape_of("a")) as context:
             await backend.open(context)
             await backend.aclose()
-        await delete_tenant(settings, "")
+        await NVMeBackend.delete_tenant(settings, "")
         assert num_open_in(tmp_path) == 0
 
 

@@ -13,7 +13,7 @@ import pytest
 from tiered_kv.media.backend import MOST_FOUND_BYTES
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import salt_folder
-from tiered_kv_backends.s3 import S3Backend, bucket_upkeep, collect_epochs, delete_tenant
+from tiered_kv_backends.s3 import S3Backend, bucket_upkeep, collect_epochs
 
 PAGES = 30
 FOLDER = f"{'a' * 64}/{'b' * 32}/0of1"
@@ -86,7 +86,7 @@ async def test_a_tenant_is_deleted_as_the_listing_comes(endless: int) -> None:
         "medium": "s3", "url": "s3://b/p", "endpoint": f"http://127.0.0.1:{endless}", "region": "us-east-1",
         "access_key_id": "a", "secret_access_key": "b",
     }  # fmt: skip
-    assert await delete_tenant(settings, "ann") == 1000
+    assert await S3Backend.delete_tenant(settings, "ann") == 1000
     assert Endless.num_pages < PAGES
     assert Endless.deleted.count(b"<Key>") == 1000
 
@@ -140,5 +140,5 @@ async def test_what_went_meanwhile_keeps_no_others(tmp_path: Path) -> None:
     assert not any(each.exists() for each in objects)
     for each in objects:
         each.touch()
-    await asyncio.gather(delete_tenant(settings, "ann"), delete_tenant(settings, "ann"))
+    await asyncio.gather(S3Backend.delete_tenant(settings, "ann"), S3Backend.delete_tenant(settings, "ann"))
     assert not any(each.exists() for each in objects)

@@ -1,6 +1,5 @@
 """What is evicted of a pack that the evicting process cannot name: nobody serves it who comes later."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,8 @@ from tiered_kv.values.keys import Namespace, epoch_digest, hash_blocks
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv_backends.s3 import collect_epochs, delete_tenant, doomed, s3_backend
+from tiered_kv_backends.paths import keep_quota
+from tiered_kv_backends.s3 import S3Backend, collect_epochs, doomed, s3_backend
 from tiered_kv_backends.s3.doomed import Doomed, is_mark, mark_of
 from tiered_kv_backends.s3.packing import Unit
 
@@ -159,12 +159,23 @@ async def test_marks_go_with_a_tenant_and_with_old_weights(tmp_path: Path, tier:
     keys = hash_blocks(range(16 * PREFIX.block_size), block_size=PREFIX.block_size, salt=TENANT)
     await stored(tier, keys)
     await evicted(tier, keys[:3])
-    delete: Callable[[], Any] = {
-        "tenant": lambda: delete_tenant(tier, TENANT),
-        "epoch": lambda: collect_epochs(tier, keep_weights=["served"], idle_s=0),
-    }[by]
-    assert await delete() == 4
+    if by == "tenant":
+        assert await S3Backend.delete_tenant(tier, TENANT) == 16  # blocks, of one pack
+    else:
+        assert await collect_epochs(tier, keep_weights=["served"], idle_s=0) == 4  # objects
     assert (packs_in(tmp_path), marks_in(tmp_path)) == (0, 0)
+
+
+async def test_a_mark_is_no_block_of_a_quota(tmp_path: Path, tier: Tier) -> None:
+    """It has no bytes that count, and stays as long as its pack does."""
+    await stored(tier)
+    await evicted(tier, PREFIX[:3])
+    assert await keep_quota(S3Backend, tier, 1 << 30) == 0
+    assert (packs_in(tmp_path), marks_in(tmp_path)) == (1, 3)
+    async with S3Backend.inventory(S3Backend.Settings.of(tier)) as inventory:
+        found = [each async for some in inventory.found() for each in some]
+    assert sorted(each.num_blocks for each in found) == [0, 0, 0, 16]
+    assert len({each.place for each in found}) == 1
 
 
 def test_only_what_is_named_as_a_mark_is_one() -> None:

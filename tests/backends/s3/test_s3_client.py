@@ -9,7 +9,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from tiered_kv_backends.s3.bucket_upkeep import collect_epochs, delete_tenant
+from tiered_kv_backends.s3 import S3Backend, collect_epochs
 from tiered_kv_backends.s3.s3_client import S3Settings, make_store
 
 
@@ -80,7 +80,7 @@ async def test_jobs_say_that_a_store_does_not_answer() -> None:
     """In the cache's own words, as a cache would be told."""
     settings = {"url": "s3://bucket", "endpoint": "http://127.0.0.1:9", "max_retries": 0, "timeout_s": 8}
     keys = {"access_key_id": "id", "secret_access_key": "secret"}
-    with pytest.raises(BackendUnavailableError, match=r"collect epochs of s3://bucket at http://127.0.0.1:9: "):
+    with pytest.raises(BackendUnavailableError, match=r"list blocks of s3://bucket at http://127.0.0.1:9: "):
         await collect_epochs(settings | keys, keep_weights=[], idle_s=0)
     with pytest.raises(BackendUnavailableError, match="delete a tenant"):
-        await delete_tenant(settings | keys, "ann")
+        await S3Backend.delete_tenant(settings | keys, "ann")
