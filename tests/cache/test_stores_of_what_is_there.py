@@ -5,10 +5,10 @@ import asyncio
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
-from tiered_kv import Outcomes, Reason, TierStore
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
+from tiered_kv import GPULoadStoreSpec, Outcomes, Reason, TierStore
 from tiered_kv.testing import ScriptedDevice
 
 KEYS = prompt(3)
@@ -157,6 +157,48 @@ async def test_what_a_worker_merely_has_slots_for_is_stored(*, layerwise: bool) 
         await job.ended()
         assert (await kv.lookup(KEYS)).num_blocks == 3
         assert await kv.drain()
+        await until_idle(kv)
+
+
+@pytest.mark.parametrize("how", ["right", "gone", "broken"])
+async def test_what_is_read_for_nobody_is_stored(how: str) -> None:
+    """A load gives up a slow tier and the engine computes the blocks: whatever the read brings then, they are there."""
+    engine, shared, slots = Engine(), ScriptedBackend(timeout_s=60), ScriptedSlotBackend()
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, shared, slots, engine=engine) as kv:
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        for tier in ("cpu", "slots"):
+            await kv.evict(KEYS, tier=tier)
+        shared.on_read.hold()
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(3)), deadline_s=0.01)).num_blocks == 0
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (stored.num_stored, stored.num_present) == (3, 0)
+        assert TierStore("slots", written=3) in await stored.settled()
+        if how == "gone":
+            await shared.delete(shared.keys())
+        for position in range(3) if how == "broken" else ():
+            shared.flip_byte(position)
+        shared.on_read.release()
+        await until_idle(kv)
+        engine.poison()
+        loaded = await kv.load(KEYS, GPULoadStoreSpec(range(3)))
+        assert loaded.by_tier == {"cpu": 3}
+        assert engine.read(range(3)) == contents(KEYS)
+        assert await kv.drain()
+
+
+async def test_what_a_load_waits_for_is_left_to_its_read() -> None:
+    """It comes for both; who waits for it is not sent away."""
+    engine, shared = Engine(), ScriptedBackend()
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, shared, engine=engine) as kv:
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        await kv.evict(KEYS, tier="cpu")
+        shared.on_read.hold()
+        loading = kv.start_load(KEYS, GPULoadStoreSpec(range(10, 13)))
+        await until(lambda: shared.on_read.num_held == 1)
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (stored.num_stored, stored.num_present) == (0, 3)
+        shared.on_read.release()
+        assert (await loading).num_blocks == 3
         await until_idle(kv)
 
 

@@ -155,15 +155,24 @@ class Fills:
     def make_way(self, names: Names, *, if_they_fit: bool = False) -> None:
         """Have blocks come that are at hand, though a worker has slots to copy them out to: it may hang for days.
 
-        What that brings to these is dropped. ``if_they_fit``: only if there are other slots for all of them now.
+        What that brings to these is dropped. ``if_they_fit``: only if there are other slots for all of them now. Then
+        also though they are being read for nobody: a tier that was too slow for a load may hang, or fail.
         """
         index = self._host.index
-        _, states = index.find(names)
-        pending = names[states == _PENDING]
+        slots, states = index.find(names)
+        is_pending = states == _PENDING
+        pending = names[is_pending]
         if len(pending):
-            of_workers = pending[~self.are_coming(pending)]
-            if not if_they_fit or index.fits(names, len(of_workers)):
-                index.remove(of_workers)
+            others = pending[~(self._are_waited_for(slots[is_pending]) if if_they_fit else self.are_coming(pending))]
+            if not if_they_fit or index.fits(names, len(others)):
+                index.remove(others)
+
+    def _are_waited_for(self, slots: Slots) -> Mask:
+        """Say which slots a fill brings that comes from the engine, or that somebody waits for."""
+        fills = ((slot, self._pending.get(slot)) for slot in slots.tolist())
+        return np.array(
+            [fill is not None and (fill.is_wanted or self._sources[slot] < 0) for slot, fill in fills], np.bool_
+        )
 
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""
