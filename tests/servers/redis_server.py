@@ -117,14 +117,18 @@ def tls_arguments(certificates: Path) -> list[str | Path]:
 
 
 def make_certificates(folder: Path) -> None:
-    """Make an authority, ``ca.pem``, and with it a server's ``cert.pem`` and ``key.pem`` for 127.0.0.1."""
+    """Make an authority, ``ca.pem``, and with it a server's ``cert.pem`` and ``key.pem`` for 127.0.0.1.
+
+    They say what each key is for, and whose: from Python 3.13 on clients take no others.
+    """
     openssl = find_binary("openssl")
     ca, key, request, cert = (folder / name for name in ("ca.pem", "key.pem", "request.pem", "cert.pem"))
     extensions = folder / "extensions"
-    extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\n")
+    extensions.write_text("subjectAltName=IP:127.0.0.1,DNS:localhost\nauthorityKeyIdentifier=keyid\n")
+    authority = ("-subj", "/CN=tests", "-addext", "keyUsage=critical,keyCertSign,cRLSign")
     elliptic = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     steps: list[tuple[str | Path, ...]] = [
-        ("req", "-x509", *elliptic, "-keyout", folder / "ca.key", "-out", ca, "-subj", "/CN=tests", "-days", "2"),
+        ("req", "-x509", *elliptic, *authority, "-keyout", folder / "ca.key", "-out", ca, "-days", "2"),
         ("req", *elliptic, "-keyout", key, "-out", request, "-subj", "/CN=redis"),
         ("x509", "-req", "-in", request, "-CA", ca, "-CAkey", folder / "ca.key", "-CAcreateserial", "-days", "2",
          "-extfile", extensions, "-out", cert),
