@@ -7,7 +7,6 @@ are moved at once.
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -227,7 +226,7 @@ class NVMeBackend(SlotBackend):
         def resized(num_blocks: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
             for disk in disks:
                 if (store := disk.store) is not None:
-                    yield disk, self._change(disk, store, partial(store.resize, num_blocks))
+                    yield disk, self._change(disk, store, store.resize(num_blocks))
 
         try:
             await disks.each(resized(disks.num_blocks))
@@ -347,7 +346,7 @@ class NVMeBackend(SlotBackend):
         shares = [share for share in self._shares(slots) if everywhere or len(share[1])]
         await disks.each(
             [
-                (disk, self._change(disk, store, partial(call, store, at, local)))
+                (disk, self._change(disk, store, call(store, at, local)))
                 for disk, at, local in shares
                 if (store := disk.store) is not None
             ]
@@ -355,10 +354,10 @@ class NVMeBackend(SlotBackend):
         if any(disk.store is None for disk, _, _ in shares):  # also one that was let go of meanwhile
             await disks.until_settled()
 
-    async def _change(self, disk: Disk, store: DirectoryStore, call: Callable[[], Awaitable[None]]) -> None:
-        """Make a call; where that fails with its whole directory, and there are others, let go of this one."""
+    async def _change(self, disk: Disk, store: DirectoryStore, call: Awaitable[None]) -> None:
+        """Wait for a call; where that fails with its whole directory, and there are others, let go of this one."""
         try:
-            await call()  # made here: who is cancelled before this has left no coroutine that nobody awaits
+            await call
         except (BackendUnavailableError, ClosedError):
             if len(self._disks) > 1 and (problem := await store.problem()):
                 await self._disks.lose(disk, store, problem)
