@@ -405,7 +405,8 @@ class _Tier(ABC):
     async def delete_tenant(cls, settings: Any, salt: str | bytes) -> int:  # noqa: ANN401 - as above, a dict or a URL
         """Delete the blocks of one salt, of every model, epoch and shard: a job of its own, beside the caches.
 
-        Of a medium that its cache owns alone, while none has it open. What is stored meanwhile may stay.
+        Of a medium that its cache owns alone, while none has it open. What is stored meanwhile may stay. Cancelled, it
+        deletes what a thread has been given, and no more.
 
         Args:
             settings: As of the tier, its keys too if it has some.

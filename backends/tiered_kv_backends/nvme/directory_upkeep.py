@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from tiered_kv.media.backend import Found, Inventory, Place, RecordShape, in_thread
 from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
-from tiered_kv.system import files
+from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError, ConfigurationError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.nvme.directory import (
@@ -92,8 +92,13 @@ class NVMeInventory(Inventory):
         self._erase = erase
         self._to_delete: dict[Path, tuple[Slab, Ledger]] = {}
         self._opened = contextlib.ExitStack()
-        self.close = self._opened.close
+        self._in_use = system().lock()  # by a thread, which goes on when its caller is cancelled
         self._is_held = False
+
+    def close(self) -> None:
+        """Let caches open the directories, once no thread deletes anything any more. Blocks until then."""
+        with self._in_use:
+            self._opened.close()
 
     @override
     async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
@@ -110,7 +115,10 @@ class NVMeInventory(Inventory):
 
     @override
     async def delete(self, found: Sequence[Found]) -> None:
-        """Have nobody find them again, also after a loss of power; with ``erase`` payloads are overwritten too."""
+        """Have nobody find them again, also after a loss of power; with ``erase`` payloads are overwritten too.
+
+        Cancelled, it goes on in its thread, and the directories stay held until that has ended.
+        """
         await self.hold()
         await asyncio.to_thread(self._delete, cast("Sequence[_InSlot]", found))
 
@@ -153,6 +161,10 @@ class NVMeInventory(Inventory):
                 failed.append(error)
 
     def _delete(self, found: Sequence[_InSlot]) -> None:
+        with self._in_use:
+            self._delete_each(found)
+
+    def _delete_each(self, found: Sequence[_InSlot]) -> None:
         failed = list[OSError]()
         for folder in dict.fromkeys(each.folder for each in found):
             mine = [each for each in found if each.folder == folder]
@@ -205,10 +217,13 @@ async def open_inventory(settings: NVMeSettings) -> AsyncIterator[NVMeInventory]
         inventory = await asyncio.to_thread(NVMeInventory, settings.paths, settings.erase)
     except OSError as error:
         raise BackendUnavailableError(f"{error.filename}: {error.strerror}") from error
-    with contextlib.closing(inventory):
+    try:
         if len(inventory.missing) == len(settings.paths):
             raise BackendUnavailableError(f"no tier has used {', '.join(inventory.missing)}: is the disk mounted?")
         yield inventory
+    finally:
+        closing = asyncio.get_running_loop().run_in_executor(None, inventory.close)
+        await asyncio.shield(closing)  # it is closed even if nobody waits for it
 
 
 def has_used(path: Path) -> bool:

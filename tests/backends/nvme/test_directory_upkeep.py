@@ -1,6 +1,8 @@
 """Deleting a tenant's blocks from a directory that no cache has open."""
 
+import asyncio
 import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -204,6 +206,46 @@ async def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
         with pytest.raises(ConfigurationError, match="process"):
             await delete_tenant(nvme(tmp_path), "ann")
     assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
+
+
+async def test_what_is_cancelled_holds_the_directory_until_its_thread_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it would write to files that are closed, or are another's by then, and beside a cache that opens them."""
+    engine, pwrite, loop = await filled(nvme(tmp_path)), Files.pwrite, asyncio.get_running_loop()
+    num_open, is_held = num_open_files(), list[bool]()
+
+    async def cancel() -> None:
+        for _ in range(3):  # whoever is asked to stop, and asked again
+            deleting.cancel()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+
+    def write_while_cancelled(self: Files, fd: int, data: memoryview, offset: int) -> int:
+        if not is_held:
+            asyncio.run_coroutine_threadsafe(cancel(), loop).result()
+            another = os.open(tmp_path, os.O_RDONLY)
+            try:
+                fcntl.flock(another, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                is_held.append(True)
+            else:
+                is_held.append(False)
+            finally:
+                os.close(another)
+        return pwrite(self, fd, data, offset)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "pwrite", write_while_cancelled)
+        deleting = asyncio.create_task(delete_tenant(nvme(tmp_path), "ann"))
+        with pytest.raises(asyncio.CancelledError):
+            await deleting
+        await loop.shutdown_default_executor()
+    assert is_held == [True]
+    assert num_open_files() == num_open
+    anns, *others = await found(engine, nvme(tmp_path))
+    assert anns < 2 * N
+    assert others == [2 * N, 2 * N]
 
 
 async def test_a_tenant_goes_from_every_model_of_a_server(tmp_path: Path) -> None:
