@@ -5,6 +5,7 @@ import itertools
 import re
 import time
 import traceback
+import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import replace
@@ -247,6 +248,27 @@ class TestOpening:
                 assert await inventory.read(odd) == b""
                 await inventory.delete([odd])
             assert await backend.lookup(keys) == [Outcome.HIT, Outcome.HIT, Outcome.MISS]
+
+    async def test_a_listing_keeps_nothing_of_what_it_has_listed(self, redis: RedisServer) -> None:
+        """A medium has millions of blocks: what is not kept by who asked is kept by nobody."""
+        settings = {"url": redis.url, "prefix": next(_prefixes)}
+        num_keys, most_bytes = 60_000, 3 << 20  # of which a page of the listing has half
+        folder = f"{'a' * 64}/{'b' * 32}/0of1/{'d' * 32}"
+        async with Redis.from_url(redis.url) as client:
+            names = [f"{settings['prefix']}{folder}/{n:064x}" for n in range(num_keys)]
+            await client.mset(dict.fromkeys(names, b"x"))
+            async with RedisBackend.inventory(RedisSettings.model_validate(settings)) as inventory:
+                listing, num_found = inventory.found(), 0
+                tracemalloc.start()
+                try:
+                    async for some in listing:
+                        num_found += len(some)
+                        del some
+                        assert tracemalloc.get_traced_memory()[0] < most_bytes
+                finally:
+                    tracemalloc.stop()
+                assert num_found >= num_keys
+            await client.unlink(*names)
 
     async def test_a_server_that_repeats_the_password_later(self) -> None:
         """Nor where it lets us in, and then answers each command by what it was told before."""
@@ -555,15 +577,17 @@ class TestTopologies:
         settings["prefix"] = prefix = await prefix_held_by(nodes, last)
         keys, is_moved = [block_key(n) for n in range(4)], False
 
-        async def unlink_and_move(inventory: tenants.RedisInventory, found: list[Found]) -> int:
+        async def unlink_and_move(
+            inventory: tenants.RedisInventory, found: list[Found]
+        ) -> tuple[int, BackendUnavailableError | None]:
             nonlocal is_moved
-            num_gone = await unlink(inventory, found)  # what the first node has is nothing
+            gone = await unlink(inventory, found)  # what the first node has is nothing
             if not is_moved:
                 is_moved = True
                 await move_keys(nodes, prefix, to=first)
                 if has_arrived:
                     await give_slot(nodes, prefix, first)
-            return num_gone
+            return gone
 
         async with open_backend(backend_of(cluster[0], **settings)) as backend:
             await backend.write(keys, blocks_of(4))
@@ -574,6 +598,62 @@ class TestTopologies:
                 await give_slot(nodes, prefix, first)
             assert await RedisBackend.delete_tenant(backend.settings, b"") == 4
             assert await backend.lookup(keys) == [Outcome.MISS] * 4
+        for each in nodes:
+            await each.aclose()
+
+    async def test_a_slot_on_its_way_keeps_no_other_block_of_a_tenant(
+        self, cluster: list[RedisServer], certificates: Path
+    ) -> None:
+        """What stands still goes, wherever the first node that is looked at says that a key is another's."""
+        nodes, settings = clients_of(cluster, certificates), guarded_settings(cluster[0], certificates, cluster=True)
+        servers = Servers(RedisSettings.model_validate(settings))
+        first = [node.port for node in cluster].index((await servers.all())[0].address.port)
+        await servers.aclose()
+        keys = [block_key(n) for n in range(30)]
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            await backend.write(keys, blocks_of(30, 10))
+            names = [backend.settings.prefix + key.path for key in keys]
+            slots = [await slot_of(nodes, name) for name in names]
+            moving = next(n for n, (_, _, holder) in enumerate(slots) if holder != first)
+            num_moving = sum(slot == slots[moving][0] for slot, _, _ in slots)
+            await move_keys(nodes, names[moving], to=first)
+            with pytest.raises(BackendUnavailableError, match="moving"):
+                await RedisBackend.delete_tenant(backend.settings, b"")
+            await give_slot(nodes, names[moving], first)
+            async with RedisBackend.inventory(backend.settings) as inventory:
+                assert sum([len(some) async for some in inventory.found()]) == num_moving
+            assert await RedisBackend.delete_tenant(backend.settings, b"") == num_moving
+        for each in nodes:
+            await each.aclose()
+
+    async def test_a_node_that_takes_no_writes_keeps_no_block_on_the_others(
+        self, cluster: list[RedisServer], certificates: Path
+    ) -> None:
+        """It is said, and the tenant's other blocks have gone: by a job for one tenant, and by what was listed."""
+        nodes, settings = clients_of(cluster, certificates), guarded_settings(cluster[0], certificates, cluster=True)
+        servers = Servers(RedisSettings.model_validate(settings))
+        order = [[node.port for node in cluster].index(each.address.port) for each in await servers.all()]
+        await servers.aclose()
+        keys, refusing = [block_key(n) for n in range(30)], nodes[order[0]]
+        async with open_backend(backend_of(cluster[0], **settings)) as backend:
+            for by_tenant in (True, False):
+                await backend.write(keys, blocks_of(30, 10))
+                holders = [(await slot_of(nodes, backend.settings.prefix + key.path))[2] for key in keys]
+                async with RedisBackend.inventory(backend.settings) as inventory:
+                    found = [each async for some in inventory.found() for each in some]
+                    await ask(refusing, "ACL SETUSER kv -unlink")
+                    try:
+                        with pytest.raises(BackendUnavailableError, match="permission"):
+                            await (
+                                RedisBackend.delete_tenant(backend.settings, b"")
+                                if by_tenant
+                                else inventory.delete(found)
+                            )
+                    finally:
+                        await ask(refusing, "ACL SETUSER kv +unlink")
+                left = [outcome is Outcome.HIT for outcome in await backend.lookup(keys)]
+                assert left == [holder == order[0] for holder in holders]
+            await backend.delete(keys)
         for each in nodes:
             await each.aclose()
 
