@@ -27,7 +27,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
-from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, files, sweep
+from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, files, sweep, sweeper
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, probe, write_records
 
@@ -804,6 +804,54 @@ async def test_a_file_that_cannot_be_deleted_keeps_no_others(tmp_path: Path, mon
         with pytest.raises(BackendUnavailableError, match="not permitted"):
             await SharedFSBackend.delete_tenant(backend.settings, "")
         assert await backend.lookup(keys) == [Outcome.HIT] + [Outcome.MISS] * 3
+
+
+async def test_a_folder_that_cannot_be_opened_keeps_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's other blocks are deleted, and those that were found before; both say which folder it was."""
+    keys, open_ = keys_of(*range(4)), os.open
+    async with opened(tmp_path) as backend:
+        for by_tenant in (True, False):
+            await store(backend, keys)
+            async with SharedFSBackend.inventory(backend.settings) as inventory:
+                found = [each async for some in inventory.found() for each in some]
+                closed = Path(found[0].where).parent
+
+                def refuse(
+                    path: str | Path,
+                    flags: int,
+                    mode: int = 0o777,
+                    *,
+                    dir_fd: int | None = None,
+                    name: str = closed.name,
+                ) -> int:
+                    if Path(path).name == name:
+                        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+                    return open_(path, flags, mode, dir_fd=dir_fd)
+
+                with monkeypatch.context() as patched:
+                    patched.setattr(os, "open", refuse)
+                    with pytest.raises(BackendUnavailableError, match=f"{closed}: Permission denied"):
+                        await (
+                            SharedFSBackend.delete_tenant(backend.settings, "")
+                            if by_tenant
+                            else inventory.delete(found)
+                        )
+            left = [file_of(tmp_path, key) for key in keys if file_of(tmp_path, key).exists()]
+            assert {each.parent for each in left} == {closed}
+            assert len(left) < len(keys)
+
+
+async def test_a_filesystem_that_fails_at_once_is_said_as_later_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has a tenant deleted need not know what a system raises."""
+
+    def fail(_: str) -> bool:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(sweeper, "holds_blocks", fail)
+    with pytest.raises(BackendUnavailableError, match=f"{tmp_path}: Input/output error"):
+        await SharedFSBackend.delete_tenant({"path": tmp_path, "capacity": "1MiB"}, "ann")
 
 
 async def test_a_directory_that_is_no_more(tmp_path: Path) -> None:

@@ -340,13 +340,19 @@ class OpenFolder:
     has_deleted: bool = False
 
 
-def walk(root: str, names: Sequence[re.Pattern[str] | str], stopped: threading.Event) -> Iterator[OpenFolder]:
+def walk(
+    root: str,
+    names: Sequence[re.Pattern[str] | str],
+    stopped: threading.Event,
+    failed: deque[OSError] | None = None,
+) -> Iterator[OpenFolder]:
     """Yield the folders of records until told to stop, and remove those that have been emptied meanwhile.
 
     Args:
         root: The directory.
         names: Of the folders, level by level: what they are like, or one that need not be looked for.
         stopped: Says when to stop.
+        failed: Gets the errors of folders that cannot be opened, and the others are still visited; else one is raised.
 
     Raises:
         OSError: The filesystem failed.
@@ -370,7 +376,10 @@ def walk(root: str, names: Sequence[re.Pattern[str] | str], stopped: threading.E
             if error.errno in _NO_FOLDER:
                 return False
             error.filename = "/".join((root, *path))
-            raise
+            if failed is None:
+                raise
+            failed.append(error)
+            return False
         try:
             has_deleted = yield from descend(folder, path)
         finally:
@@ -396,10 +405,13 @@ class SharedFSInventory(Inventory):
     @override
     async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
         """List folder by folder, those of one salt alone if one is given."""
-        names = FOLDERS if not salt else (*NAMESPACE[:-1], salt, FOLDERS[-1])
-        with self._failing():
-            async for some in in_thread(self._in(folder) for folder in walk(self._root, names, threading.Event())):
+        names, failed = FOLDERS if not salt else (*NAMESPACE[:-1], salt, FOLDERS[-1]), deque[OSError](maxlen=1)
+        folders = walk(self._root, names, threading.Event(), failed)
+        with _failing(self._root):
+            async for some in in_thread(map(self._in, folders)):
                 yield some
+            if failed:
+                raise failed[-1]
 
     @override
     async def read(self, found: Found) -> bytes | None:
@@ -409,7 +421,7 @@ class SharedFSInventory(Inventory):
     @override
     async def delete(self, found: Sequence[Found]) -> None:
         """Unlink files, and the folders that this has emptied."""
-        with self._failing():
+        with _failing(self._root):
             await asyncio.to_thread(self._delete, found)
 
     def _in(self, folder: OpenFolder) -> list[Found]:
@@ -428,18 +440,11 @@ class SharedFSInventory(Inventory):
             path, _, name = each.where.removeprefix(f"{self._root}/").rpartition("/")
             names[path].append(name)
         for path, of_folder in names.items():
-            for folder in walk(self._root, path.split("/"), threading.Event()):
+            for folder in walk(self._root, path.split("/"), threading.Event(), failed):
                 for name in of_folder:
                     folder.has_deleted |= _unlink(name, folder.fd, failed)
         if failed:
             raise failed[-1]
-
-    @contextlib.contextmanager
-    def _failing(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise BackendUnavailableError(f"{error.filename or self._root}: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager
@@ -447,10 +452,19 @@ async def open_inventory(root: str) -> AsyncIterator[SharedFSInventory]:
     """Yield the inventory of a directory.
 
     Raises:
-        BackendUnavailableError: No tier has used it: its filesystem may not be mounted.
+        BackendUnavailableError: No tier has used it: its filesystem may not be mounted; or that fails.
     """
-    await asyncio.to_thread(_check_used, root)
+    with _failing(root):
+        await asyncio.to_thread(_check_used, root)
     yield SharedFSInventory(root)
+
+
+@contextlib.contextmanager
+def _failing(root: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise BackendUnavailableError(f"{error.filename or root}: {error.strerror}") from error
 
 
 def is_used(root: str) -> bool:
