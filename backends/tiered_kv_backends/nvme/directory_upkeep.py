@@ -128,16 +128,9 @@ class NVMeInventory(Inventory):
             return
         for path in self._directories:
             try:
-                fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                self._opened.callback(_locked(path).release)
             except OSError as error:
                 raise BackendUnavailableError(f"{path}: {error.strerror}") from error
-            try:
-                self._opened.callback(DirectoryLock(path, fd).release)
-            except ConfigurationError as error:
-                held = f"{path} is open in a cache, that of process {holder(fd)}"
-                raise ConfigurationError(f"{held}: close that first, nothing was deleted") from error
-            finally:
-                files().close(fd)
         self._is_held = True
 
     @override
@@ -231,18 +224,34 @@ def has_used(path: Path) -> bool:
     return bool(_used_in(path))
 
 
+def _locked(path: Path) -> DirectoryLock:
+    fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return DirectoryLock(path, fd)
+    except ConfigurationError as error:
+        held = f"{path} is open in a cache, that of process {holder(fd)}"
+        raise ConfigurationError(f"{held}: close that first, nothing was deleted") from error
+    finally:
+        files().close(fd)
+
+
 def _used_in(path: Path) -> list[Path]:
     """Return where tiers have been: in a directory itself, or in those of models that a host's server keeps there."""
+    is_used, below = _look_into(path)
+    return [path] * is_used + [path / each for each in below if _look_into(path / each)[0]]
+
+
+def _look_into(path: Path) -> tuple[bool, list[str]]:
+    """Say whether a tier has used a directory, and which of those below may be of a server's models."""
     try:
         fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
-        return []
+        return False, []
     try:
         below = sorted(each.name for each in files().entries(fd) if each.is_folder and MODEL.fullmatch(each.name))
-        used = [path] if _is_file(fd, HOLDER) or folders_in(fd) else []
+        return _is_file(fd, HOLDER) or bool(folders_in(fd)), below
     finally:
         files().close(fd)
-    return used + [path / each for each in below if _used_in(path / each)]
 
 
 def _folders_in(path: Path) -> list[str]:
@@ -255,7 +264,8 @@ def _folders_in(path: Path) -> list[str]:
     try:
         for each in files().entries(fd):
             if each.is_folder and FINGERPRINT.fullmatch(each.name):
-                files().close(files().open(path / each.name, _FOLDER))
+                with contextlib.suppress(FileNotFoundError):  # a cache has made room meanwhile
+                    files().close(files().open(path / each.name, _FOLDER))
         return folders_in(fd)
     finally:
         files().close(fd)
@@ -272,14 +282,15 @@ def _in_folder(folder: Path) -> Iterator[list[Found]]:
             return
         slab = Slab(file, shape, num_bytes // shape.stride_bytes, may_cut=False)
         entries, damaged, _ = Ledger(ledger_fd, Order()).look(slab.num_allocated)
-        said = dict(zip(entries.slots.tolist(), _said(entries), strict=True))
-        unsaid = set(damaged.slots.tolist())
+        unsaid = np.zeros(slab.num_allocated, np.bool_)
+        unsaid[damaged.slots] = True
         for start in range(0, slab.num_allocated, _SLOTS_AT_ONCE):
             slots = range(start, min(start + _SLOTS_AT_ONCE, slab.num_allocated))
             headers, unread = slab.headers(list(slots))
             keys = {slot: key_in(header.data) for slot, header in zip(slots, headers, strict=True)}
-            rebuilt = entries_of({slot: key for slot, key in keys.items() if slot in unsaid}, shape)
-            there = {*rebuilt.slots[~damaged.deny(rebuilt)].tolist(), *filter(said.__contains__, slots)}
+            said = dict(_said(entries, *np.searchsorted(entries.slots, (slots.start, slots.stop))))
+            rebuilt = entries_of({slot: key for slot, key in keys.items() if unsaid[slot]}, shape)
+            there = {*rebuilt.slots[~damaged.deny(rebuilt)].tolist(), *said}
             yield [
                 _InSlot(
                     f"{folder}/slab@{slot * shape.stride_bytes}",
@@ -295,8 +306,12 @@ def _in_folder(folder: Path) -> Iterator[list[Found]]:
             ]
 
 
-def _said(entries: Entries) -> list[tuple[int, ...]]:
-    return [(*name, used) for name, used in zip(entries.names.tolist(), entries.sequences.tolist(), strict=True)]
+def _said(entries: Entries, start: int = 0, end: int | None = None) -> Iterator[tuple[int, tuple[int, ...]]]:
+    """Yield the slots of some entries, and what these say: names and when they were used."""
+    part = slice(start, end)
+    names, used = entries.names[part].tolist(), entries.sequences[part].tolist()
+    for slot, name, number in zip(entries.slots[part].tolist(), names, used, strict=True):
+        yield slot, (*name, number)
 
 
 def _are_said(found: Sequence[Found]) -> list[bool]:
@@ -308,8 +323,8 @@ def _said_now(found: _InSlot) -> tuple[int, ...]:
     with contextlib.ExitStack() as opened:
         ledger = _open_regular(found.folder / "ledger", opened)
         entry = b"" if ledger is None else files().pread(ledger, Ledger.num_bytes(1), Ledger.num_bytes(found.slot))
-        said = _said(parse(entry, found.slot)[0]) if len(entry) == Ledger.num_bytes(1) else []
-        return said[0] if said else ()
+        said = dict(_said(parse(entry, found.slot)[0])) if len(entry) == Ledger.num_bytes(1) else {}
+        return said.get(found.slot, ())
 
 
 def _read(found: _InSlot) -> bytes | None:

@@ -4,15 +4,20 @@ import asyncio
 import errno
 import fcntl
 import os
+import shutil
+import tracemalloc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.serving import attached, serving
 from tiered_kv import BackendUnavailableError, BlockKeys, ConfigurationError, KVGroup, KVLayout, Shard
+from tiered_kv.media.record import HEADER_BYTES, payload_bytes_in
 from tiered_kv.system import Files
 from tiered_kv_backends.nvme import NVMeBackend, directory_upkeep
+from tiered_kv_backends.nvme.ledger import Ledger, Order
 
 N = 8
 delete_tenant = NVMeBackend.delete_tenant
@@ -73,9 +78,14 @@ def num_open_files() -> int:
     return len([*Path("/proc/self/fd").iterdir()])
 
 
+def slab_files(path: Path) -> list[Path]:
+    """Return where the slabs are."""
+    return [*path.rglob("slab")]
+
+
 def slabs_in(path: Path) -> bytes:
     """Return what the slabs hold."""
-    return b"".join(slab.read_bytes() for slab in path.rglob("slab"))
+    return b"".join(slab.read_bytes() for slab in slab_files(path))
 
 
 @pytest.mark.parametrize("more", [{}, {"erase": True}, {"encryption": KEYS}])
@@ -279,18 +289,88 @@ async def test_a_folder_that_may_not_be_looked_into_is_no_tier_s(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The root of a disk has a folder of its filesystem's own, which is for the superuser alone."""
-    exists = Files.exists
+    open_ = Files.open
 
-    def exists_where_allowed(self: Files, path: Path) -> bool:
-        if "lost+found" in path.parts:
+    def open_where_allowed(self: Files, path: str | Path, *how: int, **where: int) -> int:
+        if "lost+found" in Path(path).parts:
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-        return exists(self, path)
+        return open_(self, path, *how, **where)
 
     engine = await filled(nvme(tmp_path))
     (tmp_path / "lost+found").mkdir(mode=0o700)
-    monkeypatch.setattr(Files, "exists", exists_where_allowed)
+    monkeypatch.setattr(Files, "open", open_where_allowed)
     assert await delete_tenant(nvme(tmp_path), "ann") == 2 * N
     assert await found(engine, nvme(tmp_path)) == [0, 2 * N, 2 * N]
+
+
+async def test_a_model_s_directory_is_right_below_the_tier_s(tmp_path: Path) -> None:
+    """Other programs have folders in folders of 32 digits too, and files that are called as one of ours is."""
+    theirs = tmp_path / ("a" * 32) / ("b" * 32) / "holder"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("node-7")
+    assert not NVMeBackend.has_used(tmp_path)
+    with pytest.raises(BackendUnavailableError, match="is the disk mounted"):
+        await delete_tenant(nvme(tmp_path), "ann")
+
+
+async def test_a_directory_that_cannot_be_locked_is_not_deleted_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is said in the words of the interface, whatever the system raises."""
+
+    def fail(_: Files, fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    engine, num_open = await filled(nvme(tmp_path)), num_open_files()
+    with monkeypatch.context() as patched:
+        patched.setattr(Files, "flock", fail)
+        with pytest.raises(BackendUnavailableError, match=f"{tmp_path}: No locks"):
+            await delete_tenant(nvme(tmp_path), "ann")
+    assert num_open_files() == num_open
+    assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
+
+
+async def test_a_folder_that_goes_while_it_is_listed_hides_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cache that has the tier open deletes those of other models when it needs their room."""
+    await filled(nvme(tmp_path))
+    gone, open_ = slab_files(tmp_path)[0].parent, Files.open
+
+    def open_when_gone(self: Files, path: str | Path, *how: int, **where: int) -> int:
+        if Path(path).name == gone.name:
+            shutil.rmtree(gone, ignore_errors=True)
+        return open_(self, path, *how, **where)
+
+    monkeypatch.setattr(Files, "open", open_when_gone)
+    settings = NVMeBackend.Settings.model_validate(nvme(tmp_path))
+    async with NVMeBackend.inventory(settings) as inventory:
+        assert sum([each.num_blocks async for some in inventory.found() for each in some]) == 3 * N
+
+
+async def test_a_listing_needs_little_memory_for_each_slot(tmp_path: Path) -> None:
+    """A disk has millions of them: of most no more is kept than what the ledger says."""
+    await filled(nvme(tmp_path))
+    slab, other = slab_files(tmp_path)
+    shutil.rmtree(other.parent)
+    with slab.open("rb") as file:
+        stride = HEADER_BYTES + -(-payload_bytes_in(memoryview(file.read(HEADER_BYTES))) // 4096) * 4096
+    num_slots = 60_000
+    os.truncate(slab, num_slots * stride)
+    ledger = Ledger(os.open(slab.with_name("ledger"), os.O_RDWR), Order())
+    ledger.write(np.arange(4 * num_slots, dtype=np.uint64).reshape(-1, 4), np.arange(num_slots))
+    ledger.close()
+    num_found = 0
+    async with NVMeBackend.inventory(NVMeBackend.Settings.model_validate(nvme(tmp_path))) as inventory:
+        tracemalloc.start()
+        try:
+            async for some in inventory.found():
+                num_found += len(some)
+                del some
+                assert tracemalloc.get_traced_memory()[0] < 250 * num_slots
+        finally:
+            tracemalloc.stop()
+    assert num_found == num_slots
 
 
 async def test_where_no_tier_was_nobody_knows_what_is_gone(tmp_path: Path) -> None:
