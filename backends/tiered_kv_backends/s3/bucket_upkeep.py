@@ -68,11 +68,14 @@ class BucketInventory(Inventory):
 
     async def delete(self, found: Sequence[Found]) -> None:
         """Delete objects, up to 1,000 by one request."""
-        try:
-            for start in range(0, len(found), _AT_ONCE):
+        failed: BaseError | OSError | ValueError | None = None
+        for start in range(0, len(found), _AT_ONCE):
+            try:
                 await _delete(self._store, [each.where for each in found[start : start + _AT_ONCE]])
-        except (BaseError, OSError, ValueError) as error:
-            raise translate(error, "delete blocks", self._settings) from error
+            except (BaseError, OSError, ValueError) as error:  # of one request: the others may go well
+                failed = error
+        if failed is not None:
+            raise translate(failed, "delete blocks", self._settings) from failed
 
 
 @asynccontextmanager

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from tiered_kv.media.backend import MOST_FOUND_BYTES
+from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.s3 import S3Backend, bucket_upkeep, collect_epochs
@@ -122,6 +123,26 @@ async def test_no_more_is_read_of_an_object_than_a_record_may_have(tmp_path: Pat
         (found,) = [each async for some in inventory.found() for each in some]
         assert found.num_bytes == MOST_FOUND_BYTES + 1
         assert await inventory.read(found) == b""
+
+
+async def test_a_request_that_fails_keeps_no_other_from_being_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What one request could not delete is said once all that others can is gone."""
+    monkeypatch.setattr(bucket_upkeep, "_AT_ONCE", 10)
+    settings = S3Backend.Settings.of({"medium": "s3", "url": f"file://{tmp_path}"})
+    folder = tmp_path / FOLDER / salt_folder(salt_digest("ann"))
+    folder.mkdir(parents=True)
+    for n in range(50):
+        (folder / f"{n:064x}").touch()
+    async with S3Backend.inventory(settings) as inventory:
+        found = [each async for some in inventory.found() for each in some]
+        bad = tmp_path / found[0].where
+        bad.unlink()
+        (bad / "more").mkdir(parents=True)
+        with pytest.raises(BackendUnavailableError, match="delete blocks"):
+            await inventory.delete(found)
+    assert not any((tmp_path / each.where).exists() for each in found[10:])
 
 
 async def test_what_went_meanwhile_keeps_no_others(tmp_path: Path) -> None:
