@@ -5,11 +5,12 @@ import errno
 import os
 import shutil
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from typing_extensions import override
 
 from redis_server import find_binary, run_redis
 from tests.support.caches import keep, open_cache
@@ -17,7 +18,7 @@ from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, GPULoadStoreSpec, hash_blocks, salt_digest
 from tiered_kv.cli import shelving
-from tiered_kv.media.backend import MOST_FOUND_BYTES, Found
+from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory
 from tiered_kv_backends.nvme.directory_upkeep import NVMeInventory
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)
@@ -27,6 +28,26 @@ NUM_BLOCKS = 20
 def of(salt: str) -> BlockKeys:
     """Return a prompt of a tenant."""
     return hash_blocks(range(NUM_BLOCKS * BLOCK_SIZE), block_size=BLOCK_SIZE, salt=salt)
+
+
+class Asked(Inventory):
+    """Has nothing, and keeps which salts were asked for."""
+
+    def __init__(self) -> None:
+        self.salts: list[str] = []
+
+    @override
+    async def found(self, salt: str = "") -> AsyncIterator[list[Found]]:
+        self.salts.append(salt)
+        yield []
+
+    @override
+    async def read(self, found: Found) -> bytes | None:
+        return None
+
+    @override
+    async def delete(self, found: Sequence[Found]) -> None:
+        assert not found
 
 
 @pytest.fixture(params=["nvme", "shared_fs", "s3", "redis"])
@@ -393,6 +414,14 @@ async def test_what_cannot_be_done_is_said_in_one_line(arguments: tuple[str, ...
     assert result.exit_code == 2, result.output
     assert result.stderr.startswith("tiered-kv: ")
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("num_digits", "asked"), [(8, ""), (31, ""), (32, "a" * 32), (64, "a" * 32)])
+async def test_a_medium_is_asked_for_one_tenant_s_alone(num_digits: int, asked: str) -> None:
+    """Where enough of its digest is known, as it is of a salt: a medium with a folder for each need not list all."""
+    inventory = Asked()
+    assert await shelving.matching(inventory, shelving.Wanted(tenant="a" * num_digits), lambda _: None) == []
+    assert inventory.salts == [asked]
 
 
 @pytest.mark.parametrize("medium", ["nvme", "shared_fs"])

@@ -342,7 +342,7 @@ async def verify(
 async def matching(inventory: Inventory, wanted: Wanted, on_progress: OnProgress) -> list[Found]:
     """Return all that is wanted of what lies there, and that of which nobody can say whether it is."""
     matches: list[Found] = []
-    async for some in inventory.found(wanted.tenant if len(wanted.tenant) == 32 else ""):
+    async for some in inventory.found(wanted.tenant[:32] if len(wanted.tenant) >= 32 else ""):  # as a place has it
         matches += [each for each in some if each.place.is_of(**vars(wanted))]
         on_progress(len(some))
     return matches
