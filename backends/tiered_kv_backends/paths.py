@@ -110,6 +110,7 @@ async def keep_quota(
     if quota_bytes <= 0:
         raise ConfigurationError(f"a quota is a positive number of bytes, got {quota_bytes}")
     async with medium.inventory(medium.Settings.of(settings)) as inventory:
+        await inventory.hold()
         num_bytes = Counter[str]()
         async for some in inventory.found():
             for each in some:
