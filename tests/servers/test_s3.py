@@ -267,20 +267,27 @@ async def test_a_broken_block_of_a_pack_that_is_stored_anew_is_right(files: S3Se
 
 
 class HeldDeletion(S3Backend):
-    """Its next deletion goes when a test says so."""
+    """Its next deletion goes when a test says so, and so does what is stored after that."""
 
-    is_next_held = False
+    is_next_held = are_stores_held = False
 
     def hold(self) -> None:
         """Hold the next one."""
-        self.is_next_held, self.is_held, self.may_go = True, asyncio.Event(), asyncio.Event()
+        self.is_next_held = True
+        self.is_held, self.may_go, self.may_store = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     async def _delete_all(self, names: list[str], deadline: float) -> None:
         if self.is_next_held:
             self.is_next_held = False
             self.is_held.set()
             await self.may_go.wait()
+            self.are_stores_held = True
         await super()._delete_all(names, deadline)
+
+    async def _put(self, name: str, body: Sequence[memoryview] | bytes, deadline: float) -> None:
+        if self.are_stores_held:
+            await self.may_store.wait()
+        await super()._put(name, body, deadline)
 
 
 async def test_a_pack_that_is_stored_anew_outlives_who_was_about_to_delete_it(files: S3Settings) -> None:
@@ -297,6 +304,7 @@ async def test_a_pack_that_is_stored_anew_outlives_who_was_about_to_delete_it(fi
             await backend.lookup(others)
         backend.may_go.set()
         assert await looking == [Outcome.MISS] * 16
+        backend.may_store.set()
         await storing
         assert await read(backend, keys) == [Outcome.HIT] * 16
         assert await backend.delete([])
