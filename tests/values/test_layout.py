@@ -113,10 +113,11 @@ def test_sizes(group: KVGroup, fragment_bytes: int, payload_bytes: int, stride_b
         pytest.param(
             [tensor(2, 9, 8, 4, 8)],
             None,
-            "pages of 16 tokens is no arrangement known here: block_size= must",
+            "pages of 16 tokens is no arrangement known here: no axis that may be a page's tokens has 16 elements",
             id="other page size",
         ),
         pytest.param(tensor(2, 9, 16, 4, 8), None, "those of single layers go into a list", id="no list"),
+        pytest.param([tensor(1024, 16, 32)] * 2, None, "or as 1024 tokens of 16 heads: pass axes='BND'", id="no pages"),
         pytest.param([tensor(16, 8)], None, "no arrangement known here", id="too few axes"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "PBNH", "do not name each axis", id="an axis left out"),
         pytest.param([tensor(2, 9, 16, 4, 8)], "PBNHX", r"by letters of LPBNHD \(capitals\)", id="unknown letter"),
@@ -135,6 +136,13 @@ def test_what_shapes_do_not_tell_is_not_guessed(kv_caches: object, axes: str | N
     """A layout that could be read in two ways, or in none, is an error that says which and what to pass."""
     with pytest.raises(ConfigurationError, match=message):
         KVLayout.from_tensors(kv_caches, block_size=16, axes=axes)
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((32, 16, 576), None), ((32, 16, 128), "BND"), ((33, 16, 128), None)])
+def test_latents_are_told_from_tokens_without_pages(shape: tuple[int, ...], axes: str | None) -> None:
+    """No head is as wide as the latents of large models, and tokens without pages are a multiple of a page's."""
+    (group,) = KVLayout.from_tensors([tensor(*shape)], block_size=16, axes=axes).groups
+    assert (group.order, group.head_dim, group.num_planes) == ("MLA", shape[2], 1)
 
 
 @pytest.mark.parametrize("axes", ["PBNHD", "BPNHD"])

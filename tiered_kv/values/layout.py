@@ -406,6 +406,10 @@ def read_group(
     return group
 
 
+_MOST_OF_A_HEAD = 256
+"""Elements that a head has at most in models that there are. A latent has more: DeepSeek's 576."""
+
+
 def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: bool) -> str:
     """Name the axes of a tensor from its shape alone, or say which readings are open."""
     outers = ["LPB", "LBP", "BLP"] if packed else (["B"] if split else ["PB", "BP"])
@@ -418,13 +422,19 @@ def _guess_axes(shape: tuple[int, ...], page_size: int, *, packed: bool, split: 
         sizes = dict(zip(axes, shape, strict=True))
         if sizes["N"] == page_size and sizes.get("P", 2) == 2:
             fits.append(axes)
-    if len(fits) == 1:
-        return fits[0]
     whose = "one KV tensor for all layers (those of single layers go into a list)" if packed else "a KV tensor"
     what = f"{whose} of shape {shape} with pages of {page_size} tokens"
+    if fits == ["BND"] and page_size > 1 and shape[0] % page_size == 0 and shape[2] <= _MOST_OF_A_HEAD:
+        raise LayoutMismatchError(
+            f"{what} may be read as BND, pages of MLA latents, or as {shape[0]} tokens of {page_size} heads: pass "
+            "axes='BND' for latents; tokens without pages go in as (K, V) pairs of views (pages, tokens, heads, D)"
+        )
+    if len(fits) == 1:
+        return fits[0]
     if fits:
         raise LayoutMismatchError(f"{what} may be read as {' or '.join(fits)}: pass axes=, e.g. axes='PBNHD'")
     raise LayoutMismatchError(
-        f"{what} is no arrangement known here: block_size= must be the tokens of one of the engine's pages, or "
-        "page_size= say them; if they are right, pass axes=, e.g. axes='PBNHD'"
+        f"{what} is no arrangement known here: no axis that may be a page's tokens has {page_size} elements. Pass the "
+        "right block_size=, or page_size= if the engine's pages are smaller; if both are right, axes=, e.g. "
+        "axes='PBNHD'"
     )
