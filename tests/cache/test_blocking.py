@@ -38,7 +38,6 @@ from tiered_kv import (
     full,
     open_blocking,
 )
-from tiered_kv.cache.block_cache import TransferCalls
 from tiered_kv.values.events import CacheClosed
 
 CPU = {"medium": "cpu", "capacity": 64 * PAYLOAD_BYTES}
@@ -85,7 +84,6 @@ def test_every_call_blocks_until_it_has_its_answer(tmp_path: Path) -> None:
 def test_each_call_is_spelled_once() -> None:
     """Every call takes the same arguments as in the face, and says the same, but for those that only a loop can use."""
     calls = {name: call for name, call in vars(BlockCache).items() if callable(call) and not name.startswith("_")}
-    calls |= {name: call for name, call in vars(TransferCalls).items() if callable(call) and not name.startswith("_")}
     with open_blocking(cache_of(CPU)) as kv:
         for name in calls.keys() - {"start_load", "start_store", "start_swap", "events", "aclose"}:
             here, there = getattr(kv, name), getattr(BlockCache, name)

@@ -1,13 +1,9 @@
 """What every cache of blocks answers, wherever its tiers are: what to call, and what is promised.
 
-`TieredKV` is the one whose tiers are this process's own. The calls come in the order of their use: what a serving
-engine does for every request, then what threads, schedulers and operators ask for. Those that move blocks between the
-engine's memory and the cache are in `TransferCalls`.
-
-The calls that move blocks between an engine's memory and a cache. They are the same wherever its tiers are.
-
-Each checks what it is given, and starts a transfer over the `EngineSide` of this process. What a cache adds is how a
-load or store begins there.
+`TieredKV` is the one whose tiers are this process's own. The calls that move blocks between the engine's memory and the
+cache come first, and are the same wherever its tiers are: each checks what it is given, and starts a transfer over the
+`EngineSide` of this process; what a cache adds is how a load or store begins there. The others come in the order of
+their use: what a serving engine does for every request, then what threads, schedulers and operators ask for.
 """
 
 import asyncio
@@ -51,8 +47,8 @@ from tiered_kv.values.results import (
 from tiered_kv.values.specs import EngineBlocks, GPULoadStoreSpec
 
 
-class TransferCalls(ABC):
-    """Loads, stores and swaps of one cache, for its event loop and from any thread; a part of every `BlockCache`.
+class BlockCache(ABC):
+    """A KV cache for one model, called on one event loop.
 
     All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
     writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
@@ -381,16 +377,6 @@ class TransferCalls(ABC):
         Raises:
             ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.
         """
-
-
-class BlockCache(TransferCalls):
-    """A KV cache for one model, called on one event loop.
-
-    All coroutines may be cancelled at any await: nothing is left behind, and once the cancellation is raised nobody
-    writes to the caller's memory. A tier's fault raises nothing: it shortens a prefix, and is counted and logged.
-
-    What any call raises is said in `TransferCalls`, and what else it may raise with the call.
-    """
 
     # Finding blocks, for every request.
 

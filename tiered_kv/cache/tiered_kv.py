@@ -2,7 +2,7 @@
 
 What it answers while it is open is in `TierCalls`.
 
-What a cache answers whose tiers are in this process. What is promised is said in `BlockCache` and `TransferCalls`.
+What a cache answers whose tiers are in this process. What is promised is said in `BlockCache`.
 
 Each call checks what it is given and decides on the spot, at the `Seat` that it has; the moving is the transfers'.
 """

@@ -3,9 +3,9 @@
 The server decides and has the storage; this process copies between its tensors and memory that both have mapped. So a
 call asks the server, or starts what moves blocks in this process.
 
-What is promised is said in `BlockCache` and `TransferCalls`, and here what differs. While no server is there, or none
-answers in time, lookups miss, loads bring 0 blocks, and stores are dropped and counted; it is attached again as soon as
-there is one. Nothing of that raises where an engine serves.
+What is promised is said in `BlockCache`, and here what differs. While no server is there, or none answers in time,
+lookups miss, loads bring 0 blocks, and stores are dropped and counted; it is attached again as soon as there is one.
+Nothing of that raises where an engine serves.
 """
 
 import asyncio
