@@ -23,13 +23,14 @@ from structlog.testing import capture_logs
 from tests.support.caches import open_cache
 from tests.support.engine import PAYLOAD_BYTES
 from tests.support.fuzzing import pieces, variants
+from tests.support.nvme_tier import read_member
 from tiered_kv import TieredKVError
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.media.record import HEADER_BYTES, encode, examine_any, key_in, parse_record, verify
 from tiered_kv.media.seal import Seal
 from tiered_kv.telemetry import KVEventPublisher
 from tiered_kv.values.keys import BlockKey, Namespace
-from tiered_kv_backends.nvme.disks import Member, are_settled, next_turn, read_member, write_member
+from tiered_kv_backends.nvme.disks import Member, are_settled, next_turn, write_member
 from tiered_kv_backends.nvme.ledger import ENTRY, Ledger, Order, parse
 from tiered_kv_backends.nvme.ledger import encode as encode_entries
 from tiered_kv_backends.redis.resp import RESPConnection, Socket, command

@@ -17,6 +17,7 @@ from tiered_kv.testing import block_names, make_block, open_context
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.keys import BlockKey, Namespace
 from tiered_kv_backends.nvme import NVMeBackend
+from tiered_kv_backends.nvme.disks import Member, look_into
 
 T = TypeVar("T")
 PAYLOAD = 60_000
@@ -95,6 +96,11 @@ async def open_tier(path: Path | tuple[Path, ...], model: str = "a", **settings:
 def slab_of(path: Path, model: str = "a") -> Path:
     """Return where a model's records are."""
     return path / shape_of(model).fingerprint.hex() / "slab"
+
+
+def read_member(path: Path) -> Member:
+    """Return what a directory says of itself; one that says nothing readable is new."""
+    return look_into(path)[0] or Member()
 
 
 def disk_usage(path: Path) -> int:

@@ -383,7 +383,6 @@ class PageLocking:
     Attributes:
         state: Where it stands.
         reason: Why it is pageable; empty otherwise.
-        ready_bytes: Bytes touched so far.
         page_locked_bytes: Bytes page-locked so far.
         num_bytes: Bytes in all.
         is_slow: It is pageable although a GPU copies from it.
@@ -415,7 +414,6 @@ class PageLocking:
         """
         self.state = PageLockState.PREPARING
         self.reason = reason
-        self.ready_bytes = 0
         self.page_locked_bytes = 0
         self.num_bytes = slab.num_bytes
         self.is_slow = False
@@ -514,7 +512,6 @@ class PageLocking:
                 if not self._is_read_only and self._is_there(start, part.nbytes):
                     touch(part)
                 start += part.nbytes
-                self.ready_bytes = start
             self._try_to_lock(piece)
         is_locked = self._lock is not None and self.page_locked_bytes == self.num_bytes
         self.state = PageLockState.LOCKED if is_locked else PageLockState.PAGEABLE

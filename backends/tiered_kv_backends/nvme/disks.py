@@ -97,15 +97,6 @@ def place_of(path: Path) -> str:
     return xxhash.xxh3_64_hexdigest(str(path.absolute()).encode())
 
 
-def read_member(path: Path) -> Member:
-    """Return what the directory at ``path`` says; it is made if need be. One that says nothing readable is new.
-
-    Raises:
-        ConfigurationError: It cannot be read, or is not this user's alone.
-    """
-    return look_into(path)[0] or Member()
-
-
 class Site(enum.Enum):
     """Where a directory lies."""
 
@@ -115,7 +106,9 @@ class Site(enum.Enum):
 
 
 def look_into(path: Path) -> tuple[Member | None, Site]:
-    """Return what the directory says, or None where that is nothing readable, and where it lies.
+    """Return what the directory at ``path`` says, or None where that is nothing readable, and where it lies.
+
+    It is made if need be.
 
     Raises:
         ConfigurationError: It cannot be read, or is not this user's alone.

@@ -18,7 +18,7 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
-from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, key_of, shape_of, slab_of, slots_of
+from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, key_of, read_member, shape_of, slab_of, slots_of
 from tiered_kv.media.backend import Outcome
 from tiered_kv.media.record import MAGIC
 from tiered_kv.system import Files
@@ -28,7 +28,7 @@ from tiered_kv.values.events import TierFailed
 from tiered_kv_backends.nvme import NVMeBackend, disks
 from tiered_kv_backends.nvme import slab as slabs
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
-from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, place_of, read_member, were_away, write_member
+from tiered_kv_backends.nvme.disks import Member, make_empty, next_turn, place_of, were_away, write_member
 
 HIT, MISS, FAILED, STORED = Outcome.HIT, Outcome.MISS, Outcome.FAILED, Outcome.STORED
 N = 12
