@@ -154,7 +154,7 @@ class JobBook(ABC):
         self.num_ranks = num_ranks
         self._loop_calls = loop_calls
         self._loop = asyncio.get_running_loop()
-        self._polled: Polled[Job, None] = Polled(loop_calls)
+        self._polled: Polled[Job] = Polled(loop_calls)
         self._not_over: dict[int, Job] = {}
         self._is_open = True
         # Begins anywhere: what workers still answer to a planner before this one must end no job of this one.
@@ -256,7 +256,7 @@ class JobBook(ABC):
         Raises:
             ClosedError: There is none, and as the event loop is closed there will be none.
         """
-        return [job for job, _ in self._polled.poll(timeout_s, lambda: bool(self._not_over))]
+        return self._polled.poll(timeout_s, lambda: bool(self._not_over))
 
     def wait_planned(self, jobs: Collection[Job], timeout_s: float) -> bool:
         """Wait until each of these has a plan or has ended, at most so long; return whether they have.
@@ -294,7 +294,7 @@ class JobBook(ABC):
             except asyncio.CancelledError:
                 if waiter.done() and not waiter.cancelled():  # it was told of nobody else
                     with self._polled.lock:
-                        self._polled.tell(job, None)
+                        self._polled.tell(job)
                 raise
             finally:
                 waiters.pop(waiter, None)
@@ -332,7 +332,7 @@ class JobBook(ABC):
             job.decided = plan or job.decided
             waiters = self._waiters.pop(job, {})
             if (result is not None) not in waiters.values():  # nobody awaits the latest that there is to know
-                self._polled.tell(job, None)
+                self._polled.tell(job)
             else:  # whoever awaits it is to have it; who polls looks whether anything else is coming
                 self._polled.lock.notify_all()
         for waiter in waiters:

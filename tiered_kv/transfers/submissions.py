@@ -24,15 +24,14 @@ from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import LoadResult, StoreResult
 
 K = TypeVar("K")
-V = TypeVar("V")
 _LOOK_AGAIN_S: Final = 0.5
 """How often who waits looks whether the event loop is still there: one that is closed tells nobody."""
 MOST_KEPT: Final = 1 << 16
 """News that nobody has polled: a program may look at what it has submitted instead, and never poll."""
 
 
-class Polled(Generic[K, V]):
-    """News by what they are about, in the order in which they came. Any thread may call.
+class Polled(Generic[K]):
+    """What there are news of, in the order in which they came. Any thread may call.
 
     Attributes:
         lock: Held for a few instructions, never while something is checked, started or waited for. Who holds it may
@@ -42,14 +41,14 @@ class Polled(Generic[K, V]):
     def __init__(self, loop_calls: LoopCalls, most_kept: int = MOST_KEPT) -> None:
         """Keep so many news that nobody has asked for. In the event loop's thread."""
         self.lock = system().condition()
-        self._news: dict[K, V] = {}
+        self._news: dict[K, None] = {}
         self._most_kept = most_kept
         self._loop_calls = loop_calls
         self._loop_thread = system().get_ident()
 
-    def tell(self, about: K, news: V) -> None:
+    def tell(self, about: K) -> None:
         """Have it polled, and wake who waits; with the lock held."""
-        self._news[about] = news
+        self._news[about] = None
         if len(self._news) > self._most_kept:
             del self._news[next(iter(self._news))]
         self.lock.notify_all()
@@ -59,11 +58,13 @@ class Polled(Generic[K, V]):
         self._news.pop(about, None)
 
     def told(self) -> list[K]:
-        """Return what there are news about; with the lock held."""
+        """Return what there are news of, for `poll` too; with the lock held."""
         return list(self._news)
 
-    def poll(self, timeout_s: float, is_any_coming: Callable[[], bool]) -> list[tuple[K, V]]:
-        """Return the news, each once. Waits for the first, at most ``timeout_s``, as long as any is coming.
+    def poll(self, timeout_s: float, is_any_coming: Callable[[], bool]) -> list[K]:
+        """Return what there are news of, each once.
+
+        Waits for the first, at most ``timeout_s``, as long as any is coming.
 
         Raises:
             ClosedError: There is none, and as the event loop is closed there will be none.
@@ -75,7 +76,7 @@ class Polled(Generic[K, V]):
                 self.check_may_block()
             self.wait_until(lambda: bool(self._news) or not is_any_coming(), timeout_s)
             news, self._news = self._news, {}
-        return list(news.items())
+        return list(news)
 
     def wait_until(self, is_over: Callable[[], bool], timeout_s: float | None) -> None:
         """Wait until ``is_over()``, at most so long, and not for an event loop that is closed; with the lock held."""
@@ -140,7 +141,7 @@ class Submissions:
 
     def __init__(self, loop_calls: LoopCalls, most_kept: int = MOST_KEPT) -> None:
         """Take submissions from now on, and keep so many results for `poll`. In the event loop's thread."""
-        self._polled: Polled[Ticket[Any], Any] = Polled(loop_calls, most_kept)
+        self._polled: Polled[Ticket[Any]] = Polled(loop_calls, most_kept)
         self._starts: deque[tuple[Ticket[Any], Callable[[], Handle[Any]], Callable[[BaseException], Any]]] = deque()
         self._started: set[Ticket[Any]] = set()  # a ticket that has not ended is here, or still there
         self._waiting: dict[Ticket[Any], set[object]] = {}  # for each of those, whose its result is
@@ -183,7 +184,8 @@ class Submissions:
         Raises:
             ClosedError: Nothing has ended, and as the event loop is closed nothing of what is under way will.
         """
-        return self._polled.poll(timeout_s, lambda: bool(self._starts or self._started))
+        ended = self._polled.poll(timeout_s, lambda: bool(self._starts or self._started))
+        return [(ticket, ticket.result) for ticket in ended]
 
     def wait(self, ticket: Ticket[T], timeout_s: float | None) -> T:
         """Wait for a transfer to end, and return its result, which `poll` then does not.
@@ -215,7 +217,7 @@ class Submissions:
             if not waiting:
                 self._waiting.pop(ticket, None)
                 if not has_it and ticket.result is not None:  # interrupted as it ended: whoever polls has to hear of it
-                    self._polled.tell(ticket, ticket.result)
+                    self._polled.tell(ticket)
 
     def cancel(self, ticket: Ticket[Any]) -> None:
         """Have a transfer stop as soon as possible; it ends, and is polled, as all do."""
@@ -269,7 +271,7 @@ class Submissions:
             if self._waiting.get(ticket):
                 self._polled.lock.notify_all()
             else:
-                self._polled.tell(ticket, result)
+                self._polled.tell(ticket)
 
 
 def load_failed(num_blocks: int, error: BaseException) -> LoadResult:
