@@ -37,12 +37,11 @@ from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSetti
 from tiered_kv.testing import open_backend
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey, BlockKeys, ModelIdentity, Namespace, epoch_digest, hash_blocks
-from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.layout import PAGE_BYTES, KVLayout
 from tiered_kv.values.specs import GPULoadStoreSpec
 
 _BLOCK_SIZE: Final = 16
 _THREADS: Final = 8
-_PAGE: Final = 4096
 _NOTES: Final = 1 << 20
 """Bytes beside the blocks, for what an owned tier keeps about them."""
 _ROUND_S: Final = 0.05
@@ -297,7 +296,8 @@ def _plain_files(
             fds.append(fd if direct else os.open(file.name, os.O_RDWR))
             opened.callback(os.close, fds[-1])
         memory = torch.empty((work.num_blocks + 1) * stride, dtype=torch.uint8).numpy()
-        aligned = memory[-memory.ctypes.data % _PAGE :][: work.num_blocks * stride].reshape(work.num_blocks, stride)
+        aligned = memory[-memory.ctypes.data % PAGE_BYTES :][: work.num_blocks * stride]
+        aligned = aligned.reshape(work.num_blocks, stride)
 
         def some(first: int, call: Callable[[int, list[Any], int], int]) -> None:
             for number in range(first, work.num_blocks, _THREADS):

@@ -19,7 +19,7 @@ from tiered_kv.memory.gpu import DeviceLike
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity, Shard
-from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.layout import PAGE_BYTES, KVLayout
 
 CONNECT: Final = "connect"
 """The setting: the address of a server, in the place of all others."""
@@ -82,7 +82,6 @@ _ADAPTER_CONFIG: Final = "adapter_config.json"
 """Beside a LoRA adapter's weights: its rank and scaling, for example."""
 _SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 """Of files that hold weights. Of several kinds beside each other the first is what engines load."""
-_PAGE_BYTES: Final = 4096
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -167,10 +166,10 @@ def _tensors(file: BinaryIO, path: Path, size: int) -> tuple[bytes, list[tuple[i
 
 
 def _middle(start: int, stop: int) -> tuple[int, int]:
-    num_bytes = min(stop - start, _PAGE_BYTES)
+    num_bytes = min(stop - start, PAGE_BYTES)
     return start + (stop - start - num_bytes) // 2, num_bytes
 
 
 def _spread(size: int) -> Iterator[tuple[int, int]]:
-    step = max(size // _SAMPLES, _PAGE_BYTES)
-    return ((start, min(_PAGE_BYTES, size - start)) for start in range(0, size, step))
+    step = max(size // _SAMPLES, PAGE_BYTES)
+    return ((start, min(PAGE_BYTES, size - start)) for start in range(0, size, step))

@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import BlockKey, Names, Shard, salt_digest
-from tiered_kv.values.layout import slots_of
+from tiered_kv.values.layout import PAGE_BYTES, slots_of
 from tiered_kv.values.specs import LoadStoreSpec
 
 T = TypeVar("T")
@@ -169,9 +169,6 @@ async def in_thread(parts: Iterator[T]) -> AsyncIterator[T]:
         yield part
 
 
-_PAGE = 4096
-
-
 class Outcome(enum.Enum):
     """What became of one block in a call."""
 
@@ -212,9 +209,9 @@ class Block:
     @classmethod
     def empty(cls, payload_bytes: int) -> "Block":
         """Allocate one of its own, zeroed and page-aligned."""
-        stride = -(-payload_bytes // _PAGE) * _PAGE
-        memory = memoryview(mmap.mmap(-1, _PAGE + stride))
-        return cls(memory[:_PAGE], memory[_PAGE:], payload_bytes)
+        stride = -(-payload_bytes // PAGE_BYTES) * PAGE_BYTES
+        memory = memoryview(mmap.mmap(-1, PAGE_BYTES + stride))
+        return cls(memory[:PAGE_BYTES], memory[PAGE_BYTES:], payload_bytes)
 
     def read_only(self) -> "Block":
         """Return the same memory, of which nothing can be changed by this block."""
@@ -324,17 +321,17 @@ class RecordShape:
     @cached_property
     def padded_bytes(self) -> int:
         """Payload rounded up to 4 KiB: what `Block.padded` holds."""
-        return -(-self.payload_bytes // _PAGE) * _PAGE
+        return -(-self.payload_bytes // PAGE_BYTES) * PAGE_BYTES
 
     @property
     def record_bytes(self) -> int:
         """Header and payload: what a record has without padding."""
-        return _PAGE + self.payload_bytes
+        return PAGE_BYTES + self.payload_bytes
 
     @cached_property
     def stride_bytes(self) -> int:
         """Header and padded payload: one slot of a medium."""
-        return _PAGE + self.padded_bytes
+        return PAGE_BYTES + self.padded_bytes
 
 
 @dataclass(frozen=True)

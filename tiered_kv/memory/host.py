@@ -35,15 +35,15 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.media.backend import Block, Blocks
+from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.system import files
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.events import Emit, HostMemoryPageable, HostMemoryReady, MemoryPageLocked
+from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv.values.log import log
 
-PAGE_BYTES = 4096
 PIECE_BYTES = 128 << 20
 """Page-locked at once: the driver does nothing else for a process meanwhile, 0.1 s a GiB where others measured it."""
-_HEADER_BYTES = 4096
 _HEADERS_AT_ONCE = 64
 _MADV_REMOVE = 9
 _MADV_POPULATE_WRITE = 23  # Linux 5.14; the mmap module does not name it
@@ -254,8 +254,8 @@ class Headers:
         with self._lock:
             if not taken:
                 while len(self._free) < n:
-                    memory = memoryview(mmap.mmap(-1, _HEADERS_AT_ONCE * _HEADER_BYTES))
-                    self._free += [memory[at : at + _HEADER_BYTES] for at in range(0, len(memory), _HEADER_BYTES)]
+                    memory = memoryview(mmap.mmap(-1, _HEADERS_AT_ONCE * HEADER_BYTES))
+                    self._free += [memory[at : at + HEADER_BYTES] for at in range(0, len(memory), HEADER_BYTES)]
                 taken += self._free[len(self._free) - n :]
                 del self._free[len(self._free) - n :]
             return taken

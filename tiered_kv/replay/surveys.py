@@ -18,6 +18,7 @@ from tiered_kv.catalog.policies import make_policy
 from tiered_kv.replay.curves import Curve, lru_curve
 from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, TierPlan
 from tiered_kv.traces import Request, Trace, names_of
+from tiered_kv.values.layout import PAGE_BYTES
 
 MOST_BLOCKS: Final = 1 << 18
 """Different blocks that are looked at: of a trace with no more, all; of a longer one, about so many."""
@@ -32,7 +33,6 @@ _POPULAR: Final = 1 / 20
 """A block that would be a larger part of a sample is in none: it would be most of it, and any policy keeps it."""
 _LEAST_SLOTS: Final = 32
 """Of a small tier that stands for a larger one: with fewer it would say little."""
-_PAGE: Final = 4096
 _ODD: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -151,8 +151,8 @@ class _Sample:
         if not self.trace.num_blocks:
             return 0.0  # nothing but what is popular
         num_slots = self._slots(size)
-        plan = TierPlan("cpu", num_slots * _PAGE, policy, is_memory=True)
-        chain = SimulatedChain([plan], payload_bytes=_PAGE, num_blocks=self.trace.num_blocks)
+        plan = TierPlan("cpu", num_slots * PAGE_BYTES, policy, is_memory=True)
+        chain = SimulatedChain([plan], payload_bytes=PAGE_BYTES, num_blocks=self.trace.num_blocks)
         engine = SimulatedEngine(chain, self._engine_blocks, "evicted")
         for request in self.trace.requests:
             engine.serve(request.at_s, names_of(request.ids))
