@@ -29,8 +29,9 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import READ, StorageTier
-from tiered_kv.tiers.tier import Batch, Mask, prefix_of
+from tiered_kv.tiers.tier import Batch, prefix_of
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKey, BlockKeys, Names
 from tiered_kv.values.results import BlockState, LoadCost, LookupResult, TierRun, num_found
 from tiered_kv.values.specs import LoadStoreSpec

@@ -9,17 +9,14 @@ all kinds are one: a run of blocks that ends at the length, and begins where it 
 import math
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import Mask, as_int
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import LoadResult
-
-Mask: TypeAlias = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.codec import Codec, make_codec
-from tiered_kv.memory.copies import Ids, gather_blocks, scatter_blocks
+from tiered_kv.memory.copies import gather_blocks, scatter_blocks
 from tiered_kv.memory.crossover import prepare
 from tiered_kv.memory.device import Device, Stream
 from tiered_kv.memory.gpu import DeviceLike, make_device
@@ -25,7 +25,7 @@ from tiered_kv.memory.host import HostSlab
 from tiered_kv.memory.lanes import Lanes, wait_in
 from tiered_kv.system import system
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError, in_words
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import Ids, as_int
 from tiered_kv.values.layout import KVCaches, KVLayout
 from tiered_kv.values.plan import Move, Outcomes, Plan, SlabHandle
 

@@ -17,7 +17,6 @@ from functools import partial
 from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
 from tiered_kv.cache.seat import PAST_EPOCHS
@@ -36,12 +35,12 @@ from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.keys import BlockKeys, epoch_digest
 from tiered_kv.values.log import log
 from tiered_kv.values.results import LoadResult, StoreResult, TierStore
 
 R = TypeVar("R")
-Ids = NDArray[np.int64]
 _GRACE_S: Final = 0.25
 """What a server may take to say how a transfer ended whose time is up."""
 _COPIED_AT_ONCE_BYTES: Final = 256 << 10

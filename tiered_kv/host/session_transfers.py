@@ -14,7 +14,6 @@ from math import inf
 from typing import Any, NoReturn
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.cache.checks import check_kind, check_seconds
@@ -34,9 +33,8 @@ from tiered_kv.transfers.start import start_load, start_store
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import LoadRequest, Order, StoreRequest
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.results import LoadResult, StoreResult
-
-Ids = NDArray[np.int64]
 
 
 class ClientGoneError(Exception):

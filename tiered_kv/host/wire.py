@@ -14,7 +14,6 @@ from contextlib import suppress
 from typing import Annotated, Any, Final, Generic, TypeVar, cast
 
 import numpy as np
-from numpy.typing import NDArray
 
 from tiered_kv.values.errors import (
     BackendUnavailableError,
@@ -24,6 +23,7 @@ from tiered_kv.values.errors import (
     LayoutMismatchError,
     TieredKVError,
 )
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.keys import DIGEST_BYTES
 
 try:
@@ -41,7 +41,6 @@ _MAGIC: Final = b"KVHOST"
 GREETING_BYTES: Final = _GREETING.size
 LENGTH: Final = struct.Struct("<I")
 
-Ids = NDArray[np.int64]
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
 """What names weights or a salt: it is kept, and so nothing longer may pass for one."""
 

@@ -10,7 +10,6 @@ from collections.abc import Iterator
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.memory import crossover, device_copies, host_copies, staging
@@ -18,8 +17,8 @@ from tiered_kv.memory.caches import PagedCaches
 from tiered_kv.memory.device_copies import on_device
 from tiered_kv.memory.staging import pieces_of
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
+from tiered_kv.values.integers import Ids
 
-Ids = NDArray[np.int64]
 _MANY_IDS = 64
 
 

@@ -19,9 +19,10 @@ from torch import Tensor
 from tiered_kv.memory import device_copies, driver
 from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.device import Device
-from tiered_kv.memory.device_copies import Gather, Ids, Scatter
+from tiered_kv.memory.device_copies import Gather, Scatter
 from tiered_kv.memory.host import known_as_locked
 from tiered_kv.values.errors import in_words
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.log import log
 

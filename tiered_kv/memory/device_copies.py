@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.memory import driver, staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.memory.host import is_page_locked, slots_per_piece
+from tiered_kv.values.integers import Ids
 
-Ids = NDArray[np.int64]
 Gather = Callable[[PagedCaches, Ids, Tensor, Ids], None]
 Scatter = Callable[[Tensor, Ids, PagedCaches, Ids], None]
 

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterator
 from itertools import cycle
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.memory.caches import PagedCaches
+from tiered_kv.values.integers import Ids
 
-Ids = NDArray[np.int64]
 Words = NDArray[Any]
 
 _move_with_gil = ctypes.PyDLL(None).memmove

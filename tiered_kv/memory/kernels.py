@@ -18,16 +18,14 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tiered_kv.memory import driver, staging
 from tiered_kv.memory.caches import Fragment, PagedCaches
 from tiered_kv.values.errors import in_words
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.log import log
-
-Ids = NDArray[np.int64]
 
 _PIECE_BYTES = 8 << 10
 """What a program moves at a time: large enough to keep many reads in flight, small enough for fragments of one page."""

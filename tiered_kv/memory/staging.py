@@ -7,10 +7,10 @@ from typing import Any, Final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
-Ids = NDArray[np.int64]
+from tiered_kv.values.integers import Ids
+
 Step = Callable[[slice, Tensor], None]
 """Enqueues, in the current stream, a piece's way into or out of a staging buffer."""
 

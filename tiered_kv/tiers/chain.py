@@ -28,11 +28,12 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, BookedTier, Expected, HostTier, Mask, MemoryTier, Naming, Tier, prefix_of
+from tiered_kv.tiers.tier import Batch, BookedTier, Expected, HostTier, MemoryTier, Naming, Tier, prefix_of
 from tiered_kv.tiers.unwritten import Unwritten
 from tiered_kv.values.errors import CapacityError
 from tiered_kv.values.events import Emit
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 from tiered_kv.values.layout import KVGroup
 from tiered_kv.values.loop_calls import LoopCalls

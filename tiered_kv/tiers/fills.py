@@ -12,8 +12,9 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.tiers.gate import Kind, Priority, Room, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tier import Batch, HostTier, Mask, ReadReport
+from tiered_kv.tiers.tier import Batch, HostTier, ReadReport
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 
 _PENDING: Final = int(SlotState.PENDING)

@@ -28,7 +28,7 @@ from tiered_kv.tiers.journal import Journal
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
-from tiered_kv.tiers.tier import Batch, BookedTier, Expected, Mask, ReadReport, WriteReport, which
+from tiered_kv.tiers.tier import Batch, BookedTier, Expected, ReadReport, WriteReport, which
 from tiered_kv.values.errors import (
     BackendUnavailableError,
     CapacityError,
@@ -39,6 +39,7 @@ from tiered_kv.values.errors import (
 )
 from tiered_kv.values.events import TierFailed
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names, rows_of
 from tiered_kv.values.specs import LoadStoreSpec
 

@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 
 from tiered_kv.catalog.table import Slots
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.tier import Batch, BookedTier, Mask, prefix_of
+from tiered_kv.tiers.tier import Batch, BookedTier, prefix_of
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKeys, rows_of
 
 _ENDED_AT_ONCE: Final = 64

@@ -34,8 +34,9 @@ from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, Turn, all_failed, outcomes_problem
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
-from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport
+from tiered_kv.tiers.tier import Batch, ReadReport, WriteReport
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKey, Names, Namespace, rows_of
 from tiered_kv.values.results import BlockState
 from tiered_kv.values.specs import LoadStoreSpec

@@ -25,10 +25,11 @@ from tiered_kv.tiers.gate import Priority, ReadSpeed, Waiter, Wear
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.records import ExponentCodec, Records, Refusals, SpareBlocks, Verification, do_soon
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, Mask, ReadReport, Tier, WriteReport
+from tiered_kv.tiers.tier import Batch, ReadReport, Tier, WriteReport
 from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused, TierFailed
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import LoadStoreSpec
 

@@ -23,6 +23,7 @@ from tiered_kv.catalog.table import counted, hash_names, names_at
 from tiered_kv.media.backend import Outcome
 from tiered_kv.memory.host import HostSlab, check_host_memory
 from tiered_kv.values.errors import ConfigurationError, Reason
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
 from tiered_kv.values.layout import blocks_within
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
@@ -103,9 +104,6 @@ class Naming:
                 self._namespaces.clear()
             space = self._namespaces[epoch, salt_id] = Namespace(self.fingerprint, epoch, salt_id, self.shard.part)
         return space
-
-
-Mask = NDArray[np.bool_]
 
 
 @dataclass

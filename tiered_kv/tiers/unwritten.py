@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
+from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 
 _LEAST_UNWANTED: Final = 1 << 16

@@ -23,8 +23,9 @@ from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Batch, BookedTier, Mask
+from tiered_kv.tiers.tier import Batch, BookedTier
 from tiered_kv.values.events import TierScrubbed
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 
 _BYTES_AT_ONCE: Final = 1 << 20

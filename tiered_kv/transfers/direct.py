@@ -23,7 +23,7 @@ from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.tier import Batch, Mask, ReadReport, WriteReport, prefix_of
+from tiered_kv.tiers.tier import Batch, ReadReport, WriteReport, prefix_of
 from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
 from tiered_kv.transfers.load import Load, WindowCopy
@@ -31,6 +31,7 @@ from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.results import StoreResult
 
 

@@ -29,7 +29,7 @@ from tiered_kv.memory.lanes import Lanes
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.tiers.tier import MemoryTier
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
-from tiered_kv.values.integers import as_int
+from tiered_kv.values.integers import Ids, as_int
 from tiered_kv.values.layout import PAGE_BYTES, KVCaches, KVGroup
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.specs import CPULoadStoreSpec, EngineBlocks, GPULoadStoreSpec
@@ -118,9 +118,6 @@ def bind_slots(
     num_slots = len(memory) // slot_bytes
     slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
     return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=codec)
-
-
-Ids = NDArray[np.int64]
 
 
 class EngineMemory(ABC):

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.tier import Batch, Mask, Prompt, prefix_of
+from tiered_kv.tiers.tier import Batch, Prompt, prefix_of
 from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
 from tiered_kv.transfers.tally import Tally
@@ -25,6 +25,7 @@ from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason, TierFault
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.plan import JobResult, Move, Plan, TierShare
 from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec, repeats

@@ -23,7 +23,6 @@ from typing_extensions import override
 
 from tiered_kv.system import system
 from tiered_kv.tiers.tasks import Tasks
-from tiered_kv.tiers.tier import Mask
 from tiered_kv.transfers.handles import cancel_each
 from tiered_kv.transfers.job_state import Underway, bind, check_apart
 from tiered_kv.transfers.load_parts import bring_around_gaps
@@ -33,7 +32,7 @@ from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.workers import WorkerProcesses
 from tiered_kv.values.errors import ClosedError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.events import Emit, WorkerEnded
-from tiered_kv.values.integers import as_int, as_rank
+from tiered_kv.values.integers import Mask, as_int, as_rank
 from tiered_kv.values.keys import BlockKeys, KeyRuns, StoredKeys
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, Outcomes, Plan

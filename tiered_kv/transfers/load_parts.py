@@ -26,13 +26,14 @@ from typing_extensions import override
 from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import is_being_cancelled
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, prefix_of
+from tiered_kv.tiers.tier import Batch, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
 from tiered_kv.transfers.load import InTask
 from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
 from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.results import LoadResult
 
 _PACKED: Final = 16

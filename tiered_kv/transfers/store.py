@@ -22,7 +22,7 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt
+from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, until_done
 from tiered_kv.transfers.tally import Tally
@@ -30,6 +30,7 @@ from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, ma
 from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.events import BlocksSettled, BlocksStored
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.results import StoreResult, TierStore
 
 _NONE_WANTED: Final[Mask] = np.ones(0, np.bool_)

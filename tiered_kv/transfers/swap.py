@@ -23,6 +23,7 @@ from tiered_kv.memory.lanes import SIDE_BUFFERS, SIDE_BYTES, Lane, RevokedError,
 from tiered_kv.transfers.handles import Revocable
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import Emit
+from tiered_kv.values.integers import Ids
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.results import SwapResult
 
@@ -30,7 +31,6 @@ Moves = Mapping[int, int] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: target}``, or ``(source, target)`` pairs in any form."""
 Copies = Mapping[int, int | Sequence[int]] | Iterable[Sequence[int]] | NDArray[np.integer[Any]]
 """``{source: targets}``, or pairs."""
-Ids = NDArray[np.int64]
 _PARTS: Final = ("out", "in", "copy")
 
 

@@ -13,12 +13,13 @@ from numpy.typing import NDArray
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
-from tiered_kv.tiers.tier import Batch, Mask
+from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.window import Said
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded
 from tiered_kv.values.hints import ReuseHint
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import StoredKeys
 from tiered_kv.values.results import LoadResult
 from tiered_kv.values.specs import GPULoadStoreSpec

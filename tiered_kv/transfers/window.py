@@ -22,9 +22,10 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier
+from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import until_done
 from tiered_kv.values.errors import Reason, TierFault
+from tiered_kv.values.integers import Mask
 
 _ASKED_AT_ONCE: Final = 1024
 

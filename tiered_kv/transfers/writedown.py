@@ -27,11 +27,12 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tier import Batch, Mask, MemoryTier, Prompt, WriteReport
+from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
 from tiered_kv.transfers.handles import until_done
 from tiered_kv.transfers.tally import Tally
 from tiered_kv.values.errors import Reason
+from tiered_kv.values.integers import Mask
 
 _MOST_TRIES: Final = 3
 """How often the cleaner tries to write a block before it counts as failed."""

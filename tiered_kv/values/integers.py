@@ -1,4 +1,7 @@
-"""Ints and other numbers as callers have them, of Python, numpy or torch. An error shows what was given instead."""
+"""Ints and other numbers as callers have them, of Python, numpy or torch. An error shows what was given instead.
+
+And what arrays are called that say of blocks where they are, or whether something is so.
+"""
 
 import math
 import operator
@@ -9,6 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.values.errors import ConfigurationError
+
+Ids = NDArray[np.int64]
+"""Of blocks, pages or slots; also positions."""
+Mask = NDArray[np.bool_]
+"""Something that is so, or not, of each block of a list."""
 
 
 def as_int(name: str, value: object, *, least: int | None = 0) -> int:

@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import as_int, as_ints
 
-Ids = Sequence[int] | NDArray[np.integer[Any]]
+AnyIds = Sequence[int] | NDArray[np.integer[Any]]
 """What a spec takes as ids: ints in any flat form. It keeps them as its own read-only int64 array."""
 
 
-def _as_ids(name: str, ids: Ids) -> NDArray[np.int64]:
+def _as_ids(name: str, ids: AnyIds) -> NDArray[np.int64]:
     given = as_ints(name, ids)
     array = given.astype(np.int64)  # always a copy: the caller may reuse its own
     if array.size and np.minimum.reduce(array) < 0:  # uint64 beyond int64 included
@@ -55,7 +55,7 @@ class LoadStoreSpec:
 
     ids: NDArray[np.int64]
 
-    def __init__(self, ids: Ids, **place: object) -> None:
+    def __init__(self, ids: AnyIds, **place: object) -> None:
         vars(self).update(ids=_as_ids(f"{type(self).__name__} ids", ids), **place)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class GPULoadStoreSpec(LoadStoreSpec):
 
     group: int = 0
 
-    def __init__(self, ids: Ids, group: int = 0) -> None:
+    def __init__(self, ids: AnyIds, group: int = 0) -> None:
         super().__init__(ids)
         vars(self).update(group=as_int("a KV group's number", group))
 
@@ -110,7 +110,7 @@ class CPULoadStoreSpec(LoadStoreSpec):
 
     pool: str = ""
 
-    def __init__(self, ids: Ids, pool: str = "") -> None:
+    def __init__(self, ids: AnyIds, pool: str = "") -> None:
         if not isinstance(pool, str):
             raise ConfigurationError(f"pool must be a pool's name, got {pool!r:.80}")
         super().__init__(ids, pool=pool)
@@ -125,7 +125,7 @@ class _NamedPlaces(LoadStoreSpec):
 
     names: tuple[str, ...]
 
-    def __init__(self, ids: Ids, names: Sequence[str], **place: object) -> None:
+    def __init__(self, ids: AnyIds, names: Sequence[str], **place: object) -> None:
         kind = type(self).__name__
         if isinstance(names, str) or not all(isinstance(name, str) for name in names):
             raise ConfigurationError(f"{kind} names must be a list of strings, got {names!r:.80}")
@@ -140,7 +140,7 @@ class _Ranges(_NamedPlaces):
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
-    def __init__(self, ids: Ids, names: Sequence[str], offsets: Ids, lengths: Ids, **place: object) -> None:
+    def __init__(self, ids: AnyIds, names: Sequence[str], offsets: AnyIds, lengths: AnyIds, **place: object) -> None:
         kind = type(self).__name__
         ranges = {"offsets": _as_ids(f"{kind} offsets", offsets), "lengths": _as_ids(f"{kind} lengths", lengths)}
         super().__init__(ids, names, **ranges, **place)
@@ -171,7 +171,7 @@ class FileLoadStoreSpec(_Ranges):
     offsets: NDArray[np.int64]
     lengths: NDArray[np.int64]
 
-    def __init__(self, ids: Ids, names: Sequence[str], offsets: Ids, lengths: Ids) -> None:
+    def __init__(self, ids: AnyIds, names: Sequence[str], offsets: AnyIds, lengths: AnyIds) -> None:
         super().__init__(ids, names, offsets, lengths)
 
 
@@ -197,7 +197,7 @@ class ObjectLoadStoreSpec(_Ranges):
     endpoint: str = ""
 
     def __init__(
-        self, ids: Ids, names: Sequence[str], offsets: Ids, lengths: Ids, url: str, endpoint: str = ""
+        self, ids: AnyIds, names: Sequence[str], offsets: AnyIds, lengths: AnyIds, url: str, endpoint: str = ""
     ) -> None:
         super().__init__(ids, names, offsets, lengths, url=url, endpoint=endpoint)
 
@@ -217,5 +217,5 @@ class RemoteLoadStoreSpec(_NamedPlaces):
     names: tuple[str, ...]
     url: str
 
-    def __init__(self, ids: Ids, names: Sequence[str], url: str) -> None:
+    def __init__(self, ids: AnyIds, names: Sequence[str], url: str) -> None:
         super().__init__(ids, names, url=url)

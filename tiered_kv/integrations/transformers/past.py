@@ -19,10 +19,10 @@ from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from tiered_kv.cache.blocking import BlockingTieredKV
-from tiered_kv.cache.groups import Mask
 from tiered_kv.integrations.transformers.model_parts import ModelParts, Part
 from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKeys, hash_blocks
 from tiered_kv.values.specs import CPULoadStoreSpec
 

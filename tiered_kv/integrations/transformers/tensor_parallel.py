@@ -10,8 +10,8 @@ import torch
 from torch import distributed
 from transformers import PreTrainedModel
 
-from tiered_kv.cache.groups import Mask
 from tiered_kv.values.errors import ConfigurationError
+from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Shard
 
 
