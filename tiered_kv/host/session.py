@@ -31,7 +31,7 @@ from tiered_kv.host.protocol import (
     Taken,
 )
 from tiered_kv.host.session_jobs import MOST_STREAMS, SessionChanges, SessionJobs
-from tiered_kv.host.session_transfers import Account, SessionTransfers
+from tiered_kv.host.session_transfers import Account, Send, SessionTransfers
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.tiers.chain import Chain
@@ -56,7 +56,6 @@ _EPOCHS: Final = 16
 _LAST_S: Final = 5.0
 """What questions that are under way may take to end, once their client has."""
 
-Send = Callable[[wire.Message], None]
 Answering = Callable[[], Coroutine[Any, Any, protocol.Answer]]
 _AT_ONCE: Final[Mapping[str, Callable[..., object]]] = {"lookup": TierCalls.lookup_at_once}
 """What answers a call without a task; None where somebody is to be waited for."""

@@ -31,7 +31,7 @@ from tiered_kv.host.protocol import (
     Part,
     PlanJob,
 )
-from tiered_kv.host.session_transfers import Account
+from tiered_kv.host.session_transfers import Account, Send
 from tiered_kv.system import files, system
 from tiered_kv.tiers.changes import Added, Changes, Cleared, Removed, Snapshot, TierChange, places_in
 from tiered_kv.tiers.tasks import Tasks
@@ -42,7 +42,6 @@ from tiered_kv.values.keys import Names, StoredKeys, stored_keys
 from tiered_kv.values.plan import Outcomes, Plan
 from tiered_kv.values.specs import GPULoadStoreSpec
 
-Send = Callable[[wire.Message], None]
 NO_NAMES: Final = np.zeros((0, 4), np.uint64)
 _MOST_NAMES: Final = 1 << 16
 """That are queued for a client that is slow; of more it gets snapshots anew."""
