@@ -24,9 +24,7 @@ from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.tiers.chain import Chain, Quotas
 from tiered_kv.tiers.fates import Fates, IndexPlace
 from tiered_kv.tiers.gate import Bandwidth, Budget, Pace
-from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
-from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage_medium import Services, StorageMedium
 from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
 from tiered_kv.tiers.tier import HostTier, MemoryTier
@@ -179,15 +177,12 @@ async def _build_chains(
             device.page_lock(slab, emit=tell)
         waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
         gpu = _gpu_tier(tiers.gpu, device, group.num_slots(gpu_blocks), stride_bytes, clock, write_back=waits_in_gpu)
-        storage = [medium.tier(number, kind.shape, kind.record_codec) for medium in media]
         chain = Chain(
             group=group,
             naming=kind.naming,
             gpu=gpu,
             host=host,
-            owned=[tier for tier in storage if isinstance(tier, OwnedTier)],
-            shared=[tier for tier in storage if isinstance(tier, SharedTier)],
-            storage=storage,
+            storage=[medium.tier(number, kind.shape, kind.record_codec) for medium in media],
             h2d=h2d,
             d2h=d2h,
             loop_calls=services.loop_calls,

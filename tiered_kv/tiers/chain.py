@@ -96,8 +96,6 @@ class Chain:
     naming: Naming
     gpu: MemoryTier | None
     host: HostTier
-    owned: Sequence[OwnedTier]
-    shared: Sequence[SharedTier]
     storage: Sequence[StorageTier]
     h2d: Lanes
     d2h: Lanes
@@ -115,6 +113,8 @@ class Chain:
         self.expected = Expected()
         self.sought = Expected()
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
+        self.owned = [tier for tier in self.storage if isinstance(tier, OwnedTier)]
+        self.shared = [tier for tier in self.storage if isinstance(tier, SharedTier)]
         self.tiers: list[Tier] = [*self.memory, *self.storage]
         self.booked: list[BookedTier] = [*self.memory, *self.owned]
         self.names = [tier.name for tier in self.tiers]
