@@ -52,12 +52,10 @@ class OwnedTier(StorageTier, BookedTier):
         has_lost: Whether a part of the medium has failed with blocks that were written since it was opened.
     """
 
-    is_shared = False
-
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
         super().__init__(parts)
         self.backend = backend
-        self.index = self.books = index
+        self.index = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self.expected = Expected()
@@ -71,6 +69,11 @@ class OwnedTier(StorageTier, BookedTier):
         self.index.on_left = self._left
         if self.health.is_open:  # else `opened` comes first
             self._see_missing()
+
+    @property
+    @override
+    def books(self) -> TierIndex:
+        return self.index
 
     @property
     @override
@@ -97,7 +100,7 @@ class OwnedTier(StorageTier, BookedTier):
         elif (names := evicted.names()) is not None:
             index.remove(names)
         index.on_change, index.on_left = self.index.on_change, self._left
-        self.index = self.books = index
+        self.index = index
         self._is_fresh = np.zeros(index.max_slots, np.bool_)
         self._missing = None
         self._see_missing()

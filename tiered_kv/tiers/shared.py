@@ -384,8 +384,6 @@ class SharedTier(StorageTier):
         answers: What it has said of single blocks lately; any thread may look there.
     """
 
-    is_shared = True
-
     def __init__(self, parts: TierParts, backend: Backend) -> None:
         super().__init__(parts)
         self.backend = backend

@@ -104,11 +104,6 @@ class _Coming:
 class StorageTier(Tier):
     """One kind of block in one storage tier."""
 
-    is_shared: bool
-    """Whether others may write to this medium."""
-    books: TierIndex | None = None
-    """Those that say, without asking, what can be read here; None of a tier that others write to."""
-
     def __init__(self, parts: TierParts) -> None:
         super().__init__(parts.health.name)
         self.health = parts.health
@@ -124,6 +119,16 @@ class StorageTier(Tier):
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
         self._coming: dict[int, list[_Coming]] = {}  # by each block's hash
+
+    @property
+    def books(self) -> TierIndex | None:
+        """Those that say, without asking, what can be read here; None of a shared tier."""
+        return None
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may write to this medium."""
+        return self.books is None
 
     @property
     @override
