@@ -174,7 +174,7 @@ class Calls:
             doing: Which call it is, in events and for the breakers.
             call: Makes it. Runs in a task of its own, whoever stops to wait.
             num_blocks: For events.
-            waiter: Its place among calls of its kind; a load's if left out.
+            waiter: Its place among calls of its kind; a load's if left out. None that lends memory: see `Turn.make`.
             timeout_s: After so long it is late; the tier's time limit if left out.
             until_late: Wait no longer than that.
             is_raised: Whether whoever makes it tells of a failure, and no event does.
@@ -203,7 +203,7 @@ class Calls:
         making = asyncio.get_running_loop().create_task(
             self._make(underway, call, problem_of, is_failure), name=f"{doing} in {self.health.name}"
         )
-        self._tasks.watch(making, _go_on if waiter is not None and waiter.lends else making.cancel)
+        self._tasks.watch(making, making.cancel)
         making.add_done_callback(lambda _: underway.end_turn())
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
         if not making.done():
