@@ -44,6 +44,19 @@ from tiered_kv.values.keys import Names, rows_of
 from tiered_kv.values.specs import LoadStoreSpec
 
 
+@dataclass(frozen=True, eq=False)
+class _Coming:
+    """Blocks that are to come to a tier.
+
+    Attributes:
+        hashes: Of their names.
+        is_wanted: Says which of them would be written now.
+    """
+
+    hashes: NDArray[np.uint64]
+    is_wanted: Callable[[], Mask]
+
+
 class OwnedTier(StorageTier, BookedTier):
     """A `SlotBackend` and the index of its slots.
 
@@ -59,6 +72,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self.expected = Expected()
+        self._coming: dict[int, list[_Coming]] = {}  # by each block's hash
         self._awaited = Expected()  # what writes have left to others that have slots for it
         self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
@@ -306,10 +320,33 @@ class OwnedTier(StorageTier, BookedTier):
     def lacks(self, batch: Batch) -> Mask:
         return ~self.index.ready(batch.names)
 
+    @override
+    def announce(self, names: Names, is_wanted: Callable[[], Mask]) -> Callable[[], None]:
+        coming = _Coming(hash_names(names), is_wanted)
+        hashes: list[int] = coming.hashes.tolist()
+        for each in hashes:
+            self._coming.setdefault(each, []).append(coming)
+
+        def over() -> None:
+            for each in hashes:
+                self._coming[each].remove(coming)
+                if not self._coming[each]:
+                    del self._coming[each]
+
+        return over
+
     def is_coming(self, batch: Batch) -> Mask:
         """Say which blocks are being written here, or are to be once their turn comes."""
         _, states = self.index.find(batch.names)
-        return np.equal(states, SlotState.PENDING) | self.is_announced(batch.names)
+        return np.equal(states, SlotState.PENDING) | self._is_announced(batch.names)
+
+    def _is_announced(self, names: Names) -> Mask:
+        """Say which blocks are to come here, as it was announced, and are wanted yet: however many others are."""
+        hashes, is_so = hash_names(names), np.zeros(len(names), np.bool_)
+        found = {coming for each in hashes.tolist() for coming in self._coming.get(each, ())} if self._coming else ()
+        for coming in found:
+            is_so |= np.isin(hashes, coming.hashes[coming.is_wanted()])
+        return is_so
 
     @override
     def hint(self, batch: Batch, hint: ReuseHint) -> None:

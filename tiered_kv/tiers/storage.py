@@ -88,19 +88,6 @@ class BlockIO(Generic[R]):
     then: Callable[[R], None]
 
 
-@dataclass(frozen=True, eq=False)
-class _Coming:
-    """Blocks that are to come to a tier.
-
-    Attributes:
-        hashes: Of their names.
-        is_wanted: Says which of them would be written now.
-    """
-
-    hashes: NDArray[np.uint64]
-    is_wanted: Callable[[], Mask]
-
-
 class StorageTier(Tier):
     """One kind of block in one storage tier."""
 
@@ -118,7 +105,6 @@ class StorageTier(Tier):
         self._spare_blocks = SpareBlocks(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
-        self._coming: dict[int, list[_Coming]] = {}  # by each block's hash
 
     @property
     def books(self) -> TierIndex | None:
@@ -272,28 +258,9 @@ class StorageTier(Tier):
     def announce(self, names: Names, is_wanted: Callable[[], Mask]) -> Callable[[], None]:
         """Take note of blocks that are to come here once their turn does, until what this returns is called.
 
-        ``is_wanted`` says which of them would be written if it came now.
+        ``is_wanted`` says which of them would be written if it came now. Of a shared tier nobody asks for that.
         """
-        coming = _Coming(hash_names(names), is_wanted)
-        hashes: list[int] = coming.hashes.tolist()
-        for each in hashes:
-            self._coming.setdefault(each, []).append(coming)
-
-        def over() -> None:
-            for each in hashes:
-                self._coming[each].remove(coming)
-                if not self._coming[each]:
-                    del self._coming[each]
-
-        return over
-
-    def is_announced(self, names: Names) -> Mask:
-        """Say which blocks are to come here, as it was announced, and are wanted yet: however many others are."""
-        hashes, is_so = hash_names(names), np.zeros(len(names), np.bool_)
-        found = {coming for each in hashes.tolist() for coming in self._coming.get(each, ())} if self._coming else ()
-        for coming in found:
-            is_so |= np.isin(hashes, coming.hashes[coming.is_wanted()])
-        return is_so
+        return lambda: None
 
     @abstractmethod
     def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:
