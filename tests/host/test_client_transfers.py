@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 import pytest
 
 from tests.host.test_hostile import attached_stranger
@@ -168,6 +169,27 @@ async def test_what_cannot_be_stopped_is_said(tmp_path: Path) -> None:
                 kv.start_load(KEYS, into, order="back").stop_before(33)
             with pytest.raises(ConfigurationError, match="neither layers"):
                 kv.start_load(KEYS, into, order="back", gaps=True)
+
+
+async def test_layers_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    """A client says of each what a cache of one's own says: no number, no such layer, one that was given."""
+    engine = AnyEngine()
+    with serving(tmp_path, cpu(64)) as server:
+        async with attached(server, engine) as kv:
+            handle = kv.start_store(KEYS, engine.fill(KEYS, range(32)), layerwise=True)
+            handle.store_layer(np.int64(0))  # type: ignore[arg-type]  # an int, though not Python's
+            for wrong in (1.5, 1.0, "0", None, True):
+                with pytest.raises(ConfigurationError, match="layer must be an int, got"):
+                    handle.store_layer(wrong)  # type: ignore[arg-type]  # wrong on purpose
+            for layer, message in ((0, "layer 0 was stored already"), (2, "not one of"), (-1, "not one of")):
+                with pytest.raises(ConfigurationError, match=message):
+                    handle.store_layer(layer)
+            handle.store_layer(1)
+            assert (await handle).num_stored == 32
+            plain = kv.start_store(KEYS, engine.spec(range(32)))
+            with pytest.raises(ConfigurationError, match="layerwise=True"):
+                plain.store_layer(0)
+            await plain
 
 
 async def test_a_lookup_says_where_blocks_are(tmp_path: Path) -> None:

@@ -480,24 +480,19 @@ class FarStore(Moving[StoreResult]):
     def __init__(self, request: FarStoreRequest, deadline: float) -> None:
         """Prepare one, on the event loop, which is given up at ``deadline``, on the loop's clock."""
         super().__init__(request, deadline)
-        self._missing = set(range(self.num_layers)) if request.layerwise else set()
+        self.missing = set(range(self.num_layers)) if request.layerwise else None
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
         """What became of the blocks; of no tier, if the server does not say."""
 
     def store_layer(self, layer: int, after: object) -> None:
-        """See `StoreHandle.store_layer`."""
-        if not self._layerwise:
-            raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
-        if not 0 <= layer < self.num_layers:
-            raise ConfigurationError(f"layer {layer} is not one of the KV group's {self.num_layers}")
-        if layer not in self._missing:
-            raise ConfigurationError(f"layer {layer} was stored already")
+        """See `Storing.store_layer`."""
         after = self._binding.to_wait_for(after)
         if self.ended.done() or self._why:
             return
         if after is not None:
             self._lane.wait(after)
-        self._missing.discard(layer)
+        if self.missing is not None:
+            self.missing.discard(layer)
         if self._there is not None:
             self._there.send(protocol.StoreLayer(self._number, layer))
 

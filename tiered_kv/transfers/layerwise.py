@@ -17,12 +17,11 @@ from typing_extensions import override
 from tiered_kv.catalog.leases import Reservation
 from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.tier import Batch, MemoryTier
-from tiered_kv.transfers.handles import check_layer
 from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
 from tiered_kv.transfers.window import Landed, Window
-from tiered_kv.values.errors import ConfigurationError, Reason
+from tiered_kv.values.errors import Reason
 from tiered_kv.values.results import StoreResult
 
 LAYERS_A_TURN: Final = 16
@@ -119,7 +118,7 @@ class LayerStore(Store):
         super().__init__(request)
         batch, pages = request.batch, request.pages
         self._placed: list[Placed] = []
-        self._missing = set(range(request.chain.group.num_layers))
+        self.missing: set[int] = set(range(self.num_layers))
         self._is_complete: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._error: BaseException | None = None
         self._has_ended = False
@@ -166,20 +165,17 @@ class LayerStore(Store):
 
     @override
     def store_layer(self, layer: int, after: object) -> None:
-        layer = check_layer(layer, self._chain.group.num_layers)
-        if layer not in self._missing:
-            raise ConfigurationError(f"layer {layer} was stored already")
         after = self._request.binding.to_wait_for(after)
         if self._has_ended or self.revoked:
             return
         if after is not None:
             self._request.lane.wait(after)  # if it raises the layer is missing still, and may be given again
-        self._missing.discard(layer)
+        self.missing.discard(layer)
         if self._placed:
             self.watch(
                 self._chain.copy(self._request.lane, partial(self._gather, slice(layer, layer + 1))), self._end_layer
             )
-        if not self._missing and not self._is_complete.done():
+        if not self.missing and not self._is_complete.done():
             self._is_complete.set_result(None)
 
     def _gather(self, layers: slice) -> None:

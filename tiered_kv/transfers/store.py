@@ -24,7 +24,7 @@ from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
-from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, until_done
+from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, check_layer, until_done
 from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import write_down
@@ -37,13 +37,21 @@ _NONE_WANTED: Final[Mask] = np.ones(0, np.bool_)
 
 
 class Storing(Protocol):
-    """What a handle asks of its store."""
+    """What a handle asks of its store.
+
+    Attributes:
+        num_layers: Of its KV group.
+        missing: The layers that were not given yet; None of a store that takes none.
+    """
+
+    num_layers: int
+    missing: set[int] | None
 
     def revoke(self) -> None:
         """Stop as soon as possible."""
 
     def store_layer(self, layer: int, after: object) -> None:
-        """Start to copy one layer of all blocks out, once ``after`` has passed."""
+        """Start to copy one layer of all blocks out, a missing one, once ``after`` has passed."""
 
 
 class StoreHandle(Handle[StoreResult]):
@@ -66,6 +74,11 @@ class StoreHandle(Handle[StoreResult]):
         Raises:
             ConfigurationError: The store is not layer-wise, there is no such layer, or it was given before.
         """
+        missing = self._store.missing
+        if missing is None:
+            raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
+        if (layer := check_layer(layer, self._store.num_layers)) not in missing:
+            raise ConfigurationError(f"layer {layer} was stored already")
         self._store.store_layer(layer, after)
 
 
@@ -95,11 +108,14 @@ class Placed:
 class Store(Revocable):
     """One store of one KV group."""
 
+    missing: set[int] | None = None
+
     def __init__(self, request: StoreRequest) -> None:
         """Prepare a store; nothing moves before `run`."""
         super().__init__()
         self._request = request
         self._chain = chain = request.chain
+        self.num_layers = chain.group.num_layers
         self._batch = batch = request.batch
         gpu = request.binding.gpu
         self._memory: list[MemoryTier] = [chain.host] if gpu is None else [gpu, chain.host]
@@ -232,8 +248,8 @@ class Store(Revocable):
         self._chain.expected.drop(self._wanted)
 
     def store_layer(self, layer: int, after: object) -> None:
-        """Refuse: this store was not started layer by layer."""
-        raise ConfigurationError("store_layer() is for start_store(..., layerwise=True)")
+        """See `LayerStore`: nobody gives layers to another store."""
+        raise NotImplementedError
 
     def _result(self, seconds: float) -> StoreResult:
         num_blocks = len(self._batch.names)
