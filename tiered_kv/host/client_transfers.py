@@ -32,7 +32,7 @@ from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
 from tiered_kv.transfers.transfer_requests import Order
-from tiered_kv.values.errors import ConfigurationError, Reason, TieredKVError, TierFault, in_words
+from tiered_kv.values.errors import Reason, TieredKVError, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.integers import Ids
@@ -291,6 +291,8 @@ class Moving(Generic[R]):
 class FarLoad(Moving[LoadResult]):
     """A load through a server."""
 
+    num_from_back: int | None = None
+
     def __init__(self, request: FarLoadRequest) -> None:
         """Prepare one, on the event loop."""
         super().__init__(request, request.deadline)
@@ -322,8 +324,8 @@ class FarLoad(Moving[LoadResult]):
         return bool(self._copies) or bool(self._in_place.any())
 
     def stop_before(self, block: int) -> int:
-        """See `Loading.stop_before`."""
-        raise ConfigurationError("only a load from the back can be stopped before a block: start_load(order='back')")
+        """See `FarBackLoad`."""
+        raise NotImplementedError
 
     def _copy(self, asked: protocol.Copy) -> None:
         if asked.by_tier:
@@ -417,13 +419,12 @@ class FarBackLoad(FarLoad):
     def __init__(self, request: FarLoadRequest) -> None:
         """Prepare one, on the event loop."""
         super().__init__(request)
+        self.num_from_back = len(self._keys)
         self._claimed = 0
         self._first = len(self._keys)  # of the blocks that some copy may have touched
 
     def stop_before(self, block: int) -> int:
         """See `LoadHandle.stop_before`."""
-        if not 0 <= block <= len(self._keys):
-            raise ConfigurationError(f"block {block} is not one of the load's {len(self._keys)}")
         claimed = max(self._claimed, min(block, self._first))
         if claimed > self._claimed and self._there is not None and not self.ended.done():
             self._there.send(protocol.StopBefore(self._number, claimed))

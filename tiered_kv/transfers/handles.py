@@ -115,10 +115,17 @@ async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -
 
 
 class Loading(Protocol):
-    """What a handle asks of its load."""
+    """What a handle asks of its load.
+
+    Attributes:
+        num_layers: Of its KV group.
+        thread: The event loop's.
+        num_from_back: Blocks of a load from the back, which can be stopped before one of them; None of another load.
+    """
 
     num_layers: int
     thread: int
+    num_from_back: int | None = None
 
     @property
     def is_admitted(self) -> bool:
@@ -137,7 +144,11 @@ class Loading(Protocol):
         return True
 
     def stop_before(self, block: int) -> int:
-        """Claim the blocks before ``block`` for the engine; return from which block on the load still writes."""
+        """Claim the blocks before ``block`` for the engine; return from which block on the load still writes.
+
+        Asked of a load from the back only, with one of its blocks or its end.
+        """
+        raise NotImplementedError
 
     def revoke(self) -> None:
         """Stop as soon as possible."""
@@ -187,7 +198,14 @@ class LoadHandle(Handle[LoadResult]):
         Raises:
             ConfigurationError: The load is of another order, or there is no such block.
         """
-        return self._load.stop_before(as_int("block", block, least=None))
+        block = as_int("block", block, least=None)
+        if (num_blocks := self._load.num_from_back) is None:
+            raise ConfigurationError(
+                "only a load from the back can be stopped before a block: start_load(order='back')"
+            )
+        if not 0 <= block <= num_blocks:
+            raise ConfigurationError(f"block {block} is not one of the load's {num_blocks}")
+        return self._load.stop_before(block)
 
     async def layer(self, layer: int) -> None:
         """Wait until a layer of all admitted blocks has been copied. Cancellation ends the wait only."""

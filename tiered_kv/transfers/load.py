@@ -73,9 +73,8 @@ class InTask(Revocable, Loading):
 
     @override
     def stop_before(self, block: int) -> int:
-        """Claim the blocks before ``block`` for the engine, of a load from the back; others refuse."""
-        self._request.check_stop(block)
-        return block
+        """See `BackLoad`: no other of these is from the back."""
+        raise NotImplementedError
 
     def _settle(self, num_blocks: int) -> None:
         if not self._admitted.done():

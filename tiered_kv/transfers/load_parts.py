@@ -86,6 +86,7 @@ class BackLoad(InParts):
         super().__init__(request, start_part)
         self._ahead = request.chain.limits.reads_in_flight + 1
         self._size = _part_size(len(request.batch), request.chain.window_blocks, self._ahead)
+        self.num_from_back = len(request.batch)
         self._claimed = 0
         self._begun = len(request.batch)
         self._parts: list[_LoadPart] = []  # the last blocks first
@@ -100,7 +101,6 @@ class BackLoad(InParts):
 
     @override
     def stop_before(self, block: int) -> int:
-        self._request.check_stop(block)
         while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
             self._parts.pop()
             first.handle.cancel()

@@ -165,6 +165,7 @@ class BegunLoad(Loading):
         loop = asyncio.get_running_loop()
         self.num_layers = request.chain.group.num_layers
         self.thread = request.chain.tasks.thread
+        self.num_from_back = len(request.batch) if request.order == "back" else None
         self._request = request
         self._started = loop.time()
         self._again: LoadHandle | None = None
@@ -192,7 +193,6 @@ class BegunLoad(Loading):
     @override
     def stop_before(self, block: int) -> int:
         """Claim blocks for the engine; nothing is waited for: all is in place, or will be in a moment."""
-        self._request.check_stop(block)
         has_failed = self._ended.done() and not self._ended.result().num_blocks
         return block if has_failed else 0
 

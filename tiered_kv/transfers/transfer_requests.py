@@ -16,7 +16,7 @@ from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.window import Said
-from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
+from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.integers import Mask
@@ -64,15 +64,6 @@ class LoadRequest:
     order: Order = "front"
     said: Said | None = None
     is_part: bool = False
-
-    def check_stop(self, block: int) -> None:
-        """Raise `ConfigurationError` unless it is a load from the back, and has such a block or ends there."""
-        if self.order != "back":
-            raise ConfigurationError(
-                "only a load from the back can be stopped before a block: start_load(order='back')"
-            )
-        if not 0 <= block <= len(self.batch):
-            raise ConfigurationError(f"block {block} is not one of the load's {len(self.batch)}")
 
     def overtaken(self) -> TierFault:
         """Say that the weights have changed since the load began."""
