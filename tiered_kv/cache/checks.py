@@ -71,6 +71,12 @@ def check_one_rank(of_ranks: Sequence[object]) -> None:
         )
 
 
+def check_group(group: int, num_groups: int) -> None:
+    """Raise `ConfigurationError` if a layout of so many KV groups has none of this number."""
+    if group >= num_groups:
+        raise ConfigurationError(f"KV group {group} of {num_groups}: the layout has no such group")
+
+
 def check_are_keys(keys: object) -> None:
     """Raise `ConfigurationError` unless they are keys of blocks."""
     if not isinstance(keys, StoredKeys):

@@ -15,11 +15,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any, ClassVar, Final
 
+import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.cache.checks import LoadCall, StoreCall, check_are_keys, check_keys, check_one_rank, check_pages
+from tiered_kv.cache.checks import (
+    LoadCall,
+    StoreCall,
+    check_are_keys,
+    check_group,
+    check_keys,
+    check_one_rank,
+    check_pages,
+)
 from tiered_kv.cache.open_cache import OpenCache
 from tiered_kv.catalog.locate import is_anywhere
+from tiered_kv.memory.lanes import Lane
 from tiered_kv.system import system
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.fates import Fates
@@ -27,7 +38,7 @@ from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch
-from tiered_kv.transfers.engine_memory import Bindings, Reach
+from tiered_kv.transfers.engine_memory import Binding, Bindings, Reach
 from tiered_kv.transfers.submissions import Submissions
 from tiered_kv.transfers.swap import SwapSide, SwapSpace, SwapSpaces
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
@@ -39,6 +50,11 @@ from tiered_kv.values.results import CacheStatistics, TierStatistics
 
 PAST_EPOCHS: Final = 8
 """Digests of weights that are remembered once others are served."""
+
+
+def past_epochs(epoch: bytes, before: Sequence[bytes], now: bytes) -> list[bytes]:
+    """Return what is remembered of ``epoch``, and of those ``before`` it, once other weights are served ``now``."""
+    return [each for each in (epoch, *before) if each != now][:PAST_EPOCHS]
 
 
 parents: Final[list[int]] = []
@@ -102,6 +118,22 @@ class EngineSide(ABC):
     @abstractmethod
     def deadline(self, deadline_s: float | None) -> float:
         """Return when a load's time is up, on the loop's clock. From any thread."""
+
+    def into(self, call: LoadCall) -> tuple[Binding, NDArray[np.int64], Lane]:
+        """Check what memory of the engine a load is into, and return it, its pages, and a lane behind their last use.
+
+        From any thread. The lane is to be released.
+        """
+        binding = self.bindings.find(call.into, call.keys.group)
+        pages = check_pages(binding, call.keys, call.into)
+        return binding, pages, binding.h2d.take(binding.to_wait_for(call.after))
+
+    def source(self, call: StoreCall) -> tuple[Binding, NDArray[np.int64], Lane]:
+        """Check what memory of the engine a store is out of, and return as much; see `into`."""
+        binding = self.bindings.find(call.source, call.keys.group)
+        pages = check_pages(binding, call.keys, call.source)
+        after = binding.to_wait_for(call.after)
+        return binding, pages, binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
 
     def unregister_caches(self, group: int) -> None:
         """Let go of the engine's tensors of one KV group once nothing moves to or from them."""
@@ -178,11 +210,7 @@ class Seat(EngineSide):
 
     def of_group(self, group: int) -> Sequence[Chain]:
         """Return the chains of one KV group, one per rank."""
-        return self._of_known(as_int("a KV group's number", group))
-
-    def _of_known(self, group: int) -> Sequence[Chain]:
-        if group >= len(self._of_group):
-            raise ConfigurationError(f"KV group {group} of {len(self._of_group)}: the layout has no such group")
+        check_group(group := as_int("a KV group's number", group), len(self._of_group))
         return self._of_group[group]
 
     @override
@@ -225,7 +253,8 @@ class Seat(EngineSide):
         """Return the chains of the keys' KV group, one per rank, having looked at the keys."""
         if not isinstance(keys, StoredKeys):  # asked here, too: each load and store comes by, and a call costs more
             check_are_keys(keys)
-        chains = self._of_known(keys.group)
+        check_group(keys.group, len(self._of_group))
+        chains = self._of_group[keys.group]
         check_keys(keys, chains[0].group)
         return chains
 
@@ -235,14 +264,11 @@ class Seat(EngineSide):
         """Check a load and enqueue its wait."""
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         chain, batch = self.batch(call.keys)
-        binding = self.bindings.find(call.into, call.keys.group)
-        pages = check_pages(binding, call.keys, call.into)
-        deadline = self.deadline(call.deadline_s)
+        binding, pages, lane = self.into(call)
         if self.cache.recorder is not None:
             self.cache.note("load", call.keys)
-        lane = binding.h2d.take(binding.to_wait_for(call.after))
         return LoadRequest(
-            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=deadline,
+            chain=chain, batch=batch, binding=binding, pages=pages, lane=lane, deadline=self.deadline(call.deadline_s),
             priority=call.priority, is_current=lambda: self.epoch == epoch, layerwise=call.layerwise, gaps=call.gaps,
             order=call.order,
         )  # fmt: skip
@@ -250,10 +276,7 @@ class Seat(EngineSide):
     def store_request(self, call: StoreCall) -> StoreRequest:
         """Check a store and enqueue its wait."""
         chain, batch = self.batch(call.keys, call.epoch)
-        binding = self.bindings.find(call.source, call.keys.group)
-        pages = check_pages(binding, call.keys, call.source)
-        after = binding.to_wait_for(call.after)
-        lane = binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
+        binding, pages, lane = self.source(call)
         if self.cache.recorder is not None:
             self.cache.note("store", call.keys)
         return StoreRequest(
@@ -292,8 +315,7 @@ class Seat(EngineSide):
     def advance_epoch(self, weights: str) -> None:
         """Serve other weights from now on."""
         epoch = epoch_digest(weights)
-        past = [self.epoch, *self.past_epochs]
-        self.past_epochs = [each for each in past if each != epoch][:PAST_EPOCHS]
+        self.past_epochs = past_epochs(self.epoch, self.past_epochs, epoch)
         self.epoch = epoch
         self.cache.subscribers.start_over()
 

@@ -18,8 +18,8 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from tiered_kv.cache.checks import LoadCall, StoreCall, check_pages
-from tiered_kv.cache.seat import PAST_EPOCHS
+from tiered_kv.cache.checks import LoadCall, StoreCall
+from tiered_kv.cache.seat import past_epochs
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.connection import Connection, FarSide
@@ -31,7 +31,7 @@ from tiered_kv.tiers.tier import prefix_of
 from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.transfer_requests import Order
+from tiered_kv.transfers.transfer_requests import Order, is_copied_at_once
 from tiered_kv.values.errors import Reason, TieredKVError, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
 from tiered_kv.values.hints import ReuseHint
@@ -43,8 +43,6 @@ from tiered_kv.values.results import LoadResult, StoreResult, TierStore
 R = TypeVar("R")
 _GRACE_S: Final = 0.25
 """What a server may take to say how a transfer ended whose time is up."""
-_COPIED_AT_ONCE_BYTES: Final = 256 << 10
-"""Some 40 us of copying, which is what a thread needs to be woken and to wake the loop."""
 _WHOSE: Final = {Reason.DEADLINE: "", Reason.REVOKED: "", Reason.DEVICE_UNUSABLE: "engine"}
 """What ends a load here and is not the server's."""
 
@@ -194,7 +192,7 @@ class Moving(Generic[R]):
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
-        if num_bytes <= _COPIED_AT_ONCE_BYTES and self._binding.caches.codec is None and self._lane.is_idle:
+        if is_copied_at_once(num_bytes, self._binding.caches.codec, self._lane):
             self._say_copied(asked, attempt(work))
             return
         there.copy_begins()
@@ -582,8 +580,7 @@ class Starts:
 
     def advance_epoch(self, epoch: bytes) -> None:
         """Serve other weights from now on."""
-        past = [self.epoch, *self.past_epochs]
-        self.past_epochs = [each for each in past if each != epoch][:PAST_EPOCHS]
+        self.past_epochs = past_epochs(self.epoch, self.past_epochs, epoch)
         self.epoch = epoch
 
     # Checked in any thread, then begun on the event loop.
@@ -593,12 +590,11 @@ class Starts:
         epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
         side.check(call.keys)
         side.of_rank(call.keys.group)
-        binding = side.bindings.find(call.into, call.keys.group)
-        pages = check_pages(binding, call.keys, call.into)
+        binding, pages, lane = side.into(call)
         timeout_s = self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s
         return FarLoadRequest(
             side=side, keys=call.keys, said=Keys.of(call.keys, epoch), binding=binding, pages=pages,
-            lane=binding.h2d.take(binding.to_wait_for(call.after)), deadline=side.loop.time() + timeout_s,
+            lane=lane, deadline=side.loop.time() + timeout_s,
             priority=call.priority, layerwise=call.layerwise, gaps=call.gaps, order=call.order,
             is_current=lambda: self.epoch == epoch,
         )  # fmt: skip
@@ -608,10 +604,7 @@ class Starts:
         side.check(call.keys)
         side.of_rank(call.keys.group)
         said = Keys.of(call.keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
-        binding = side.bindings.find(call.source, call.keys.group)
-        pages = check_pages(binding, call.keys, call.source)
-        after = binding.to_wait_for(call.after)
-        lane = binding.d2h.take_own(after) if call.layerwise else binding.d2h.take(after)
+        binding, pages, lane = side.source(call)
         return FarStoreRequest(
             side=side, keys=call.keys, said=said, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise,
             hint=call.hint,

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Final, Protocol
 
 from typing_extensions import override
 
-from tiered_kv.cache.checks import check_asyncio, check_keys, check_one_rank
+from tiered_kv.cache.checks import check_are_keys, check_asyncio, check_group, check_keys, check_one_rank
 from tiered_kv.cache.seat import EngineSide
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
@@ -197,16 +197,12 @@ class FarSide(EngineSide):
         Raises:
             ConfigurationError: The layout has none of this number.
         """
-        if (group := as_int("a KV group's number", group)) >= len(self.groups):
-            raise ConfigurationError(f"KV group {group} of {len(self.groups)}: the layout has no such group")
+        check_group(group := as_int("a KV group's number", group), len(self.groups))
         return self.groups[group]
 
     def check(self, keys: BlockKeys) -> None:
         """Raise unless these are keys of this layout."""
-        if not isinstance(keys, BlockKeys):
-            raise ConfigurationError(
-                f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
-            )
+        check_are_keys(keys)
         check_keys(keys, self.group(keys.group).group)
 
     def check_server(self, attached: Attached) -> None:

@@ -10,6 +10,7 @@ from typing import Final, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tiered_kv.memory.codec import Codec
 from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
@@ -181,6 +182,10 @@ class JobRequest:
 
 
 def may_copy_at_once(request: LoadRequest | StoreRequest, num_blocks: int) -> bool:
+    """Say whether to copy in the calling thread so many blocks of a load or store."""
+    return is_copied_at_once(num_blocks * request.chain.group.payload_bytes, request.chain.codec, request.lane)
+
+
+def is_copied_at_once(num_bytes: int, codec: Codec | None, lane: Lane) -> bool:
     """Say whether to copy in the calling thread what a thread would copy anyway: less work than to wake that."""
-    num_bytes = num_blocks * request.chain.group.payload_bytes
-    return num_bytes <= _COPIED_AT_ONCE_BYTES and request.chain.codec is None and request.lane.is_idle
+    return num_bytes <= _COPIED_AT_ONCE_BYTES and codec is None and lane.is_idle
