@@ -37,7 +37,7 @@ FREE, PENDING, READY, DOOMED = map(int, SlotState)
 
 
 class Books:
-    """The names and states of a tier's slots, for reading; `Occupancy` writes them.
+    """The names and states of a tier's slots, for reading; `TierIndex` writes them.
 
     Slots ``0 <= slot < max_slots`` are the tier's own, the ``num_transient`` slots above them bounce slots.
 

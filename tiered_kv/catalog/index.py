@@ -4,9 +4,9 @@ Many may read a block under a `Lease`; one may fill a slot under a `Reservation`
 everything back on any error or cancellation. A readable block that has no copy below yet can be marked *dirty*: it
 stays until it is taken to be written there.
 
-`Occupancy` has the steps that a slot takes: from free to pending, to ready, to doomed and free again. Each keeps all
-that belongs to it in agreement: names and states, leases, the order of eviction, dirty blocks, free slots and counts.
-`TierIndex` says what the steps are for.
+A slot goes from free to pending, to ready, to doomed and free again. `TierIndex` ends with these steps, each of which
+keeps all that belongs to it in agreement: names and states, leases, the order of eviction, dirty blocks, free slots and
+counts.
 
 All calls take batches of names and decide at once. No call's time grows with the number of blocks in the tier, save
 `clear`, `resize`, `restore`, `withhold` and `names_in_order`, which say so.
@@ -33,6 +33,9 @@ from tiered_kv.values.keys import Names
 
 NO_SLOTS: Slots = np.empty(0, dtype=np.int64)
 _NO_NAMES: Final[Names] = np.empty((0, 4), dtype=np.uint64)
+_RESTORE_CHUNK: Final = 1 << 16
+_LOOKED_AT: Final = 1 << 14
+"""Slots, by one call of `TierIndex.ready_from`."""
 _MOST_TAKERS: Final = 128
 _UNWANTED: Final = 1
 """By a hint."""
@@ -43,39 +46,69 @@ OnLeft = Callable[[Names, Lease], None]
 and a lease that keeps their slots: it is the callee's to release. Must not raise, and must not change the index."""
 
 
-class Occupancy(Books):
-    """The slots of one owned tier and what is in them, for the thread that owns it.
+class TierIndex(Books):
+    """The blocks of one owned tier, for the thread that owns it.
+
+    Of its own slots those below ``num_slots`` are in use; `resize` moves that end. A block in a bounce slot can be read
+    only while it is leased, is freed by its last release, and is never evicted.
 
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
+        ttl_s: For how long a block is kept, or None.
         transient_free: The bounce slots that hold nothing.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
-            those whose slots are withheld, nor of all that `TierIndex.clear` removes.
+            those whose slots are withheld, nor of all that `clear` removes.
         on_undirtied: Is told of slots whose blocks are dirty no more though nobody took them, and why, if not None.
     """
 
     def __init__(
         self,
         num_slots: int,
-        max_slots: int,
-        num_transient: int,
-        policy: Policy,
-        expiry: Expiry | None,
-        dirty: SlotQueue,
+        *,
+        max_slots: int | None = None,
+        num_transient: int = 0,
+        policy: str | type[Policy] = "lru",
+        ttl_s: float | None = None,
+        clock: Callable[[], float] | None = None,
+        write_back: bool = False,
     ) -> None:
-        """Hold nothing yet. ``dirty`` is empty, and takes no slots where none can be marked dirty."""
-        super().__init__(max_slots, num_transient)
+        """Make an empty index.
+
+        Args:
+            num_slots: Slots whose blocks stay until they are evicted.
+            max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
+                ``num_slots``.
+            num_transient: Slots whose blocks stay while they are leased.
+            policy: A policy's name, as `make_policy` takes it, or a class of one's own, which is guarded.
+            ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
+            clock: What tells the seconds; the system's by default.
+            write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
+
+        Raises:
+            ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
+        """
+        max_slots = num_slots if max_slots is None else max_slots
         total = max_slots + num_transient
+        if not 0 <= num_slots <= max_slots or num_transient < 0 or total > np.iinfo(np.int32).max - 1:
+            raise ConfigurationError(
+                f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
+                f"{num_transient} transient"
+            )
+        super().__init__(max_slots, num_transient)
         self.num_slots = num_slots
+        self.ttl_s = ttl_s
         self.on_change: OnChange | None = None
         self.on_left: OnLeft | None = None
         self.on_undirtied: Callable[[Slots, Change], object] | None = None
-        self._policy = policy
+        self._policy = guarded_policy(policy, max_slots)
         self._policy.resize(num_slots)
-        self._expiry = expiry
-        self._dirty = dirty  # the oldest first; each of these is held by one lease
+        self._clock = clock or system().monotonic
+        self._opened_s = self._clock()
+        self._expiry = None if ttl_s is None else Expiry(max_slots, ttl_s, self._clock)
+        self._write_back = write_back
+        self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each is held by one lease
         self._free = FreeSlots(max_slots, range(num_slots))
         self.transient_free = FreeSlots(num_transient, range(max_slots, total))
         self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
@@ -85,8 +118,10 @@ class Occupancy(Books):
         self._any_goes_first = False
         self._ready = self._pending = self._doomed = self._leased = 0
         self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
-        self._goes_when_idle = False  # what is held beyond the capacity, see `TierIndex.resize`
+        self._goes_when_idle = False  # what is held beyond the capacity, see `resize`
         self._gone_when_idle: list[Names] = []  # of that, since the last `resize`
+
+    # Counts.
 
     @property
     def num_dirty(self) -> int:
@@ -141,276 +176,6 @@ class Occupancy(Books):
             withheld=withheld,
             dirty=len(self._dirty),
         )
-
-    # Leases.
-
-    def _hold(self, slots: Slots) -> None:
-        num_leases = self._num_leases[slots]
-        self._leased += len(slots) - len(num_leases.nonzero()[0])
-        self._num_leases[slots] = num_leases + 1
-
-    def _release(self, held: Slots, *, is_use: bool) -> None:
-        tail_first = held[::-1].copy()  # of a prefix the head is the most useful: it goes last
-        own = self._own(tail_first)
-        if is_use and len(own):
-            self._policy.use(own)
-        num_leases = self._num_leases[tail_first] - 1
-        self._num_leases[tail_first] = num_leases
-        any_goes = self._goes_when_idle or (self._any_goes_first and self._goes_first[own].any())
-        is_plain = len(own) == len(tail_first) and not len(num_leases.nonzero()[0]) and not any_goes
-        states = self._states[tail_first].tobytes() if is_plain else b""
-        if is_plain and states.count(READY) == len(states):  # as a rule: nobody else has them, and all stay
-            self._leased -= len(tail_first)
-            self._policy.unpark(tail_first)
-            return
-        idle = tail_first[num_leases == 0]
-        self._leased -= len(idle)
-        is_ready, is_own = self._states[idle] == READY, ~self.is_transient(idle)
-        stays = is_ready & is_own
-        if len(staying := idle[stays]):
-            self._unpark(staying)
-        if self._goes_when_idle and len(beyond := idle[stays & (idle >= self.num_slots)]):
-            self._gone_when_idle.append(self._remove(beyond, Change.EVICTED))
-        passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
-        if len(passed):
-            with self.lock:
-                self._table.remove(passed)
-                self._states[passed] = DOOMED
-                self._found = None
-            self._ready -= len(passed)
-            self._doomed += len(passed)
-        self._free_doomed(idle[~stays])
-
-    def _unpark(self, slots: Slots) -> None:
-        """Make parked blocks evictable, of which some are to go first."""
-        goes_first = self._goes_first[slots] > 0
-        self._policy.unpark(slots[goes_first], cold=True)
-        self._policy.unpark(slots[~goes_first])
-
-    def _want(self, slots: Slots) -> None:
-        """Forget that blocks were to go first: they were asked for, or stored."""
-        if self._any_goes_first:
-            self._goes_first[slots] = 0
-
-    # Filling and emptying.
-
-    def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
-        """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
-        shortage = max(0, n - self._free.num)
-        if not shortage:
-            return _NO_NAMES, self._free.take(n)
-        keep = self._idle(keep)
-        num_evictable = len(self._policy) - len(keep)
-        if shortage > num_evictable:
-            raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
-        victims = self._policy.victims(shortage, keep)
-        names = self._table.names(victims)
-        self._table.remove(victims)
-        self._policy.evict(victims, names)
-        self._states[victims] = FREE
-        self._ready -= shortage
-        return names, ascending(np.concatenate((self._free.take(n - shortage), victims)))
-
-    def _idle(self, slots: Slots) -> Slots:
-        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
-        own = self._own(slots)
-        return unique(own[self._num_leases[own] == 0])
-
-    def _take_transient(self, n: int, taker: int) -> Slots:
-        num_free = self.transient_free.num
-        if n > num_free:
-            raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
-        taken = self.transient_free.take(n)
-        self._takers[taken - self.max_slots] = taker
-        self._num_taken[taker] += n
-        return taken
-
-    def _commit(self, slots: Slots) -> Lease:
-        """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
-        there, filled = self._make_ready(slots)
-        self._hold(filled)
-        return Lease(there, filled, self._release)
-
-    def _keep(self, slots: Slots) -> Slots:
-        """Do as `_commit`, and hold nothing; return the slots, -1 where there is none."""
-        there, filled = self._make_ready(slots)
-        if self._goes_when_idle or len(self._own(filled)) < len(filled):
-            self._hold(filled)
-            self._release(filled, is_use=False)
-        elif len(filled):
-            self._policy.unpark(filled[::-1].copy())  # of a prefix the head goes last
-        return there
-
-    def _make_ready(self, slots: Slots) -> tuple[Slots, Slots]:
-        """Return ``slots``, which are the caller's, with -1 for those that are not pending, and those that were."""
-        is_live = self._states[slots] == PENDING
-        filled = slots[is_live]
-        with self.lock:
-            self._states[filled] = READY
-        self._pending -= len(filled)
-        self._ready += len(filled)
-        self._want(filled)
-        own = self._own(filled)
-        if len(own):
-            names = self._table.names(own)
-            self._policy.add(own, names)
-            if self._expiry is not None:
-                self._expiry.start(own)
-            self._tell(Change.ADDED, names)
-        slots[~is_live] = -1
-        return slots, filled
-
-    def _give_back(self, slots: Slots) -> None:
-        if not len(slots):
-            return
-        is_pending = self._states[slots] == PENDING
-        pending = slots[is_pending]
-        with self.lock:
-            self._table.remove(pending)
-            self._states[pending] = DOOMED
-            self._found = None
-        self._pending -= len(pending)
-        self._doomed += len(pending)
-        self._free_doomed(slots)
-
-    def _remove(self, slots: Slots, change: Change, *, has_left: bool = True) -> Names:
-        """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
-
-        Args:
-            slots: Each once.
-            change: What ``on_change`` is told.
-            has_left: Whether ``on_left`` takes over the slots.
-
-        Returns:
-            The names of the tier's own ones that were readable.
-        """
-        is_ready = self._states[slots] == READY
-        self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
-        self._forget_dirty(slots, change)
-        on_left, left = self.on_left if has_left else None, self._own(slots[is_ready])
-        if on_left is not None:
-            self._hold(left)
-        with self.lock:
-            self._table.remove(slots)
-            self._states[slots] = DOOMED
-            self._found = None
-        num_ready = int(np.count_nonzero(is_ready))
-        self._ready -= num_ready
-        self._pending -= len(slots) - num_ready
-        self._doomed += len(slots)
-        self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
-        removed = self._table.names(left)
-        self._tell(change, removed)
-        if on_left is not None and len(left):
-            on_left(removed, Lease(left, left, self._release))
-        return removed
-
-    def _forget_dirty(self, slots: Slots, why: Change) -> None:
-        """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
-        if not len(self._dirty):
-            return
-        own = self._own(slots)
-        dirty = own[self._dirty.holds(own)]
-        self._dirty.remove(dirty)
-        self._num_leases[dirty] -= 1
-        idle = dirty[self._num_leases[dirty] == 0]
-        self._leased -= len(idle)
-        if self.on_undirtied is not None and len(dirty):
-            self.on_undirtied(dirty, why)
-
-    def _free_doomed(self, slots: Slots) -> None:
-        self._states[slots] = FREE
-        self._doomed -= len(slots)
-        own = slots[slots < self.num_slots]
-        self._free.give(own if self._withheld is None else own[~self._withheld[own]])
-        transient = slots[slots >= self.max_slots]  # between these two lie the retired
-        if len(transient):
-            for taker in self._takers[transient - self.max_slots].tolist():
-                self._num_taken[taker] -= 1
-            self.transient_free.give(transient)
-
-    def _find_free(self) -> None:
-        """Have just those slots free that hold nothing and can be used."""
-        is_free = self._is_free()
-        if self._withheld is not None:
-            is_free &= ~self._withheld[: self.num_slots]
-        self._free.reset(is_free.nonzero()[0])
-
-    def _is_free(self) -> NDArray[np.bool_]:
-        return np.equal(self._states[: self.num_slots], FREE)
-
-    def _own(self, slots: Slots) -> Slots:
-        return slots[slots < self.max_slots] if self.num_transient else slots
-
-    def _tell(self, change: Change, names: Names) -> None:
-        if self.on_change is not None and len(names):
-            self.on_change(change, names)
-
-
-_RESTORE_CHUNK: Final = 1 << 16
-_LOOKED_AT: Final = 1 << 14
-"""Slots, by one call of `TierIndex.ready_from`."""
-
-
-class TierIndex(Occupancy):
-    """The blocks of one owned tier.
-
-    Of its own slots those below ``num_slots`` are in use; `resize` moves that end. A block in a bounce slot can be read
-    only while it is leased, is freed by its last release, and is never evicted.
-
-    Attributes:
-        num_slots: The present capacity; may be 0: then every block passes through bounce slots.
-        ttl_s: For how long a block is kept, or None.
-        on_change: Is told whatever changes of the tier's own readable blocks, if not None.
-        on_left: Takes over the slots of blocks that leave, if not None; see `Occupancy`.
-    """
-
-    def __init__(
-        self,
-        num_slots: int,
-        *,
-        max_slots: int | None = None,
-        num_transient: int = 0,
-        policy: str | type[Policy] = "lru",
-        ttl_s: float | None = None,
-        clock: Callable[[], float] | None = None,
-        write_back: bool = False,
-    ) -> None:
-        """Make an empty index.
-
-        Args:
-            num_slots: Slots whose blocks stay until they are evicted.
-            max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
-                ``num_slots``.
-            num_transient: Slots whose blocks stay while they are leased.
-            policy: A policy's name, as `make_policy` takes it, or a class of one's own, which is guarded.
-            ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
-            clock: What tells the seconds; the system's by default.
-            write_back: Blocks may be marked dirty. Takes 8 bytes a slot.
-
-        Raises:
-            ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
-        """
-        max_slots = num_slots if max_slots is None else max_slots
-        total = max_slots + num_transient
-        if not 0 <= num_slots <= max_slots or num_transient < 0 or total > np.iinfo(np.int32).max - 1:
-            raise ConfigurationError(
-                f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
-                f"{num_transient} transient"
-            )
-        clock = clock or system().monotonic
-        super().__init__(
-            num_slots,
-            max_slots,
-            num_transient,
-            guarded_policy(policy, max_slots),
-            None if ttl_s is None else Expiry(max_slots, ttl_s, clock),
-            SlotQueue(max_slots if write_back else 0),
-        )
-        self.ttl_s = ttl_s
-        self._clock = clock
-        self._opened_s = clock()
-        self._write_back = write_back
 
     # Reading more than `Books` does: for the owning thread alone.
 
@@ -771,3 +536,207 @@ class TierIndex(Occupancy):
         slots = self._dirty.head(n)
         self._dirty.remove(slots)
         return self._table.names(slots), Lease(slots, slots, self._release)
+
+    # The steps of a slot: its leases.
+
+    def _hold(self, slots: Slots) -> None:
+        num_leases = self._num_leases[slots]
+        self._leased += len(slots) - len(num_leases.nonzero()[0])
+        self._num_leases[slots] = num_leases + 1
+
+    def _release(self, held: Slots, *, is_use: bool) -> None:
+        tail_first = held[::-1].copy()  # of a prefix the head is the most useful: it goes last
+        own = self._own(tail_first)
+        if is_use and len(own):
+            self._policy.use(own)
+        num_leases = self._num_leases[tail_first] - 1
+        self._num_leases[tail_first] = num_leases
+        any_goes = self._goes_when_idle or (self._any_goes_first and self._goes_first[own].any())
+        is_plain = len(own) == len(tail_first) and not len(num_leases.nonzero()[0]) and not any_goes
+        states = self._states[tail_first].tobytes() if is_plain else b""
+        if is_plain and states.count(READY) == len(states):  # as a rule: nobody else has them, and all stay
+            self._leased -= len(tail_first)
+            self._policy.unpark(tail_first)
+            return
+        idle = tail_first[num_leases == 0]
+        self._leased -= len(idle)
+        is_ready, is_own = self._states[idle] == READY, ~self.is_transient(idle)
+        stays = is_ready & is_own
+        if len(staying := idle[stays]):
+            self._unpark(staying)
+        if self._goes_when_idle and len(beyond := idle[stays & (idle >= self.num_slots)]):
+            self._gone_when_idle.append(self._remove(beyond, Change.EVICTED))
+        passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
+        if len(passed):
+            with self.lock:
+                self._table.remove(passed)
+                self._states[passed] = DOOMED
+                self._found = None
+            self._ready -= len(passed)
+            self._doomed += len(passed)
+        self._free_doomed(idle[~stays])
+
+    def _unpark(self, slots: Slots) -> None:
+        """Make parked blocks evictable, of which some are to go first."""
+        goes_first = self._goes_first[slots] > 0
+        self._policy.unpark(slots[goes_first], cold=True)
+        self._policy.unpark(slots[~goes_first])
+
+    def _want(self, slots: Slots) -> None:
+        """Forget that blocks were to go first: they were asked for, or stored."""
+        if self._any_goes_first:
+            self._goes_first[slots] = 0
+
+    # The steps of a slot: filling and emptying.
+
+    def _make_room(self, n: int, *, keep: Slots) -> tuple[Names, Slots]:
+        """Take ``n`` own slots, evicting blocks outside ``keep`` if need be; return their names and the slots."""
+        shortage = max(0, n - self._free.num)
+        if not shortage:
+            return _NO_NAMES, self._free.take(n)
+        keep = self._idle(keep)
+        num_evictable = len(self._policy) - len(keep)
+        if shortage > num_evictable:
+            raise CapacityError(f"{shortage} more slots needed, {num_evictable} evictable")
+        victims = self._policy.victims(shortage, keep)
+        names = self._table.names(victims)
+        self._table.remove(victims)
+        self._policy.evict(victims, names)
+        self._states[victims] = FREE
+        self._ready -= shortage
+        return names, ascending(np.concatenate((self._free.take(n - shortage), victims)))
+
+    def _idle(self, slots: Slots) -> Slots:
+        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
+        own = self._own(slots)
+        return unique(own[self._num_leases[own] == 0])
+
+    def _take_transient(self, n: int, taker: int) -> Slots:
+        num_free = self.transient_free.num
+        if n > num_free:
+            raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
+        taken = self.transient_free.take(n)
+        self._takers[taken - self.max_slots] = taker
+        self._num_taken[taker] += n
+        return taken
+
+    def _commit(self, slots: Slots) -> Lease:
+        """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
+        there, filled = self._make_ready(slots)
+        self._hold(filled)
+        return Lease(there, filled, self._release)
+
+    def _keep(self, slots: Slots) -> Slots:
+        """Do as `_commit`, and hold nothing; return the slots, -1 where there is none."""
+        there, filled = self._make_ready(slots)
+        if self._goes_when_idle or len(self._own(filled)) < len(filled):
+            self._hold(filled)
+            self._release(filled, is_use=False)
+        elif len(filled):
+            self._policy.unpark(filled[::-1].copy())  # of a prefix the head goes last
+        return there
+
+    def _make_ready(self, slots: Slots) -> tuple[Slots, Slots]:
+        """Return ``slots``, which are the caller's, with -1 for those that are not pending, and those that were."""
+        is_live = self._states[slots] == PENDING
+        filled = slots[is_live]
+        with self.lock:
+            self._states[filled] = READY
+        self._pending -= len(filled)
+        self._ready += len(filled)
+        self._want(filled)
+        own = self._own(filled)
+        if len(own):
+            names = self._table.names(own)
+            self._policy.add(own, names)
+            if self._expiry is not None:
+                self._expiry.start(own)
+            self._tell(Change.ADDED, names)
+        slots[~is_live] = -1
+        return slots, filled
+
+    def _give_back(self, slots: Slots) -> None:
+        if not len(slots):
+            return
+        is_pending = self._states[slots] == PENDING
+        pending = slots[is_pending]
+        with self.lock:
+            self._table.remove(pending)
+            self._states[pending] = DOOMED
+            self._found = None
+        self._pending -= len(pending)
+        self._doomed += len(pending)
+        self._free_doomed(slots)
+
+    def _remove(self, slots: Slots, change: Change, *, has_left: bool = True) -> Names:
+        """Make the blocks in these slots unfindable, the tail first, as they lie in the policy's queues.
+
+        Args:
+            slots: Each once.
+            change: What ``on_change`` is told.
+            has_left: Whether ``on_left`` takes over the slots.
+
+        Returns:
+            The names of the tier's own ones that were readable.
+        """
+        is_ready = self._states[slots] == READY
+        self._policy.park(slots[is_ready & (self._num_leases[slots] == 0)])
+        self._forget_dirty(slots, change)
+        on_left, left = self.on_left if has_left else None, self._own(slots[is_ready])
+        if on_left is not None:
+            self._hold(left)
+        with self.lock:
+            self._table.remove(slots)
+            self._states[slots] = DOOMED
+            self._found = None
+        num_ready = int(np.count_nonzero(is_ready))
+        self._ready -= num_ready
+        self._pending -= len(slots) - num_ready
+        self._doomed += len(slots)
+        self._free_doomed(slots[is_ready & (self._num_leases[slots] == 0)])
+        removed = self._table.names(left)
+        self._tell(change, removed)
+        if on_left is not None and len(left):
+            on_left(removed, Lease(left, left, self._release))
+        return removed
+
+    def _forget_dirty(self, slots: Slots, why: Change) -> None:
+        """Let go of those of these slots that are dirty. They are not put back into the order of eviction."""
+        if not len(self._dirty):
+            return
+        own = self._own(slots)
+        dirty = own[self._dirty.holds(own)]
+        self._dirty.remove(dirty)
+        self._num_leases[dirty] -= 1
+        idle = dirty[self._num_leases[dirty] == 0]
+        self._leased -= len(idle)
+        if self.on_undirtied is not None and len(dirty):
+            self.on_undirtied(dirty, why)
+
+    def _free_doomed(self, slots: Slots) -> None:
+        self._states[slots] = FREE
+        self._doomed -= len(slots)
+        own = slots[slots < self.num_slots]
+        self._free.give(own if self._withheld is None else own[~self._withheld[own]])
+        transient = slots[slots >= self.max_slots]  # between these two lie the retired
+        if len(transient):
+            for taker in self._takers[transient - self.max_slots].tolist():
+                self._num_taken[taker] -= 1
+            self.transient_free.give(transient)
+
+    def _find_free(self) -> None:
+        """Have just those slots free that hold nothing and can be used."""
+        is_free = self._is_free()
+        if self._withheld is not None:
+            is_free &= ~self._withheld[: self.num_slots]
+        self._free.reset(is_free.nonzero()[0])
+
+    def _is_free(self) -> NDArray[np.bool_]:
+        return np.equal(self._states[: self.num_slots], FREE)
+
+    def _own(self, slots: Slots) -> Slots:
+        return slots[slots < self.max_slots] if self.num_transient else slots
+
+    def _tell(self, change: Change, names: Names) -> None:
+        if self.on_change is not None and len(names):
+            self.on_change(change, names)
