@@ -7,8 +7,8 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
-from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt
-from tiered_kv import GPULoadStoreSpec, Outcomes, Reason, TierStore
+from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tiered_kv import GPULoadStoreSpec, Outcomes, Reason, TierStore, Worker
 from tiered_kv.testing import ScriptedDevice
 
 KEYS = prompt(3)
@@ -161,18 +161,34 @@ async def test_what_a_worker_merely_has_slots_for_is_stored(*, layerwise: bool) 
 
 
 @pytest.mark.parametrize("how", ["right", "gone", "broken"])
-async def test_what_is_read_for_nobody_is_stored(how: str) -> None:
+@pytest.mark.parametrize("way", ["at once", "layerwise", "a task", "planned", "passing", "passing, a task", "no room"])
+async def test_what_is_read_for_nobody_is_stored(how: str, way: str) -> None:
     """A load gives up a slow tier and the engine computes the blocks: whatever the read brings then, they are there."""
     engine, shared, slots = Engine(), ScriptedBackend(timeout_s=60), ScriptedSlotBackend()
-    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, shared, slots, engine=engine) as kv:
+    passes, num_others = "passing" in way, 20 if "task" in way else 0
+    cpu = {"medium": "cpu", "capacity": (4 if way == "no room" else 32) * PAYLOAD_BYTES}
+    async with open_cache(*[] if passes else [cpu], shared, slots, engine=engine) as kv:
         await (await kv.store(KEYS, engine.compute(KEYS))).settled()
-        for tier in ("cpu", "slots"):
+        for tier in ("slots",) if passes else ("cpu", "slots"):
             await kv.evict(KEYS, tier=tier)
         shared.on_read.hold()
         assert (await kv.load(KEYS, GPULoadStoreSpec(range(3)), deadline_s=0.01)).num_blocks == 0
-        stored = await kv.store(KEYS, engine.compute(KEYS))
-        assert (stored.num_stored, stored.num_present) == (3, 0)
-        assert TierStore("slots", written=3) in await stored.settled()
+        if way == "planned":
+            planner = kv.planner()
+            worker = Worker(planner.slabs(), layout=small_layout(), device="cpu")
+            worker.register_kv_caches(engine.caches)
+            planner.register_worker()
+            job = planner.plan_store(KEYS, engine.compute(KEYS))
+            planner.complete(worker.execute(await job.planned()))
+            assert (await job.ended()).num_blocks == 3
+        else:
+            keys = prompt(3 + num_others)
+            storing = kv.start_store(keys, engine.compute(keys), layerwise=way == "layerwise")
+            for layer in range(len(engine.caches)) if way == "layerwise" else ():
+                storing.store_layer(layer)
+            stored = await storing
+            assert (stored.num_stored, stored.num_present) == (len(keys), 0)
+            assert TierStore("slots", written=len(keys)) in await stored.settled()
         if how == "gone":
             await shared.delete(shared.keys())
         for position in range(3) if how == "broken" else ():
@@ -181,9 +197,11 @@ async def test_what_is_read_for_nobody_is_stored(how: str) -> None:
         await until_idle(kv)
         engine.poison()
         loaded = await kv.load(KEYS, GPULoadStoreSpec(range(3)))
-        assert loaded.by_tier == {"cpu": 3}
+        assert loaded.num_blocks == 3
+        assert loaded.by_tier == {"cpu": 3} or passes or way == "no room"
         assert engine.read(range(3)) == contents(KEYS)
         assert await kv.drain()
+        assert slots.num_records == 3 + num_others
 
 
 async def test_what_a_load_waits_for_is_left_to_its_read() -> None:

@@ -153,27 +153,35 @@ class Fills:
         slots, _ = self._host.index.find(names)
         return np.array([slot in self._pending for slot in slots.tolist()], np.bool_)
 
-    def make_way(self, names: Names, *, if_they_fit: bool = False) -> None:
+    def make_way(self, names: Names) -> None:
         """Have blocks come that are at hand, though a worker has slots to copy them out to: it may hang for days.
 
-        What that brings to these is dropped. ``if_they_fit``: only if there are other slots for all of them now. Then
-        also though they are being read for nobody: a tier that was too slow for a load may hang, or fail.
+        What that brings to these is dropped.
+        """
+        index = self._host.index
+        pending = names[index.find(names)[1] == _PENDING]
+        if len(pending):
+            index.remove(pending[~self.are_coming(pending)])
+
+    def overtake(self, names: Names, *, workers: bool = False, passing: bool = False) -> None:
+        """Have blocks be stored though they are being read for nobody: a tier too slow for a load may hang, or fail.
+
+        What that brings to these is dropped, if there are other slots for all of them now; else it is to bring them.
+
+        Args:
+            names: Theirs.
+            workers: Do so too where a worker has slots to copy them out to.
+            passing: Those that are read may have transient slots: the tiers below get them, whatever room there is.
         """
         index = self._host.index
         slots, states = index.find(names)
-        is_pending = states == _PENDING
-        pending = names[is_pending]
-        if len(pending):
-            others = pending[~(self._are_waited_for(slots[is_pending]) if if_they_fit else self.are_coming(pending))]
-            if not if_they_fit or index.fits(names, len(others)):
-                index.remove(others)
-
-    def _are_waited_for(self, slots: Slots) -> Mask:
-        """Say which slots a fill brings that comes from the engine, or that somebody waits for."""
-        fills = ((slot, self._pending.get(slot)) for slot in slots.tolist())
-        return np.array(
-            [fill is not None and (fill.is_wanted or self._sources[slot] < 0) for slot, fill in fills], np.bool_
-        )
+        if not (is_pending := np.equal(states, _PENDING)).any():
+            return
+        is_read = self._sources[slots] >= 0
+        is_read[is_read] = [not self._pending[slot].is_wanted for slot in slots[is_read].tolist()]
+        is_other = is_read | (is_pending & ~self.are_coming(names)) if workers else is_read
+        fits = index.fits(names, int(np.count_nonzero(is_other)))
+        index.remove(names[is_other if fits else is_read & passing])
 
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""

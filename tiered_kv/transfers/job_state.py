@@ -241,6 +241,8 @@ def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) 
     fits = all(chain.quotas.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
     held: list[HeldStore] = []
     for chain, batch in batches:
+        if fits:
+            chain.fills.overtake(batch.names)
         reservation = chain.reserve(chain.host, batch if fits else batch[:0])
         assert reservation is not None  # noqa: S101 - it fits, as was said
         present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)

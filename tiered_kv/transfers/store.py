@@ -313,8 +313,8 @@ class Store(Revocable):
         chain, names = self._chain, part.names
         for tier in self._memory:
             room = self._may_keep[tier.name]
-            if tier is chain.host and room >= len(names):
-                chain.fills.make_way(names, if_they_fit=True)
+            if tier is chain.host:
+                chain.fills.overtake(names, workers=room >= len(names), passing=bool(chain.through))
             is_short = room < len(names) and len((tier.index.find(names)[0] < 0).nonzero()[0]) > room
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= len((reservation.slots >= 0).nonzero()[0])
