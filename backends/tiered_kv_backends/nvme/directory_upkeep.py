@@ -126,11 +126,13 @@ class NVMeInventory(Inventory):
     async def hold(self) -> None:
         if self._is_held:
             return
-        for path in self._directories:
-            try:
-                self._opened.callback(_locked(path).release)
-            except OSError as error:
-                raise BackendUnavailableError(f"{path}: {error.strerror}") from error
+        with contextlib.ExitStack() as held:  # all of them or none
+            for path in self._directories:
+                try:
+                    held.callback(_locked(path).release)
+                except OSError as error:
+                    raise BackendUnavailableError(f"{path}: {error.strerror}") from error
+            self._opened.push(held.pop_all())
         self._is_held = True
 
     @override

@@ -218,6 +218,23 @@ async def test_a_directory_in_use_is_left_alone(tmp_path: Path) -> None:
     assert await found(engine, nvme(tmp_path)) == [2 * N] * 3
 
 
+async def test_of_several_directories_one_in_use_keeps_none_of_the_others_held(tmp_path: Path) -> None:
+    """Caches may open those; whoever asks again hears of the one in use, and gets all of them once that is free."""
+    first, second = nvme(tmp_path / "first"), nvme(tmp_path / "second")
+    engine = await filled(first)
+    await filled(second)
+    both = NVMeBackend.Settings.of({**first, "path": [first["path"], second["path"]]})
+    async with NVMeBackend.inventory(both) as inventory:
+        async with open_any(engine, second):
+            for _ in range(2):
+                with pytest.raises(ConfigurationError, match="second is open in a cache"):
+                    await inventory.hold()
+            assert await found(engine, first) == [2 * N] * 3
+        await inventory.hold()
+        with pytest.raises(ConfigurationError, match="held by another"):
+            await found(engine, first)
+
+
 async def test_what_is_cancelled_holds_the_directory_until_its_thread_has_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
