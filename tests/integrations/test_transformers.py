@@ -405,6 +405,38 @@ def test_a_fault_of_ours_ends_no_batch(
         assert hits(tiered)["cpu"] > 0  # the next batch has the tiers again
 
 
+def test_after_a_fault_of_ours_a_batch_that_is_kept_has_the_tiers_again(
+    model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the next run of its generation loop, with the paged cache that it has: what that computes is stored."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+
+    def kept(prompts: list[list[int]]) -> list[list[int]]:
+        answers = model.generate_batch(
+            prompts, generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+        )
+        return [answer.generated_tokens for answer in answers.values()]
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    with opened(model, tmp_path) as tiered:
+        with monkeypatch.context() as patched, capture_logs():
+            patched.setattr(tiered.kv, "submit_store", fails)
+            assert kept(PROMPTS[:1]) == expected[:1]
+        assert tiered.kv.stats().stored == 0
+        assert kept(PROMPTS[1:]) == expected[1:]
+        tiered.kv.flush()
+        found = [tiered.kv.lookup(hash_blocks(each, block_size=SIZE)).num_blocks for each in PROMPTS[1:]]
+        assert found == [length // SIZE for length in LENGTHS[1:]]
+    cache = model._cached_continuous_batching_manager.batch_processor.cache  # noqa: SLF001
+    assert not {"search_prefix_match", "mark_complete_blocks", "evict_cached_blocks"} & set(vars(cache))
+    cache.evict_cached_blocks()
+    cache.pool.try_to_free_sectors()
+    assert cache.compute_free_capacity() == 1.0
+    model.destroy_cached_continuous_batching_manager()
+
+
 def test_a_batch_that_was_kept_idle_has_the_tiers_of_the_next_block(model: Model) -> None:
     """Whose methods are not taken for the cache's own, nor taken away by those of the block before."""
     config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)

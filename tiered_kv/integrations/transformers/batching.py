@@ -77,13 +77,15 @@ class _Pages:
             ConfigurationError: Another one is running.
         """
         with self._lock:
-            if self._bound is None or self._bound[0] is not manager or manager.batch_processor is None:
-                self._part_from_last(manager)
-                processor = create()
-                stream = processor.inputs_and_outputs.compute_stream
-                self._bound = manager, TieredBlocks(self._kv, group, self._salt, processor.cache, stream)
-                return processor
-            return create()  # which goes on with the paged cache that it has
+            if self._bound is not None and manager.batch_processor is not None:
+                last, blocks = self._bound
+                if last is manager and not blocks.has_failed:
+                    return create()  # which goes on with the paged cache that it has
+            self._part_from_last(manager)
+            processor = create()
+            stream = processor.inputs_and_outputs.compute_stream
+            self._bound = manager, TieredBlocks(self._kv, group, self._salt, processor.cache, stream)
+            return processor
 
     def end(self) -> None:
         """Leave the paged cache as it was found."""
@@ -114,6 +116,7 @@ class TieredBlocks:
 
     Attributes:
         is_over: Whether a generation loop is to go on without tiers, from its next call on.
+        has_failed: Whether that is for a fault of ours, and the next batch begins anew, with the same paged cache too.
     """
 
     def __init__(
@@ -135,7 +138,7 @@ class TieredBlocks:
         """
         self._kv, self._group, self._salt, self._cache, self._stream = kv, group, salt, cache, stream
         (self._allocator,) = cache.cache_allocators.values()
-        self.is_over = False
+        self.is_over = self.has_failed = False
         self._storing: list[tuple[StoreTicket, list[int]]] = []  # each block has a reference until it is stored
         self._names = ("search_prefix_match", "mark_complete_blocks", "evict_cached_blocks")
         if isinstance(last := getattr(cache.search_prefix_match, "__self__", None), TieredBlocks):
@@ -228,6 +231,7 @@ class TieredBlocks:
         """Go on without tiers: an error that is raised at the generation loop ends all of its requests."""
         self.is_over = True
         if not isinstance(error, ClosedError):
+            self.has_failed = True
             log("error", "background.failed", exc_info=error, task="continuous batching")
 
     def _keys(self, tokens: list[int]) -> BlockKeys:
