@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.support.caches import inside
 from tests.support.shelf import Shelf
@@ -149,14 +150,55 @@ def test_what_was_begun_has_ended_when_a_call_raises(
 
     def submit(keys: BlockKeys, _: object) -> Any:  # noqa: ANN401 - a ticket
         if keys.group:
+            raise KeyboardInterrupt("no such pages")
+        return SimpleNamespace(cancel=lambda: told.append("cancelled"), wait=wait)
+
+    monkeypatch.setattr(windows.storage.kv, f"submit_{way}", submit)
+    move = windows.storage.batch_get_v2 if way == "load" else windows.storage.batch_set_v2
+    with pytest.raises(KeyboardInterrupt, match="no such pages"):
+        move([moved("kv", [6, 7], at(1, 2)), moved("swa", [6, 7], at(1, 2))])
+    assert told == ["cancelled", "waited"]
+
+
+@pytest.mark.parametrize("call", ["batch_exists", "batch_exists_v2", "batch_get_v1", "batch_set_v1"])
+def test_a_fault_of_ours_is_answered_with_no(windows: Windows, call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A thread of SGLang's that is raised at ends, and all prefetches or stores after it wait for it for good."""
+
+    def fails(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    arguments: tuple[Any, ...] = (KEYS, at(*range(10))) if call.endswith("v1") else (KEYS,)
+    with monkeypatch.context() as patched, capture_logs() as logs:
+        for name in ("call", "submit_load", "submit_store"):
+            patched.setattr(windows.storage.kv, name, fails)
+        answer = getattr(windows.storage, call)(*arguments)
+    assert getattr(answer, "kv_hit_pages", answer) == ([False] * 10 if call.endswith("v1") else 0)
+    assert [each["task"] for each in logs if each["event"] == "background.failed"] == ["HiCache"]
+    assert windows.storage.batch_exists(KEYS) == 10
+
+
+@pytest.mark.parametrize("way", ["load", "store"])
+def test_what_was_begun_before_a_fault_has_ended_when_it_is_answered(
+    windows: Windows, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all pools nothing is said to be in place, nor is anything moved any more."""
+    told: list[str] = []
+
+    def wait() -> None:
+        told.append("waited")
+
+    def submit(keys: BlockKeys, _spec: object) -> Any:  # noqa: ANN401 - stands for a ticket
+        if keys.group:
             raise ValueError("no such pages")
         return SimpleNamespace(cancel=lambda: told.append("cancelled"), wait=wait)
 
     monkeypatch.setattr(windows.storage.kv, f"submit_{way}", submit)
     move = windows.storage.batch_get_v2 if way == "load" else windows.storage.batch_set_v2
-    with pytest.raises(ValueError, match="no such pages"):
-        move([moved("kv", [6, 7], at(1, 2)), moved("swa", [6, 7], at(1, 2))])
+    with capture_logs() as logs:
+        answer = move([moved("kv", [6, 7], at(1, 2)), moved("swa", [6, 7], at(1, 2))])
+    assert answer == {"kv": [False] * 2, "swa": [False] * 2}
     assert told == ["cancelled", "waited"]
+    assert [each["task"] for each in logs if each["event"] == "background.failed"] == ["HiCache"]
 
 
 def test_what_does_not_fit_is_answered_with_no(windows: Windows) -> None:

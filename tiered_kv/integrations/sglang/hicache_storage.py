@@ -6,7 +6,8 @@ layers has several pools, whose pages have the same hashes; see `pools`. Of its 
 others by v2, and for all that a prompt needs by one look-up of v2.
 
 SGLang calls from threads of its own, one that looks up, one that loads and one that stores. Nothing here is raised at
-them for a tier: what does not arrive, or find room, is answered with False, and computed.
+them, for a tier or a fault of ours: what does not arrive, or find room, is answered with False, and computed. A thread
+of SGLang's that is raised at ends, and whoever waits for it then waits for good.
 """
 
 import asyncio
@@ -33,6 +34,7 @@ from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout
+from tiered_kv.values.log import log
 from tiered_kv.values.results import BlockState, StoreResult
 from tiered_kv.values.specs import CPULoadStoreSpec
 
@@ -187,8 +189,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         """
         if (kv := self.kv) is None:
             return 0
-        asked = self._pools[KV].keys(keys, _start(extra_info))
-        with suppress(ClosedError):
+        with _passed_over():
+            asked = self._pools[KV].keys(keys, _start(extra_info))
             return kv.call(self._leading, kv.cache, asked) if asked else 0
         return 0
 
@@ -228,19 +230,19 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         nothing = PoolTransferResult(0, {}, [])
         if (kv := self.kv) is None:
             return nothing
-        start, whole, ends = _start(extra_info), {}, {}
-        if main := self._pools[KV].keys(keys, start):
-            whole[KV] = main
-        for transfer in pool_transfers or ():
-            if (pool := self._pools.get(str(transfer.name))) is None:
-                return nothing  # of a pool that nobody has registered nothing was stored
-            if not pool.parts:
-                continue  # it only numbers pages, and has them all
-            if transfer.hit_policy == _ALL_PAGES:
-                whole[transfer.name] = pool.keys(keys, start)
-            elif transfer.hit_policy == _TRAILING_PAGES:
-                ends[transfer.name] = max(1, len(transfer.keys or ())), pool.keys(keys, start)
-        with suppress(ClosedError):
+        with _passed_over():
+            start, whole, ends = _start(extra_info), {}, {}
+            if main := self._pools[KV].keys(keys, start):
+                whole[KV] = main
+            for transfer in pool_transfers or ():
+                if (pool := self._pools.get(str(transfer.name))) is None:
+                    return nothing  # of a pool that nobody has registered nothing was stored
+                if not pool.parts:
+                    continue  # it only numbers pages, and has them all
+                if transfer.hit_policy == _ALL_PAGES:
+                    whole[transfer.name] = pool.keys(keys, start)
+                elif transfer.hit_policy == _TRAILING_PAGES:
+                    ends[transfer.name] = max(1, len(transfer.keys or ())), pool.keys(keys, start)
             return kv.call(self._endpoints, kv.cache, len(keys), whole, ends)
         return nothing
 
@@ -353,35 +355,36 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def _load(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Load pages of several pools, all at once; say of each pool which are in place."""
-        if (kv := self.kv) is None:
-            return [[False] * len(hashes) for _, hashes, _ in wanted]
-        answers = []
-        with _none_left() as tickets:
-            begun = [self._begin(kv.submit_load, each, _start(extra_info), tickets) for each in wanted]
-            for (_, hashes, _), moves in zip(wanted, begun, strict=True):
-                loaded = [_ended(ticket) for _, ticket in moves or ()]
-                num_pages = min((0 if each is None else each.num_blocks for each in loaded), default=len(hashes))
-                answers.append([number < num_pages and moves is not None for number in range(len(hashes))])
-        return answers
+        if (kv := self.kv) is not None:
+            with _passed_over(), _none_left() as tickets:
+                answers = []
+                begun = [self._begin(kv.submit_load, each, _start(extra_info), tickets) for each in wanted]
+                for (_, hashes, _), moves in zip(wanted, begun, strict=True):
+                    loaded = [_ended(ticket) for _, ticket in moves or ()]
+                    num_pages = min((0 if each is None else each.num_blocks for each in loaded), default=len(hashes))
+                    answers.append([number < num_pages and moves is not None for number in range(len(hashes))])
+                return answers
+        return [[False] * len(hashes) for _, hashes, _ in wanted]
 
     def _store(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Store pages of several pools, all at once; say of each pool which are kept."""
-        if (kv := self.kv) is None:
-            return [[False] * len(hashes) for _, hashes, _ in wanted]
-        # What another rank has as well is written by one of them, for all.
-        mine = [self._config.is_storage_writer or bool(pool and pool.rank) for pool in map(self._pool_of, wanted)]
-        answers = []
-        with _none_left() as tickets:
-            begun = [
-                self._begin(kv.submit_store, each, _start(extra_info), tickets) if is_mine else []
-                for each, is_mine in zip(wanted, mine, strict=True)
-            ]
-            for (_, hashes, _), moves in zip(wanted, begun, strict=True):
-                is_kept = np.full(len(hashes), moves is not None)
-                for keys, ticket in moves or ():
-                    is_kept &= _kept(kv, keys, _ended(ticket))
-                answers.append(is_kept.tolist())
-        return answers
+        if (kv := self.kv) is not None:
+            with _passed_over(), _none_left() as tickets:
+                answers = []
+                # What another rank has as well is written by one of them, for all.
+                is_writer = self._config.is_storage_writer
+                mine = [is_writer or bool(pool and pool.rank) for pool in map(self._pool_of, wanted)]
+                begun = [
+                    self._begin(kv.submit_store, each, _start(extra_info), tickets) if is_mine else []
+                    for each, is_mine in zip(wanted, mine, strict=True)
+                ]
+                for (_, hashes, _), moves in zip(wanted, begun, strict=True):
+                    is_kept = np.full(len(hashes), moves is not None)
+                    for keys, ticket in moves or ():
+                        is_kept &= _kept(kv, keys, _ended(ticket))
+                    answers.append(is_kept.tolist())
+                return answers
+        return [[False] * len(hashes) for _, hashes, _ in wanted]
 
     def _pool_of(self, wanted: _Pages) -> HostPool | None:
         return self._pools.get(wanted[0])
@@ -423,6 +426,17 @@ def _by_pool(transfers: Sequence[Any], answers: Sequence[list[bool]]) -> dict[An
     for transfer, answer in zip(transfers, answers, strict=True):
         by_pool.setdefault(transfer.name, []).extend(answer)
     return by_pool
+
+
+@contextmanager
+def _passed_over() -> Iterator[None]:
+    """Go on behind this block after a fault of ours, which is logged, and where the cache was closed."""
+    try:
+        yield
+    except ClosedError:
+        pass
+    except Exception as error:  # noqa: BLE001 - SGLang's threads take nothing that is raised at them
+        log("error", "background.failed", exc_info=error, task="HiCache")
 
 
 @contextmanager
