@@ -200,6 +200,38 @@ async def test_after_a_fault_in_the_books_routers_are_told_everything_anew(monke
     assert [each.block_hashes for each in told] == [[0, 1, 2]] * 2
 
 
+async def test_after_a_fault_on_the_way_to_vllm_routers_know_nothing_that_is_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What was to be removed and never came to them is removed when all is told anew."""
+    engine, keys = Engine(), prompt(3)
+    request = SimpleNamespace(lora_request=Lora("/adapters/sql"), all_token_ids=range(3 * keys.block_size))
+    known: set[int] = set()  # what a router believes
+
+    def fails(_: object) -> Any:  # noqa: ANN401 - stands for an event
+        raise MemoryError("planted")
+
+    def believes(hashes: set[int]) -> bool:
+        for event in events.take():
+            is_stored = isinstance(event, VLLM.tier_events.BlockStored)
+            (known.update if is_stored else known.difference_update)(event.block_hashes)
+        return known == hashes
+
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
+        events = VLLM.tier_events.TierEvents.open(kv)
+        try:
+            events.describe(request, keys, [bytes(31) + bytes([at]) for at in range(3)])
+            await keep(kv, engine, keys)
+            await until(lambda: believes({0, 1, 2}))
+            with monkeypatch.context() as patched, capture_logs() as logs:
+                patched.setattr(VLLM.tier_events, "_of_vllm", fails)
+                await kv.evict(keys[2:])
+                await until(lambda: any(each["event"] == "background.failed" for each in logs))
+            await until(lambda: believes({0, 1}))
+        finally:
+            await events.aclose()
+
+
 async def test_routers_hear_of_an_adapters_blocks() -> None:
     """By the hashes that vLLM has for them, and with the adapter's number and name."""
     engine, keys = Engine(), prompt(3)

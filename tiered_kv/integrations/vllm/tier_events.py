@@ -164,22 +164,26 @@ class EventQueue:
             return None
 
     def _tell(self, batch: Batch) -> None:
-        events = [_of_vllm(event) for event in self._without_clearing(batch)]
+        for event in self._without_clearing(batch):
+            made = _of_vllm(event)
+            with self._changed:
+                self._events.append(made)
+            self._remember(event)
         self.num_batches += 1
-        with self._changed:
-            self._events.extend(events)
 
     def _without_clearing(self, batch: Batch) -> Iterator[Event]:
         for event in batch:
-            if event is CLEARED:
-                for (medium, group), hashes in self._told.items():
-                    if hashes:
-                        yield removed(sorted(hashes), medium, group)
-                self._told.clear()
+            if event is not CLEARED:
+                yield event
                 continue
-            told = self._told.setdefault((EventMedium(event["medium"], event["locality"]), event["group_idx"]), set())
-            (told.update if event["type"] == "BlockStored" else told.difference_update)(event["block_hashes"])
-            yield event
+            for (medium, group), hashes in list(self._told.items()):
+                if hashes:
+                    yield removed(sorted(hashes), medium, group)
+
+    def _remember(self, event: Event) -> None:
+        """Take note of what vLLM has been told: of nothing before it has, as what is lost is told anew by this."""
+        told = self._told.setdefault((EventMedium(event["medium"], event["locality"]), event["group_idx"]), set())
+        (told.update if event["type"] == "BlockStored" else told.difference_update)(event["block_hashes"])
 
 
 def _u64(digest: bytes) -> int:
