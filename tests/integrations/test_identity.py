@@ -86,6 +86,26 @@ def test_a_folder_without_weights_says_what_to_do(tmp_path: Path) -> None:
         checkpoint_weights(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize(
+    "header",
+    [
+        '{"a": {"data_offsets": [0, 1180591620717411303424]}}',
+        '{"a": {"data_offsets": [0.5, 8.5]}}',
+        '{"a": {"data_offsets": [0, 1e999]}}',
+        '{"a": {"data_offsets": [-4000, 8]}}',
+        '{"a": {"data_offsets": [8, 0]}}',
+        '{"a": ' + 100_000 * "[" + 100_000 * "]" + "}",
+    ],
+    ids=["beyond all files", "fractions", "infinite", "before the file", "backwards", "nested"],
+)
+def test_a_header_that_cannot_be_is_refused(tmp_path: Path, header: str) -> None:
+    """With the error that its callers expect: vLLM's scheduler reads adapters, and nothing else may be raised there."""
+    data = len(header).to_bytes(8, "little") + header.encode() + bytes(64)
+    (tmp_path / "adapter_model.safetensors").write_bytes(data)
+    with pytest.raises(ConfigurationError, match=r"cut off|complete"):
+        checkpoint_weights(tmp_path)
+
+
 @pytest.mark.parametrize("length", [4, 50, 1000])
 def test_a_file_that_is_cut_off_has_no_name(tmp_path: Path, length: int) -> None:
     """A download that ended early is not the weights that its header promises."""

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
 
@@ -144,7 +145,7 @@ def _add(digest: "hashlib._Hash", path: Path) -> None:
         header, places = _tensors(file, path, size) if path.suffix == ".safetensors" else (b"", _spread(size))
         digest.update(json.dumps([path.name, size, len(header)]).encode() + header)
         for start, num_bytes in places:
-            file.seek(start)
+            file.seek(min(start, size))
             page = file.read(num_bytes)
             if len(page) < num_bytes:
                 raise ConfigurationError(f"{path} ends within a tensor, at byte {start + len(page)}: is it complete?")
@@ -158,14 +159,16 @@ def _tensors(file: BinaryIO, path: Path, size: int) -> tuple[bytes, list[tuple[i
     try:
         offsets = [each["data_offsets"] for name, each in json.loads(header).items() if name != "__metadata__"]
         data = 8 + num_bytes
-        return header, [_middle(data + start, data + stop) for start, stop in sorted(offsets)]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return header, [_middle(data + index(start), data + index(stop)) for start, stop in sorted(offsets)]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigurationError(
             f"{path} is no safetensors file, or cut off: {size} bytes, of which {num_bytes} are to be the header"
         ) from error
 
 
 def _middle(start: int, stop: int) -> tuple[int, int]:
+    if not 0 <= start <= stop:
+        raise ValueError
     num_bytes = min(stop - start, PAGE_BYTES)
     return start + (stop - start - num_bytes) // 2, num_bytes
 
