@@ -1,13 +1,14 @@
 """Whose KV a block of vLLM's is: what computes other bytes has another name, and what does not has the same."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.support.small_vllm import VLLM, group
+from tests.support.small_vllm import PAGE_BYTES, VLLM, group
 from tiered_kv import ConfigurationError, ModelIdentity
 
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
@@ -170,3 +171,33 @@ def test_below_vllm_s_own_tier_a_model_of_the_hub_must_be_named() -> None:
         VLLM.offload_tier.TieredKVTier(
             SimpleNamespace(config=config), memoryview(bytearray(4096)), "t", ["cpu://?capacity=1MiB"]
         )
+
+
+def test_below_vllm_s_own_tier_an_interrupt_at_its_end_leaves_nothing_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its memory is unmapped then, and nothing may touch that any more; nor is the disk kept from another one."""
+    parallel = SimpleNamespace(
+        data_parallel_index=0, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, is_parallelism_agnostic=True
+    )
+    config = SimpleNamespace(
+        groups=(SimpleNamespace(tokens_per_block=16, layer_names=("l",)),), parallel=parallel, replicated_layout=False,
+        model=SimpleNamespace(name="org/model", dtype="fp8"), cache=SimpleNamespace(blocks_per_chunk=1),
+        kv_cache_layout="LBNHC", canonical_layout=False,
+    )  # fmt: skip
+    disk = {"medium": "nvme", "path": str(tmp_path), "capacity": "8MiB"}
+
+    def opened() -> Any:  # noqa: ANN401 - a class that only exists beside vLLM
+        memory = memoryview(bytearray(8 * PAGE_BYTES)).cast("B", (8, PAGE_BYTES))
+        return VLLM.offload_tier.TieredKVTier(SimpleNamespace(config=config), memory, "t", [disk], weights="w")
+
+    def fails() -> None:
+        raise KeyboardInterrupt("planted")
+
+    tier = opened()
+    with monkeypatch.context() as patched:
+        patched.setattr(tier.kv, "drain", fails)
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            tier.shutdown()
+    opened().shutdown()
+    tier.shutdown()

@@ -601,6 +601,24 @@ def test_a_cache_that_could_not_be_opened_whole_is_opened_anew(
         scheduling.close()
 
 
+def test_an_engine_that_is_interrupted_as_it_ends_keeps_no_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody does not wait until all is written: the next engine has it at once, in the same process too."""
+    disk = {"medium": "nvme", "path": tmp_path, "capacity": 64 * STRIDE}
+
+    def fails() -> None:
+        raise KeyboardInterrupt("planted")
+
+    with opened(ROOMY, disk) as engine:
+        serve(engine, "a", 6)
+        monkeypatch.setattr(engine.scheduling.kv, "drain", fails)
+        with pytest.raises(KeyboardInterrupt, match="planted"):
+            engine.scheduling.close()
+        with opened(ROOMY, disk) as another:
+            serve(another, "a", 6)
+
+
 def test_what_cannot_be_described_to_routers_is_stored_and_loaded_all_the_same() -> None:
     """A request may have what nobody has thought of: routers do not hear of it, and the engine goes on."""
 

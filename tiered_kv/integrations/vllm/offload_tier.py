@@ -131,11 +131,11 @@ class TieredKVTier(SecondaryTierManager):
     def shutdown(self) -> None:
         """Write what has been stored, within a time, and end. Idempotent."""
         if self._is_open:
-            with suppress(ClosedError):  # the program has ended, and the cache with it
-                self.drain_jobs()
-                self.kv.drain()
             self._is_open = False
-            self._stack.close()
+            # ClosedError if the program has ended, and the cache with it. Whatever is raised here, nothing stays open.
+            with suppress(ClosedError), self._stack:
+                self.kv.call(self._jobs.drain)
+                self.kv.drain()
             gc.collect()  # tasks that have ended refer to vLLM's memory in cycles, and it is about to be unmapped
 
 

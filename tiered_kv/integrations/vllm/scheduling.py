@@ -339,12 +339,11 @@ class SchedulingSide:
         """Write what has been stored, within a time, and end. Nothing depends on it: an engine may be killed."""
         kv, self._kv = self._kv, None
         planner, self._planner = self._planner, None
-        with suppress(ClosedError):  # the program has ended, and the cache with it
+        # ClosedError if the program has ended, and the cache with it. Whatever is raised here, nothing stays open.
+        with suppress(ClosedError), self._stack:
             if kv is not None and planner is not None and self._configuration.below.settings is not None:
                 planner.close()  # no step comes that would bring its workers' answers
                 kv.drain()  # a host's server goes on, and writes what it has
-        with suppress(ClosedError):
-            self._stack.close()
 
     def _hear_of_jobs(self, timeout_s: float = 0.0) -> bool:
         """Take the news of jobs; say whether there was any."""
