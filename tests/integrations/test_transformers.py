@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
+from transformers.generation.continuous_batching.cache_allocators.cache_allocator import compute_block_hash
 
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
@@ -431,10 +432,40 @@ def test_after_a_fault_of_ours_a_batch_that_is_kept_has_the_tiers_again(
         assert found == [length // SIZE for length in LENGTHS[1:]]
     cache = model._cached_continuous_batching_manager.batch_processor.cache  # noqa: SLF001
     assert not {"search_prefix_match", "mark_complete_blocks", "evict_cached_blocks"} & set(vars(cache))
+    assert all_are_free(model)
+
+
+def all_are_free(model: Model) -> bool:
+    """Say whether nothing is held of the pages of a batch that is kept, and give that up."""
+    cache = model._cached_continuous_batching_manager.batch_processor.cache  # noqa: SLF001
     cache.evict_cached_blocks()
     cache.pool.try_to_free_sectors()
-    assert cache.compute_free_capacity() == 1.0
     model.destroy_cached_continuous_batching_manager()
+    return bool(cache.compute_free_capacity() == 1.0)
+
+
+def test_a_fault_as_blocks_are_named_loses_none_of_them(
+    model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was taken for blocks from tiers is free again, or named."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    numbers = iter(range(1 << 30))
+
+    def fails(parent: int | None, tokens: list[int]) -> int:
+        if next(numbers) == 2:
+            raise RuntimeError("planted")
+        return int(compute_block_hash(parent, tokens))
+
+    with opened(model, tmp_path):
+        assert batch(model) == expected
+        with monkeypatch.context() as patched, capture_logs() as logs:
+            patched.setattr("tiered_kv.integrations.transformers.batching.compute_block_hash", fails)
+            answers = model.generate_batch(
+                PROMPTS, generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+            )
+        assert [answer.generated_tokens for answer in answers.values()] == expected
+        assert "continuous batching" in [each.get("task") for each in logs if each["event"] == "background.failed"]
+    assert all_are_free(model)
 
 
 def test_a_batch_that_was_kept_idle_has_the_tiers_of_the_next_block(model: Model) -> None:

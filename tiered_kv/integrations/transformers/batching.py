@@ -255,6 +255,10 @@ class TieredBlocks:
         keys = keys[: min(self._kv.lookup(keys).num_blocks, room)]
         if not keys:
             return
+        size, ledger = self._group.block_size, allocator.ledger
+        parent = ledger.block_to_hash[here[-1]] if here else None
+        tokens = prompt_ids[len(here) * size : (len(here) + len(keys)) * size]
+        names = [*_names(parent, tokens, size)]  # before blocks are taken that an error would lose
         while pool.count_free_blocks(allocator.index) < len(keys):
             pool.allocate_sector(allocator.index)
         blocks = pool.get_free_blocks(allocator.index, len(keys))
@@ -263,14 +267,18 @@ class TieredBlocks:
             arrived = self._kv.load(keys, GPULoadStoreSpec(blocks), after=self._event()).num_blocks
         finally:
             pool.free_blocks(allocator.index, blocks[arrived:])
-        size, ledger = self._group.block_size, allocator.ledger
-        parent = ledger.block_to_hash[here[-1]] if here else None
-        for number, block in enumerate(blocks[:arrived], len(here)):
-            parent = compute_block_hash(parent, prompt_ids[number * size : (number + 1) * size])
-            if ledger.register_new_hash(block, parent) is None:
+        for block, name in zip(blocks[:arrived], names, strict=False):
+            if ledger.register_new_hash(block, name) is None:
                 ledger.cached_blocks[block] = None  # nobody's until the search that comes next shares it
             else:  # it was here, behind one that was not
                 pool.free_blocks(allocator.index, [block])
+
+
+def _names(parent: int | None, tokens: list[int], size: int) -> Iterator[int]:
+    """Yield what the paged cache names blocks by, of a block that may come before them and of their tokens."""
+    for start in range(0, len(tokens), size):
+        parent = compute_block_hash(parent, tokens[start : start + size])
+        yield parent
 
 
 def _group_of(parts: ModelParts) -> KVGroup:
