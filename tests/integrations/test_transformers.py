@@ -27,10 +27,11 @@ from transformers.generation.continuous_batching.cache_allocators.cache_allocato
 
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
-from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
+from tiered_kv import BlockKeys, ClosedError, ConfigurationError, FileLoadStoreSpec, LookupResult, hash_blocks
 from tiered_kv.integrations.transformers import TieredModel, open_tiered
 from tiered_kv.integrations.transformers.model import identity_of
 from tiered_kv.integrations.transformers.model_parts import LayerPart
+from tiered_kv.transfers.submissions import Ticket
 
 SIZE = 16
 LENGTHS = (200, 150, 90)
@@ -465,6 +466,24 @@ def test_a_fault_as_blocks_are_named_loses_none_of_them(
             )
         assert [answer.generated_tokens for answer in answers.values()] == expected
         assert "continuous batching" in [each.get("task") for each in logs if each["event"] == "background.failed"]
+    assert all_are_free(model)
+
+
+def test_a_store_of_which_nobody_says_how_it_ends_keeps_no_pages(
+    model: Model, expected: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event loop may be gone before the cache is closed: the batch goes on, and its pages are free."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+
+    def fails(*_: object) -> None:
+        raise ClosedError("planted")
+
+    with opened(model, tmp_path), monkeypatch.context() as patched:
+        patched.setattr(Ticket, "wait", fails)
+        answers = model.generate_batch(
+            PROMPTS, generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+        )
+    assert [answer.generated_tokens for answer in answers.values()] == expected
     assert all_are_free(model)
 
 

@@ -9,7 +9,7 @@ still read is waited for. All three run in the thread of the generation loop, wh
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, Final
 
@@ -162,7 +162,8 @@ class TieredBlocks:
         ended = [each for each in self._storing if wait or each[0].result is not None]
         self._storing = [each for each in self._storing if each not in ended]
         for ticket, blocks in ended:
-            ticket.wait()
+            with suppress(ClosedError):  # nobody will say how it ends, and nothing of it goes on
+                ticket.wait()
             free = [block for block in blocks if self._allocator.ledger.release(block)]
             self._cache.pool.free_blocks(self._allocator.index, free)
         return bool(ended)
