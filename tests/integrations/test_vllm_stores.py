@@ -572,6 +572,37 @@ def test_a_worker_whose_tensors_cannot_be_bound_is_not_kept(monkeypatch: pytest.
     assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
 
 
+def test_memory_that_cannot_be_attached_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU may never have room for copies, and say each time how little it has: steps go on, and so does the log."""
+    made: list[object] = []
+
+    class Refusing(Worker):
+        @override
+        def register_kv_caches(self, *_: object, **__: object) -> None:
+            made.append(self)
+            raise ConfigurationError(f"the GPU has {len(made)} MiB left")
+
+    with opened(ROOMY) as engine, capture_logs() as logs:
+        (worker,), slabs = engine.workers, engine.scheduling._planner.slabs()  # noqa: SLF001 - ours
+        with monkeypatch.context() as patched:
+            patched.setattr(VLLM.moving, "Worker", Refusing)
+            for step in range(1000):
+                worker._attach(None if step else slabs)  # noqa: SLF001 - as steps have it do
+            assert 10 < len(made) < 40
+            before = len(made)
+            worker._attach(slabs)  # noqa: SLF001 - other memory is tried at once
+            assert len(made) == before + 1
+            for _ in range(1000):
+                worker._attach(None)  # noqa: SLF001 - as above
+        for _ in range(256):
+            worker._attach(None)  # noqa: SLF001 - as above
+        serve(engine, "a", 6)
+        engine.settle_loop()
+        serve(engine, "a", 6)
+        assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
+    assert [each["event"] for each in logs].count("vllm.no_host_memory") == len(made)
+
+
 @pytest.mark.parametrize("part", ["use_pool", "_watch_pool", "_hear_hints", "_memory"])
 def test_a_cache_that_could_not_be_opened_whole_is_opened_anew(
     part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -6,7 +6,7 @@ It decides nothing. All methods are called by the model runner's thread; the cop
 import os
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from typing import Any
+from typing import Any, Final
 
 import torch
 from vllm.config import get_layers_from_vllm_config
@@ -23,6 +23,9 @@ from tiered_kv.values.layout import KVGroup, KVLayout
 from tiered_kv.values.log import log
 from tiered_kv.values.plan import Outcomes, Plan, SlabHandle
 
+_MOST_PASSED: Final = 256
+"""Steps at most between two tries to attach host memory: a try may cost a step as long as it takes to compute it."""
+
 
 class MovingSide:
     """One rank's worker."""
@@ -38,6 +41,7 @@ class MovingSide:
         self._worker: Worker | None = None
         self._slabs: tuple[SlabHandle, ...] | None = None  # to be attached
         self._why_not = ""  # why that failed
+        self._num_failed = self._num_passed = 0  # tries of that, and steps since the last one
         self._loads: dict[str, list[tuple[tuple[int, ...], Plan | None, Future[Outcomes]]]] = {}
         self._first: list[tuple[str, tuple[int, ...], Plan | None, Future[Outcomes]]] = []
         self._stores: dict[Future[Outcomes], frozenset[str]] = {}  # whose blocks each reads
@@ -193,12 +197,17 @@ class MovingSide:
     def _attach(self, slabs: tuple[SlabHandle, ...] | None) -> None:
         """Attach other host memory, or none; if that fails, in a later step: the engine computes what it needs.
 
-        It may be for want of a descriptor, or of memory, that others give back.
+        It may be for want of a descriptor, or of memory, that others give back soon, or never: it is tried in the next
+        steps, and then ever more rarely.
         """
         if slabs is not None:
-            self._slabs = slabs
+            self._slabs, self._num_failed = slabs, 0
         if self._slabs is None or self._layout is None:
             return
+        self._num_passed += 1
+        if self._num_passed <= min(self._num_failed**2 // 8, _MOST_PASSED):
+            return
+        self._num_passed = 0
         try:
             if self._worker is not None:
                 self._worker.attach(self._slabs)
@@ -206,9 +215,10 @@ class MovingSide:
                 self._worker = self._bound(
                     Worker(self._slabs, layout=self._layout, rank=self._rank, device=self._device)
                 )
-            self._slabs, self._why_not = None, ""
+            self._slabs, self._why_not, self._num_failed = None, "", 0
         except Exception as error:  # noqa: BLE001 - a step is under way, and the engine can go on without
-            if (why := in_words(error)) != self._why_not:  # each step tries it again
+            self._num_failed += 1
+            if (why := in_words(error)) != self._why_not:  # it is tried again
                 self._why_not = why
                 log("warning", "vllm.no_host_memory", error=why)
 
