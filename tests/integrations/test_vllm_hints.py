@@ -169,6 +169,29 @@ def test_hints_that_cannot_be_acted_on_cost_themselves(
     assert [(each["event"], each["task"]) for each in logs] == [("background.failed", "KV hints")]
 
 
+def test_a_fault_costs_what_it_is_about_and_no_other_hint(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes as a request ends is done all the same, and of one that has brought no hints none is counted."""
+    begin, use = VLLM.hinting.Hinting._begin, VLLM.hinting.Hinting._use  # noqa: SLF001 - ours
+
+    def fails(hinting: Any, jobs: Any, request: Any, actions: Any) -> None:  # noqa: ANN401 - as the method has it
+        if actions[0].after_s is None:
+            raise RuntimeError("planted")
+        begin(hinting, jobs, request, actions)
+
+    def fails_later(hinting: Any, request: Any) -> None:  # noqa: ANN401 - as the method has it
+        if request.request_id == "none":
+            raise RuntimeError("planted")
+        use(hinting, request)
+
+    with opened(SMALL, hint_share=0.5) as engine, capture_logs():
+        monkeypatch.setattr(VLLM.hinting.Hinting, "_begin", fails)
+        monkeypatch.setattr(VLLM.hinting.Hinting, "_use", fails_later)
+        serve(engine, "r", ("kv.prefetch", {}), ("kv.fetch", {}), ("kv.pin", {}))
+        assert counted(engine, "hints_ignored", "hint_blocks") == [2, 8]
+        serve(engine, "none")
+        assert counted(engine, "hints_ignored") == [0]
+
+
 def test_windows_and_states_are_kept_where_they_are_of_use() -> None:
     """Of each KV group the blocks that a request needs to go on."""
     groups = (group(0), group(1, num_blocks=2))

@@ -54,10 +54,18 @@ class Hinting:
 
     def come(self, request: Any) -> None:
         """Read what a request brings, and have done what is to be done at once."""
-        with self._guarded():
-            self._come(request)
+        actions: list[HintAction] = []
+        with self._guarded(1):  # of what cannot be read nobody knows how many it asks for
+            actions = self._read(request)
+        with self._guarded(0):
+            self._use(request)
+        if now := [each for each in actions if each.after_s is None]:
+            with self._guarded(len(now)):
+                self._begin([], request, now)
+        if later := [each for each in actions if each.after_s is not None]:
+            self._wanted[request.request_id] = later
 
-    def _come(self, request: Any) -> None:
+    def _read(self, request: Any) -> list[HintAction]:
         envelope = getattr(request, "kv_hints", None)
         if envelope is None and (params := request.kv_transfer_params):
             envelope = next((params[name] for name in _NAMES if params.get(name) is not None), None)
@@ -65,16 +73,12 @@ class Hinting:
         if actions and len(self._wanted) >= MOST_WAITING:
             actions, num_ignored = [], num_ignored + len(actions)
         self._counts.hints(len(actions), num_ignored)
-        self._use(request)
-        if now := [each for each in actions if each.after_s is None]:
-            self._begin([], request, now)
-        if later := [each for each in actions if each.after_s is not None]:
-            self._wanted[request.request_id] = later
+        return actions
 
     def end(self, tracked: Tracked | None, request: Any) -> None:
         """Take note that a request has ended. Its hints come behind its stores."""
         actions = self._wanted.pop(request.request_id, None)
-        with self._guarded():
+        with self._guarded(0):
             self._use(request)  # what it had fetched for itself
         if actions and tracked is not None:  # else it has never had its turn
             self._ended.append((tracked, actions))
@@ -92,7 +96,7 @@ class Hinting:
                     self._begin(storing.jobs_of(tracked), tracked.request, actions)
 
     @contextmanager
-    def _guarded(self, num_actions: int = 1) -> Iterator[None]:
+    def _guarded(self, num_actions: int) -> Iterator[None]:
         """Count an error as so many actions that are passed over, and log it: vLLM's scheduler goes on."""
         try:
             yield
