@@ -270,6 +270,22 @@ class TestOpening:
                 assert num_found >= num_keys
             await client.unlink(*names)
 
+    @pytest.mark.parametrize("verb", ["STRLEN", "GET", "UNLINK"])
+    async def test_an_operator_waits_for_no_answer_without_end(self, redis: RedisServer, verb: str) -> None:
+        """Listing, reading and deleting end where a server that answered stands still: each question has its time."""
+        settings, keys = {"prefix": next(_prefixes), "timeout_s": 0.2}, [block_key(n) for n in range(3)]
+        async with open_backend(backend_of(redis, **settings)) as backend:
+            await backend.write(keys, blocks_of(3, 10))
+        async with holding_proxy(redis.port) as (port, holds):
+            held = backend_of(redis, **settings, url=f"redis://127.0.0.1:{port}").settings
+            async with RedisBackend.inventory(held) as inventory:
+                found = [each async for some in inventory.found() for each in some]
+                holds[verb] = -1  # it never goes on
+                with pytest.raises(BackendUnavailableError, match="no answer in time"):
+                    await (inventory.read(found[0]) if verb == "GET" else RedisBackend.delete_tenant(held, b""))
+                holds.clear()
+                assert await RedisBackend.delete_tenant(held, b"") == 3
+
     async def test_a_server_that_repeats_the_password_later(self) -> None:
         """Nor where it lets us in, and then answers each command by what it was told before."""
 
@@ -682,6 +698,33 @@ class TestTopologies:
             assert sum([len(some) async for some in inventory.found()]) == 4
         for each in nodes:
             await each.aclose()
+
+    async def test_a_listing_waits_for_no_node_without_end(
+        self, cluster: list[RedisServer], certificates: Path
+    ) -> None:
+        """Where one stands still once all have been listed, it cannot be told whether slots have moved."""
+        limits = {"timeout_s": TIMEOUT_S, "connect_timeout_s": TIMEOUT_S}
+        backend = backend_of(cluster[0], **guarded_settings(cluster[0], certificates, cluster=True, **limits))
+        time_, nodes = HeldTime(), clients_of(cluster, certificates)
+        async with open_backend(backend):
+            await backend.write([block_key(n) for n in range(30)], blocks_of(30, 10))
+        async with RedisBackend.inventory(backend.settings) as inventory:
+            listing = inventory.found()
+            for _ in cluster:
+                assert await anext(listing)
+            cluster[2].pause()
+            try:
+                with time_.held():
+                    ending, until = asyncio.ensure_future(anext(listing, None)), time_.now + 3 * TIMEOUT_S
+                    while not ending.done() and time_.now < until:
+                        await ask(nodes[0], "PING")  # time passes as fast as it can answer
+                        time_.now += 0.1
+                    assert ending.done()
+                    assert isinstance(ending.exception(), BackendUnavailableError)
+            finally:
+                cluster[2].go_on()
+                for each in nodes:
+                    await each.aclose()
 
     @pytest.mark.parametrize("at", [0, 2])  # the first is also the one that is asked who holds which keys
     async def test_a_stalled_node_costs_its_own_keys(

@@ -327,11 +327,13 @@ class Servers:
         Each node is asked for a key of each of its slots that is nobody's: of what is on its way it names another node.
 
         Raises:
-            OSError, RedisError: A node could not be asked.
+            OSError, RedisError: A node could not be asked, or did not answer in time.
         """
         names = await asyncio.to_thread(self._one_of_each_slot, prefix)
         for server, which in await self.holding(names, range(len(names))) if names else ():
-            for answer in await server.count([command(b"EXISTS", names[i]) for i in which]):
+            async with self.in_time():
+                answers = await server.count([command(b"EXISTS", names[i]) for i in which])
+            for answer in answers:
                 if isinstance(answer, str):
                     if answer.partition(" ")[0] not in MOVING:
                         raise ResponseError(answer)
@@ -349,6 +351,10 @@ class Servers:
             if len(names) >= left or (len(names) == 1 and number == _OF_ONE_SLOT):
                 break
         return list(names.values())
+
+    def in_time(self) -> asyncio.Timeout:
+        """Return the time limit of one question, for who asks so many that all of them together have none."""
+        return asyncio.timeout(self._settings.timeout_s)
 
     def scrub(self, error: BaseException) -> None:
         """Take our passwords out of an error and its causes: servers may repeat them."""

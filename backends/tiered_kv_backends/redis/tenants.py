@@ -68,7 +68,7 @@ class RedisInventory(Inventory):
                 paths = [bytes(name)[len(self._prefix) :].decode("latin-1") for name in names]  # type: ignore[arg-type]  # bytes: nothing is decoded
                 paths = [path for path in paths if RECORD.fullmatch(path)]
                 questions = [command(b"STRLEN", self._prefix + path.encode()) for path in paths]
-                lengths = await server.count(questions) if questions else []
+                lengths = await self._count(server, questions) if questions else []
                 here = [(path, _length(n)) for path, n in zip(paths, lengths, strict=True) if n and not _is_moving(n)]
             yield [_Value(path, Place.of(path), n, server=server) for path, n in here], any(map(_is_moving, lengths))
 
@@ -80,7 +80,7 @@ class RedisInventory(Inventory):
         header, payload = memoryview(value)[:HEADER_BYTES], memoryview(value)[HEADER_BYTES:]
         into = Block(header, payload, len(payload))
         with self._doing("read a block"):
-            async with _server_of(found).bodies.connection() as connection:
+            async with self._servers.in_time(), _server_of(found).bodies.connection() as connection:
                 (answer,) = await connection.get([command(b"GET", name)], [into])
             if isinstance(answer, str):
                 raise ResponseError(answer)
@@ -118,7 +118,8 @@ class RedisInventory(Inventory):
             names = [each.where for each in found if _server_of(each) is server]
             try:
                 with self._doing("delete blocks"):
-                    answers = await server.count([command(b"UNLINK", self._prefix + name.encode()) for name in names])
+                    unlinks = [command(b"UNLINK", self._prefix + name.encode()) for name in names]
+                    answers = await self._count(server, unlinks)
                     num_gone += sum(answer for answer in answers if isinstance(answer, int))
                     for answer in answers:
                         if _is_moving(answer):
@@ -129,6 +130,10 @@ class RedisInventory(Inventory):
                 failed = _graver(failed, error)
         return num_gone, failed
 
+    async def _count(self, server: Server, commands: Sequence[bytes]) -> list[int | str]:
+        async with self._servers.in_time():
+            return await server.count(commands)
+
     def _moving(self) -> SlotsMovingError:
         return SlotsMovingError(f"{self._servers}: its slots are moving, and what moved may not be listed")
 
@@ -138,7 +143,8 @@ class RedisInventory(Inventory):
             yield
         except (OSError, RedisError, RedisClusterException) as error:
             self._servers.scrub(error)
-            raise BackendUnavailableError(f"{self._servers}: could not {what}: {error}") from error
+            why = str(error) or "no answer in time"  # of a time limit, which says nothing
+            raise BackendUnavailableError(f"{self._servers}: could not {what}: {why}") from error
 
 
 @asynccontextmanager
