@@ -270,6 +270,15 @@ class TestOpening:
                 assert num_found >= num_keys
             await client.unlink(*names)
 
+    async def test_a_lost_connection_keeps_no_block_of_a_tenant(self, redis: RedisServer) -> None:
+        """What is deleted as it is listed is looked for again where a connection was cut in between."""
+        prefix, num_keys = next(_prefixes), 3000  # about three pages of a listing
+        folder = f"{'a' * 64}/{'b' * 32}/0of1/{salt_digest('ann').hex()[:32]}"
+        async with Redis.from_url(redis.url) as client, cutting_proxy(redis.port, 300_000) as port:
+            await client.mset({f"{prefix}{folder}/{n:064x}": b"x" for n in range(num_keys)})
+            settings = {"url": f"redis://127.0.0.1:{port}", "prefix": prefix}
+            assert await RedisBackend.delete_tenant(settings, "ann") == num_keys
+
     @pytest.mark.parametrize("verb", ["STRLEN", "GET", "UNLINK"])
     async def test_an_operator_waits_for_no_answer_without_end(self, redis: RedisServer, verb: str) -> None:
         """Listing, reading and deleting end where a server that answered stands still: each question has its time."""

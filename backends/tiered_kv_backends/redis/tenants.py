@@ -6,6 +6,7 @@ from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from typing import cast
 
+from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
 from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
@@ -20,8 +21,8 @@ _WALKS = 3
 _GLOB = re.compile(rb"([][*?\\])")
 
 
-class SlotsMovingError(BackendUnavailableError):
-    """What lies in a cluster cannot be told from what is on its way."""
+class PassingError(BackendUnavailableError):
+    """Slots of a cluster are moving, or a connection was lost: who looks again may find all."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ class RedisInventory(Inventory):
             raise failed
 
     async def delete_of(self, salt: str) -> int:
-        """Delete what is of one salt, and look again if slots have moved: to where was looked, from where was not."""
+        """Delete what is of one salt, and look again where slots have moved, or a connection was lost."""
         num_deleted, failed = 0, None
         for _ in range(_WALKS):
             failed = None
@@ -104,7 +105,7 @@ class RedisInventory(Inventory):
                     failed = _graver(failed, problem)
             except BackendUnavailableError as error:
                 failed = _graver(failed, error)
-            if not isinstance(failed, SlotsMovingError):
+            if not isinstance(failed, PassingError):
                 break
         if failed is not None:
             raise failed
@@ -134,8 +135,8 @@ class RedisInventory(Inventory):
         async with self._servers.in_time():
             return await server.count(commands)
 
-    def _moving(self) -> SlotsMovingError:
-        return SlotsMovingError(f"{self._servers}: its slots are moving, and what moved may not be listed")
+    def _moving(self) -> PassingError:
+        return PassingError(f"{self._servers}: its slots are moving, and what moved may not be listed")
 
     @contextmanager
     def _doing(self, what: str) -> Iterator[None]:
@@ -144,7 +145,8 @@ class RedisInventory(Inventory):
         except (OSError, RedisError, RedisClusterException) as error:
             self._servers.scrub(error)
             why = str(error) or "no answer in time"  # of a time limit, which says nothing
-            raise BackendUnavailableError(f"{self._servers}: could not {what}: {why}") from error
+            kind = PassingError if isinstance(error, ConnectionError | LostError) else BackendUnavailableError
+            raise kind(f"{self._servers}: could not {what}: {why}") from error
 
 
 @asynccontextmanager
@@ -170,8 +172,8 @@ def _server_of(found: Found) -> Server:
 def _graver(
     one: BackendUnavailableError | None, other: BackendUnavailableError | None
 ) -> BackendUnavailableError | None:
-    """Return which of two problems is the reason to give up: for slots that move it is tried again."""
-    return other if one is None or (isinstance(one, SlotsMovingError) and other is not None) else one
+    """Return which of two problems is the reason to give up, rather than one for which it is tried again."""
+    return other if one is None or (isinstance(one, PassingError) and other is not None) else one
 
 
 def _is_moving(answer: int | str) -> bool:
