@@ -36,26 +36,53 @@ async def test_it_is_used_below_too() -> None:
         assert ((await kv.evict(KEYS, tier="cpu")).num_blocks, (await kv.lookup(KEYS)).by_tier) == (3, {"slots": 3})
 
 
+@pytest.mark.parametrize("medium", [ScriptedSlotBackend, ScriptedBackend])
 @pytest.mark.parametrize(("how", "write"), [("failed", "through"), ("evicted", "through"), ("evicted", "back")])
-async def test_a_tier_below_gets_what_it_lacks(how: str, write: str) -> None:
+async def test_a_tier_below_gets_what_it_lacks(
+    medium: type[ScriptedSlotBackend | ScriptedBackend], how: str, write: str
+) -> None:
     """As it failed to be written, or was evicted there: a store says which it has, and sends the others."""
-    engine, slots = Engine(), ScriptedSlotBackend(write=write)
-    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, slots, engine=engine) as kv:
+    engine, below = Engine(), medium(name="below", write=write)
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, below, engine=engine) as kv:
         if how == "failed":
-            slots.on_write.fail_next(OSError("once"))
+            below.on_write.fail_next(OSError("once"))
         await keep(kv, engine, KEYS)
         await kv.flush()
-        await kv.evict(KEYS, tier="slots")
-        assert slots.num_records == 0
+        if how == "evicted":
+            await kv.evict(KEYS, tier="below")
+        assert below.num_records == 0
         stored = await kv.store(KEYS, engine.compute(KEYS))
         assert (stored.num_stored, stored.num_present) == (0, 3)
-        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("slots", deferred=3))
+        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("below", deferred=3))
         assert await kv.flush()
-        assert slots.num_records == 3
+        assert below.num_records == 3
         stored = await kv.store(KEYS, engine.compute(KEYS))
-        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("slots", present=3))
+        assert await stored.settled() == (TierStore("cpu", present=3), TierStore("below", present=3))
         await until_idle(kv)
-        assert slots.num_records == 3
+        assert below.num_records == 3
+
+
+async def test_what_a_shared_tier_lacks_is_sent_once_however_often_it_is_stored() -> None:
+    """As long as it is on its way; if that fails, the next store sends it again."""
+    engine, below = Engine(), ScriptedBackend(name="below")
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, below, engine=engine) as kv:
+        below.on_write.fail_next(OSError("once"))
+        await keep(kv, engine, KEYS)
+        await kv.flush()
+        below.on_write.hold()
+        below.on_write.fail_next(OSError("again"))
+        again = await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: below.on_write.num_held == 1)
+        for _ in range(3):
+            stored = await kv.store(KEYS, engine.compute(KEYS))
+            assert (await stored.settled())[-1] == TierStore("below", present=3)
+        below.on_write.release()
+        assert (await again.settled())[-1] == TierStore("below", deferred=3)
+        await until_idle(kv)
+        assert (below.on_write.num_calls, below.num_records) == (2, 0)
+        await kv.store(KEYS, engine.compute(KEYS))
+        assert await kv.flush()
+        assert below.num_records == 3
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

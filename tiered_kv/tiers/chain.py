@@ -262,22 +262,23 @@ class Chain:
             if admitted.any():
                 self.on_admitted(self, self.storage[number - len(self.memory)], batch[admitted], came)
 
-    def admit_again(self, storage: StorageTier, batch: Batch) -> None:
-        """Have the next use bring to a tier what of these blocks it was to have by a use before, and did not get."""
+    def has_missed(self, storage: StorageTier, batch: Batch) -> None:
+        """Have the next store or use bring to a tier what of these blocks it was to have before, and did not get."""
+        storage.miss(batch.names)
         number = self.tiers.index(storage)
         self._admission.again(number, batch.names[self._admission.admits(number, batch.names)])
 
-    def send_lacking(self, tier: OwnedTier, batch: Batch, came: int) -> int:
+    def send_lacking(self, tier: StorageTier, batch: Batch, came: int) -> int:
         """Send a tier what it lacks of blocks that memory has, as it failed to get it, say; return how many it lacks.
 
         They were stored again: that is when they came, see `Unwritten`.
         """
-        lacking = batch[tier.lacks(batch)]
+        lacking = batch[tier.missed(batch)]
         if len(lacking) and tier.can_keep and not tier.health.is_shedding:
             # What is on its way is not sent twice, nor what the store's use has sent, for which there was no room.
             waits = self._admission.waits(self.tiers.index(tier), lacking.names)
-            is_sent = self.admitted([tier], lacking) & ~tier.is_coming(lacking) & ~waits
-            self.on_admitted(self, tier, lacking[is_sent], came)
+            sent = lacking[self.admitted([tier], lacking) & ~waits]
+            self.on_admitted(self, tier, sent[tier.take_missed(sent)], came)
         return len(lacking)
 
     def later(self, tier: MemoryTier) -> list[Tier]:

@@ -321,6 +321,14 @@ class OwnedTier(StorageTier, BookedTier):
         return ~self.index.ready(batch.names)
 
     @override
+    def missed(self, batch: Batch) -> Mask:
+        return self.lacks(batch)
+
+    @override
+    def take_missed(self, batch: Batch) -> Mask:
+        return ~self.is_coming(batch)
+
+    @override
     def announce(self, names: Names, is_wanted: Callable[[], Mask]) -> Callable[[], None]:
         coming = _Coming(hash_names(names), is_wanted)
         hashes: list[int] = coming.hashes.tolist()

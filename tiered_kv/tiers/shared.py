@@ -13,6 +13,8 @@ What it says is taken with four kinds of doubt, all of them plain data for the e
   has been told.
 - `FailedWrites`: blocks that somebody on the way may write yet, behind a deletion. Of these a tombstone stays until
   they have been deleted once more, when that is over.
+
+And of what it is known to lack, as it was evicted here or never got it, the names: a store of what memory has sends it.
 """
 
 import asyncio
@@ -391,6 +393,7 @@ class SharedTier(StorageTier):
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)
         self._tombstones = Tombstones()
         self._failed_writes = FailedWrites(parts.health.clock)
+        self._missed = OrderedDict[bytes, None]()  # the first to go first, past as many as the others keep
         self._deleting: dict[object, Batch] = {}
         self._deleting_again: asyncio.Task[bool] | None = None
         self._deleted_at_once = _DELETED_AT_ONCE
@@ -576,6 +579,7 @@ class SharedTier(StorageTier):
             dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
             self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
             self.suspects.wrote(batch.names[written])
+            self.take_missed(batch[written])
             self._tombstones.lift(batch[written], serial)
             self._asking.clear()  # what is asked from now on is not to be answered as of before
             # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
@@ -592,6 +596,27 @@ class SharedTier(StorageTier):
         """Say that every block may be news: nothing is known."""
         return np.ones(len(batch), np.bool_)
 
+    @override
+    def miss(self, names: Names) -> None:
+        for name in rows_of(names):
+            self._missed[name] = None
+            self._missed.move_to_end(name)
+        while len(self._missed) > _MOST_NAMES:
+            self._missed.popitem(last=False)
+
+    @override
+    def missed(self, batch: Batch) -> Mask:
+        if not self._missed:
+            return np.zeros(len(batch), np.bool_)
+        return np.array([name in self._missed for name in rows_of(batch.names)], np.bool_)
+
+    @override
+    def take_missed(self, batch: Batch) -> Mask:
+        taken = self.missed(batch)
+        for name in rows_of(batch.names[taken]):
+            self._missed.pop(name, None)
+        return taken
+
     def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
         """Make blocks unfindable at once. What the medium does not delete stays so here, and it is tried again.
 
@@ -599,6 +624,7 @@ class SharedTier(StorageTier):
         """
         num_lost = self._tombstones.num_lost
         self._tombstones.add(batch)
+        self.miss(batch.names)
         self._asking.clear()
         self.answers.forget(batch.names)
         return self._delete_evicted(batch, self._tombstones.serial, num_lost)

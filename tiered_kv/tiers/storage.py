@@ -286,6 +286,17 @@ class StorageTier(Tier):
     def lacks(self, batch: Batch) -> Mask:
         """Say which blocks would be news to this tier, as far as is known without asking."""
 
+    def miss(self, names: Names) -> None:
+        """Take note that it did not get blocks that it was to have; one with books sees it there."""
+
+    @abstractmethod
+    def missed(self, batch: Batch) -> Mask:
+        """Say which blocks it is known to lack: of those that memory has it was to have all that it takes."""
+
+    @abstractmethod
+    def take_missed(self, batch: Batch) -> Mask:
+        """Say which of the blocks that it lacks nobody sends here yet: whoever asks does so now."""
+
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
         """Note what a caller says of the blocks."""
 

@@ -262,8 +262,8 @@ def _send_on(chain: Chain, there: Batch, came: int) -> None:
     chain.touch_there(there)
     for tier in chain.tiers:
         chain.unwritten.want(tier.name, there.names, came)  # what waits since before it was evicted
-    for owned in chain.owned:
-        chain.send_lacking(owned, there, came)
+    for storage in chain.storage:
+        chain.send_lacking(storage, there, came)
 
 
 class Underway:

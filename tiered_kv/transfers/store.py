@@ -21,7 +21,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
-from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt
 from tiered_kv.transfers.engine_memory import EngineMemory
 from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, check_layer, until_done
@@ -360,13 +360,13 @@ class Store(Revocable):
         self._left.clear()
 
     def _count_present(self, batch: Batch) -> None:
-        """Count what memory has. What an owned tier below lacks of it, as it failed to get it, say, is sent there."""
+        """Count what memory has. What a tier below is known to lack of it, as a write failed, say, is sent there."""
         chain, n = self._chain, len(batch)
         self._present.append(batch)
         self._num_present += n
         for tier in (*self._memory, *chain.storage):
             chain.unwritten.want(tier.name, batch.names, self._came)  # what waits since before it was evicted
-            num_lacking = chain.send_lacking(tier, batch, self._came) if isinstance(tier, OwnedTier) else 0
+            num_lacking = chain.send_lacking(tier, batch, self._came) if isinstance(tier, StorageTier) else 0
             self._tally.add(tier, present=n - num_lacking, deferred=num_lacking)
 
     def _is_refused(self) -> bool:

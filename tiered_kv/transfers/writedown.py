@@ -100,7 +100,7 @@ class WriteDown:
         if num_passing:
             chain.unwritten.has_lost |= bool((wanted & ~stays).any())
             for storage in chain.back:
-                chain.admit_again(storage, self._batch[~stays])
+                chain.has_missed(storage, self._batch[~stays])
         wanted &= stays
         if wanted.any():
             chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came, self._prompt)
@@ -305,7 +305,7 @@ class WriteDown:
             is_lost = any(self._is_for(each, batch).any() for each in to)
         chain.unwritten.has_lost |= is_lost
         for storage in to:
-            chain.admit_again(storage, batch)
+            chain.has_missed(storage, batch)
 
     async def _reserve_host(self, joined: ExitStack) -> Reservation | None:
         """Reserve host slots for what is not there; wait for them only where something below is to have the blocks now.
@@ -402,7 +402,7 @@ class WriteDown:
         if len(lost.nonzero()[0]):
             wanted = self._is_wanted(storage, batch[lost], slots[lost])
             self._chain.unwritten.has_lost |= bool(wanted.any())
-            self._chain.admit_again(storage, batch[lost][wanted])
+            self._chain.has_missed(storage, batch[lost][wanted])
             self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
             self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
 
