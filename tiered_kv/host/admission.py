@@ -9,7 +9,6 @@ import asyncio
 import os
 import secrets
 import socket
-import struct
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -43,7 +42,6 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 
 _SO_PEERPIDFD: Final = 77  # Linux 6.5; the socket module does not name it
-_PEER: Final = struct.Struct("3i")
 
 
 class AttachedClient:
@@ -53,14 +51,16 @@ class AttachedClient:
     the process is watched as well where the system lets us: a GPU may be copying yet when the connection is closed.
     """
 
-    def __init__(self, session: Session, model: str, connection: socket.socket, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, session: Session, model: str, connection: socket.socket, pid: int, ended: Callable[[], None]
+    ) -> None:
         """Watch the process behind a connection; `link` is started by the caller, and ``ended`` called once."""
         self.session = session
         self.model = model
         self.link: Link[protocol.Request] = Link(protocol.request_from, self._take, self._lost, broken=self._break)
         self._ended = ended
         self._has_ended = False
-        self._pidfd = _pidfd_of(connection)
+        self._pidfd = _pidfd_of(connection, pid)
         if self._pidfd >= 0:
             asyncio.get_running_loop().add_reader(self._pidfd, self.end)
 
@@ -100,11 +100,10 @@ class AttachedClient:
             self.end()
 
 
-def _pidfd_of(connection: socket.socket) -> int:
+def _pidfd_of(connection: socket.socket, pid: int) -> int:
     """Return a descriptor of the client's process, or -1 where the system gives none."""
     with suppress(OSError):
         return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
-    pid, _, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     with suppress(OSError):
         return system().pidfd_open(pid) if pid > 0 else -1  # 0: of a PID namespace that is not ours
     return -1
@@ -153,13 +152,13 @@ class Admission:
         num_clients = len(self.clients) + self._num_attaching
         if num_clients >= self._settings.host.clients:
             raise ConfigurationError(f"the server has {num_clients} clients, which is what it may have")
-        return await self._join_share(connection, opening, name, who.uid)
+        return await self._join_share(connection, opening, name, who)
 
     def _check_goes_on(self) -> None:
         if self.is_draining:
             raise BackendUnavailableError("the server is about to end")
 
-    async def _join_share(self, connection: socket.socket, opening: Attach, name: str, uid: int) -> bool:
+    async def _join_share(self, connection: socket.socket, opening: Attach, name: str, who: Peer) -> bool:
         host = self._settings.host
         model, layout, shards = opening.parts()
         self._num_attaching += 1
@@ -174,10 +173,10 @@ class Admission:
             account = Account(host, self._settings.limits.pin_quota, pins_of(share.cache))
             session = Session(
                 name, share.cache, ranks, account, host,
-                is_read_only=opening.is_read_only or uid in host.read_only_uids,
+                is_read_only=opening.is_read_only or who.uid in host.read_only_uids,
             )  # fmt: skip
             token = secrets.token_bytes(16)
-            client = AttachedClient(session, share.name, connection, partial(self._ended, token, share))
+            client = AttachedClient(session, share.name, connection, who.pid, partial(self._ended, token, share))
             self.clients[token] = client
             if opening.page_locks:
                 session.keep_memory()

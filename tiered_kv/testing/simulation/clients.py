@@ -7,8 +7,6 @@ that takes and whatever has become of its connection meanwhile. Not here: socket
 """
 
 import asyncio
-import socket
-import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -44,7 +42,6 @@ _MOST_BYTES: Final = 6 * STRIDE
 _LIMITS: Final = HostSettings(
     loads_per_client=2, stores_per_client=2, leases_per_client=1, questions_per_client=2, bytes_per_client=_MOST_BYTES
 )
-_PEER: Final = struct.Struct("3i")
 
 
 async def serve_clients(requests: "Requests", numbers: "Numbers") -> None:
@@ -136,24 +133,19 @@ class Served:
         """Begin; what is sent to the client goes to ``inbox``, a queue if that is left out."""
         account = Account(limits, 8 * STRIDE, Pins(0))
         self.session = Session(process.name, requests.kv, (Shard(0, 1),), account, limits, is_read_only=False)
-        connection = PeerConnection(process.pid)
-        client = AttachedClient(self.session, "model", connection, has_ended)  # type: ignore[arg-type]  # what it asks of one
+        connection: Any = PeerConnection()  # all that it asks of a socket
+        client = AttachedClient(self.session, "model", connection, process.pid, has_ended)
         self.stream = ServerStream(client.link, inbox)
         client.link.connection_made(self.stream)
         requests.world.bury(client, self.stream)
 
 
 class PeerConnection:
-    """What a server asks of a socket: whose the other end is."""
+    """What a server asks of a socket: for a descriptor of the process at the other end."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-
-    def getsockopt(self, level: int, option: int, size: int = 0) -> bytes:
-        """Say who is at the other end; that it is an old system, which gives no descriptor of the process."""
-        if level != socket.SOL_SOCKET or option != socket.SO_PEERCRED:
-            raise OSError("no such option")
-        return _PEER.pack(self._pid, 1, 1)
+    def getsockopt(self, *_: int) -> int:
+        """Say that it is an old system, which gives none."""
+        raise OSError("no such option")
 
 
 class ServerStream(asyncio.Transport):
