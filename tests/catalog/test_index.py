@@ -5,34 +5,14 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from tests.catalog.indexed import every_policy, ids_of, names_of, store
 from tiered_kv.catalog import SlotState, TierIndex
 from tiered_kv.values.errors import CapacityError, ClosedError, ConfigurationError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import Names
 
-every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
 ordered_by_use = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
 """Those that evict first what was used longest ago, all else being equal: one that draws lots is not of them."""
-
-
-def names_of(*batch: int) -> Names:
-    """Return names that differ in their first words."""
-    names = np.zeros((len(batch), 4), dtype=np.uint64)
-    names[:, 0] = batch
-    return names
-
-
-def ids_of(names: Names) -> list[int]:
-    """Return what `names_of` made names of."""
-    ids: list[int] = names[:, 0].astype(np.int64).tolist()
-    return ids
-
-
-def store(index: TierIndex, *batch: int) -> list[int]:
-    """Store blocks as a caller would; return what was evicted for them."""
-    with index.reserve(names_of(*batch)) as reservation:
-        reservation.commit().release()
-    return ids_of(reservation.evicted)
 
 
 def everything(index: TierIndex) -> object:

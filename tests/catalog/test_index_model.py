@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from tests.catalog.indexed import ids_of, names_of
 from tiered_kv.catalog import Change, Lease, Reservation, SlotState, TierIndex
 from tiered_kv.values.errors import CapacityError
 from tiered_kv.values.hints import ReuseHint
@@ -18,19 +19,6 @@ from tiered_kv.values.keys import Names
 NUM_IDS = 14
 ids = st.lists(st.integers(0, NUM_IDS - 1), max_size=10)
 choice = st.integers(0, 1000)
-
-
-def names_of(batch: list[int]) -> Names:
-    """Return names that are an engine's own small integers: three words of four are zero."""
-    names = np.zeros((len(batch), 4), dtype=np.uint64)
-    names[:, 0] = batch
-    return names
-
-
-def ids_of(names: Names) -> list[int]:
-    """Return what `names_of` made names of."""
-    ids: list[int] = names[:, 0].astype(np.int64).tolist()
-    return ids
 
 
 def unique(batch: list[int]) -> list[int]:
@@ -126,14 +114,14 @@ class IndexMachine(RuleBasedStateMachine):
         room = self.transient if transient else self.usable
         num_free = sum(slot not in model.occupied for slot in room)
         shortage = max(0, len(wanted) - num_free)
-        assert transient or self.index.fits(names_of(batch)) == (shortage <= len(own))
+        assert transient or self.index.fits(names_of(*batch)) == (shortage <= len(own))
         if shortage > (0 if transient else len(own)):
             before = self.snapshot()
             with pytest.raises(CapacityError, match=rf"^{shortage} more .*slots needed, (none|{len(own)}) evictable$"):
-                self.index.reserve(names_of(batch), transient=transient)
+                self.index.reserve(names_of(*batch), transient=transient)
             assert self.snapshot() == before
             return
-        real = self.index.reserve(names_of(batch), transient=transient)
+        real = self.index.reserve(names_of(*batch), transient=transient)
         evicted = ids_of(real.evicted)
         assert len(evicted) == shortage
         assert set(evicted) <= {block.id for block in own}
@@ -202,10 +190,10 @@ class IndexMachine(RuleBasedStateMachine):
     def lease(self, batch: list[int]) -> None:
         """The ready blocks of a batch are held, each once, and nothing else."""
         ready = self.model.ready(batch)
-        real = self.index.lease(names_of(batch))
+        real = self.index.lease(names_of(*batch))
         slot_of = {block.id: block.slot for block in ready}
         assert real.slots.tolist() == [slot_of.get(i, -1) for i in batch]
-        assert real.num_prefix == self.index.ready_prefix(names_of(batch))
+        assert real.num_prefix == self.index.ready_prefix(names_of(*batch))
         for block in ready:
             block.num_leases += 1
             block.is_unwanted = block.is_resident = False
@@ -241,7 +229,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(batch=ids)
     def touch(self, batch: list[int]) -> None:
         """Use moves blocks to the hot end, tail before head."""
-        self.index.touch(names_of(batch))
+        self.index.touch(names_of(*batch))
         for block in reversed(self.model.ready(batch)):
             block.is_unwanted = block.is_resident = False
             if not block.num_leases:
@@ -251,7 +239,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(batch=ids, probability=st.sampled_from([0.0, 0.2, 0.9]), category=choice)
     def hint(self, *, batch: list[int], probability: float, category: int) -> None:
         """What is not expected goes first, once nobody leases it and unless it is asked for; all else is recent."""
-        self.index.hint(names_of(batch), ReuseHint(probability, category=str(category % 10)))
+        self.index.hint(names_of(*batch), ReuseHint(probability, category=str(category % 10)))
         told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
         for block in told:
             block.is_unwanted = not probability
@@ -260,7 +248,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(batch=ids)
     def resident(self, batch: list[int]) -> None:
         """What the engine has goes first, once nobody leases it and unless it is asked for."""
-        self.index.resident(names_of(batch))
+        self.index.resident(names_of(*batch))
         told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
         for block in told:
             block.is_resident = True
@@ -269,7 +257,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(batch=ids)
     def leaving(self, batch: list[int]) -> None:
         """What the engine has no more is recent, but for what nobody expects; of other blocks nothing is changed."""
-        self.index.leaving(names_of(batch))
+        self.index.leaving(names_of(*batch))
         told = [block for block in self.model.ready(batch)[::-1] if block.is_resident]
         for block in told:
             block.is_resident = False
@@ -286,7 +274,7 @@ class IndexMachine(RuleBasedStateMachine):
     def remove(self, batch: list[int]) -> None:
         """Removed blocks cannot be found, and their slots are free as soon as nobody uses them."""
         found = [self.model.findable[i] for i in unique(batch) if i in self.model.findable]
-        assert self.index.remove(names_of(batch)) == len(found)
+        assert self.index.remove(names_of(*batch)) == len(found)
         self.doom(found)
 
     @rule()
@@ -301,7 +289,7 @@ class IndexMachine(RuleBasedStateMachine):
         unknown = [i for i in unique(batch) if i not in self.model.findable]
         slots = [slot for slot in self.usable if slot not in self.model.occupied][::-1]
         pairs = list(zip(unknown, slots, strict=False))
-        self.index.restore(names_of([i for i, _ in pairs]), np.array([slot for _, slot in pairs], dtype=np.int64))
+        self.index.restore(names_of(*(i for i, _ in pairs)), np.array([slot for _, slot in pairs], dtype=np.int64))
         for i, slot in pairs:
             block = Block(i, slot, SlotState.READY, ready_since_s=self.now_s)
             self.model.occupied[slot] = self.model.findable[i] = block
@@ -424,14 +412,14 @@ class IndexMachine(RuleBasedStateMachine):
 
     def snapshot(self) -> object:
         """Return everything that can be seen of the index."""
-        slots, states = self.index.find(names_of(list(range(NUM_IDS))))
+        slots, states = self.index.find(names_of(*range(NUM_IDS)))
         names, order = self.index.names_in_order()
         return self.index.statistics(), slots.tolist(), states.tolist(), names.tolist(), order.tolist()
 
     @invariant()
     def same_blocks_in_the_same_slots(self) -> None:
         """Every name is found just where it was put: a leased block, or one in flight, never moves."""
-        slots, states = self.index.find(names_of(list(range(NUM_IDS))))
+        slots, states = self.index.find(names_of(*range(NUM_IDS)))
         expected = [self.model.findable.get(i) for i in range(NUM_IDS)]
         assert slots.tolist() == [block.slot if block else -1 for block in expected]
         assert states.tolist() == [block.state if block else SlotState.FREE for block in expected]

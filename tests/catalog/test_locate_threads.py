@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from tests.catalog.indexed import names_of
 from tiered_kv.catalog import TierIndex, locate_from_any_thread
 from tiered_kv.values.keys import Names
 from tiered_kv.values.results import TierRun, num_found
@@ -22,13 +23,6 @@ def often_interrupted() -> Iterator[None]:
     sys.setswitchinterval(1e-5)
     yield
     sys.setswitchinterval(before)
-
-
-def names_of(*blocks: int) -> Names:
-    """Return names that differ in their first words."""
-    names = np.zeros((len(blocks), 4), dtype=np.uint64)
-    names[:, 0] = blocks
-    return names
 
 
 def group(number: int) -> Names:

@@ -5,22 +5,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.catalog.indexed import names_of
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, make_policy
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.keys import Names
-
-
-def names_of(batch: list[int]) -> Names:
-    """Return names that differ in their first words."""
-    names = np.zeros((len(batch), 4), dtype=np.uint64)
-    names[:, 0] = batch
-    return names
 
 
 def ask(index: TierIndex, batch: list[int]) -> int:
     """Ask for blocks as a request does: read what is there, store the rest; return the hits."""
-    names = names_of(batch)
+    names = names_of(*batch)
     hits = int(np.count_nonzero(index.ready(names)))
     index.touch(names)
     with index.reserve(names) as reservation:
@@ -44,7 +37,7 @@ def test_victims_are_only_looked_at(policy: type[Policy]) -> None:
     """Choosing victims changes nothing, and keeps what it is told to keep."""
     made = policy(6)
     slots = np.arange(6)
-    made.add(slots, names_of([0, 1, 2, 3, 4, 5]))
+    made.add(slots, names_of(0, 1, 2, 3, 4, 5))
     made.use(slots[3:])
     made.unpark(slots)
     order = made.order().tolist()
@@ -72,12 +65,12 @@ def test_arc_learns_from_its_ghosts() -> None:
     policy = ARCPolicy(4)
 
     def store(slots: list[int], names: list[int]) -> None:
-        policy.add(np.array(slots), names_of(names))
+        policy.add(np.array(slots), names_of(*names))
         policy.unpark(np.array(slots))
 
     def evict(name: int) -> int:
         victims = policy.victims(1, np.empty(0, dtype=np.int64))
-        policy.evict(victims, names_of([name]))
+        policy.evict(victims, names_of(name))
         return int(victims[0])
 
     store([0, 1], [10, 11])
@@ -102,8 +95,8 @@ def test_arc_forgets_a_scan() -> None:
         slot = np.array([block % 4])
         if block >= 4:
             assert policy.victims(1, slot[:0]).tolist() == slot.tolist()
-            policy.evict(slot, names_of([block - 4]))
-        policy.add(slot, names_of([block]))
+            policy.evict(slot, names_of(block - 4))
+        policy.add(slot, names_of(block))
         policy.unpark(slot)
     assert policy.num_ghosts == 1
 
@@ -121,7 +114,7 @@ def test_arc_stays_within_its_bounds(requests: list[list[int]]) -> None:
     index = TierIndex(8, policy=WatchedARC)
     for batch in requests:
         ask(index, batch)
-        assert index.ready(names_of(batch)).all()
+        assert index.ready(names_of(*batch)).all()
         assert 0 <= made[0].target <= 8
         assert made[0].num_ghosts <= 8
 
@@ -131,16 +124,16 @@ def test_mq_counts_on_what_it_evicted() -> None:
     policy = MQPolicy(4)
     none = np.empty(0, dtype=np.int64)
     often = np.array([0])
-    policy.add(often, names_of([7]))
+    policy.add(often, names_of(7))
     policy.unpark(often)
     for _ in range(5):
         policy.park(often)
         policy.use(often)
         policy.unpark(often)
     assert policy.victims(1, none).tolist() == [0]
-    policy.evict(often, names_of([7]))
-    policy.add(np.array([1, 2]), names_of([8, 9]))
-    policy.add(np.array([3]), names_of([7]))
+    policy.evict(often, names_of(7))
+    policy.add(np.array([1, 2]), names_of(8, 9))
+    policy.add(np.array([3]), names_of(7))
     policy.unpark(np.array([3, 1, 2]))
     assert policy.victims(3, none).tolist() == [1, 2, 3]
 
