@@ -43,6 +43,19 @@ async def test_closing_ends_every_job() -> None:
     ranks.close()
 
 
+async def test_what_is_answered_just_before_the_end_counts() -> None:
+    """Though the loop has not had a turn since."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(KEYS, engine.spec(range(N)))
+        plan = await job.planned()
+        planner.complete(Outcomes(plan.job, 0, plan.num_blocks))
+        inside(kv).cache.close_jobs()
+        assert (await job.ended()).num_blocks == N
+
+
 async def test_a_call_that_an_interrupt_ends_makes_no_other_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """It comes just before the loop is told, say: each later job is planned, and ends, in its own time."""
     engine = AnyEngine()

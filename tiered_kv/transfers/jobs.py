@@ -11,12 +11,10 @@ Any thread may use a job and ask for news of all. Of each piece of news one is t
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
-from functools import partial
-from typing import Any, Final, Literal, TypeVar, TypeVarTuple
+from typing import Any, Final, Literal, TypeVar
 
 import numpy as np
 from typing_extensions import override
@@ -368,9 +366,6 @@ def _says_all(job: Job, answer: object) -> bool:
     return answer is job.result or job.result is None
 
 
-Ts = TypeVarTuple("Ts")
-
-
 class Jobs(JobBook):
     """The jobs of one planner and the workers that carry them out. Any thread may call what does not say otherwise."""
 
@@ -381,7 +376,6 @@ class Jobs(JobBook):
         self._tasks = tasks
         self._emit = emit
         self._underway: dict[Job, Underway] = {}
-        self._calls: deque[Callable[[], None]] = deque()
         self._bringing: dict[Job, asyncio.Task[None]] = {}  # the event loop's thread alone uses it
         self._is_left = False
 
@@ -397,7 +391,7 @@ class Jobs(JobBook):
         with self._polled.lock:
             job = self._new(request.direction)
             self._underway[job] = Underway(job.number, request, self._loop.time)
-        self._soon(self._start, job)
+        self._loop_calls.call(self._start, job)
         return job
 
     @override
@@ -410,7 +404,8 @@ class Jobs(JobBook):
         bound = job.decided
         assert bound is not None  # noqa: S101 - it was bound just now
         self._underway[job].is_bound = True
-        self._soon(self._answer, job, lambda underway: underway.follow(bound, slice(start, start + num_blocks)))
+        keys = slice(start, start + num_blocks)
+        self._loop_calls.call(self._answer, job, lambda underway: underway.follow(bound, keys))
 
     @override
     def complete_keys(self, job: Job, keys: Sequence[bytes], rank: int, *, moved: bool) -> None:
@@ -422,7 +417,7 @@ class Jobs(JobBook):
         """Do as `complete_keys`, with a mask of the job's keys."""
         rank = as_rank(rank, self.num_ranks)
         if self._is_open:
-            self._soon(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
+            self._loop_calls.call(self._answer, job, lambda underway: underway.take_keys(rank, answered, moved=moved))
 
     @override
     def cancel(self, job: Job, *, undelivered: bool) -> None:
@@ -430,29 +425,16 @@ class Jobs(JobBook):
             if job.is_seen and not undelivered and job in self._underway and self._underway[job].may_be_out:
                 raise with_a_worker(job)
             if (underway := self._take_out(job)) is not None:  # now, with the look: a plan that is handed out is not
-                self._soon(self._give_up, job, underway, "cancelled")
+                self._loop_calls.call(self._give_up, job, underway, "cancelled")
             else:
                 job.withdraw()
 
     def _take(self, outcomes: Outcomes) -> None:
         if (job := self._not_over.get(outcomes.job)) is not None:
             answer = outcomes.rank, outcomes.num_moved, outcomes.error, outcomes.seconds
-            self._soon(self._answer, job, lambda underway: underway.take(*answer))
-
-    def _soon(self, call: Callable[[*Ts], None], *args: *Ts) -> None:
-        self._calls.append(made := partial(call, *args))
-        try:
-            self._loop_calls.call(self._call_next)
-        except BaseException:  # an interrupt: else each later wake-up would make the call before its own
-            with suppress(ValueError):
-                self._calls.remove(made)
-            raise
+            self._loop_calls.call(self._answer, job, lambda underway: underway.take(*answer))
 
     # On the event loop.
-
-    def _call_next(self) -> None:
-        if self._calls:  # else `close` has made the call
-            self._calls.popleft()()
 
     def answers(self) -> "list[asyncio.Future[None]]":
         """Return what is done once each store that a worker may have is answered, cancelled if it was closed over.
@@ -490,6 +472,7 @@ class Jobs(JobBook):
         What workers may be writing to yet stays reserved for good: what else is under way must not get these slots.
         """
         self._begin_no_more()
+        self._loop_calls.catch_up()  # what was answered before the end counts
         for job in list(self._underway):
             self._end_early(job, "closed", may_be_writing=True)
         self.workers.close()
@@ -497,8 +480,6 @@ class Jobs(JobBook):
     def _begin_no_more(self) -> None:
         with self._polled.lock:
             self._is_open = False
-        while self._calls:  # what was answered before the end counts
-            self._calls.popleft()()
 
     def _start(self, job: Job) -> None:
         if (underway := self._underway.get(job)) is None:
