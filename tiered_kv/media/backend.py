@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Final, Protocol, Self, TypeVar, overload
 
 import numpy as np
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import BlockKey, Names, Shard, salt_digest
@@ -526,7 +527,7 @@ class Missing:
 
 
 Ended = Callable[[], list[Outcome]]
-"""Returns, or raises, what `SlotBackend.read` or `write` would; called once."""
+"""Returns, or raises, what `RecordBackend.read` or `write` would; called once."""
 Then = Callable[[Ended], object]
 """Told on the event loop, once, how a batch ended: no thread touches a buffer of it any more."""
 Make = Callable[[Sequence[int]], object]
@@ -540,14 +541,7 @@ class SlotBackend(_Tier):
 
     While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:
     those may get anything, which is verified.
-
-    Attributes:
-        makes_records: Whether records are made and verified by the threads that move them, so that each part of a batch
-            is one call of one thread: then `read` has an argument ``verify``, and `write` an argument ``make``, which
-            are called there once for each position; and there are `begin_read` and `begin_write`.
     """
-
-    makes_records: ClassVar[bool] = False
 
     @classmethod
     def has_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
@@ -591,27 +585,6 @@ class SlotBackend(_Tier):
     @abstractmethod
     async def read(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Fill ``into[i]`` from ``slots[i]``: HIT, MISS or FAILED each."""
-
-    def begin_read(
-        self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify, then: Then
-    ) -> bool:
-        """Have threads begin what `read` does before this returns; False, and nothing begun, if it has to wait first.
-
-        ``then`` is told how it ended, perhaps before this returns. Only a medium that ``makes_records`` is asked.
-        """
-        return False
-
-    def begin_write(
-        self,
-        group: int,
-        slots: NDArray[np.int64],
-        names: Names,
-        blocks: Sequence[Block],
-        make: Make,
-        then: Then,
-    ) -> bool:
-        """As `begin_read`, of what `write` does."""
-        return False
 
     async def peek(self, group: int, slots: NDArray[np.int64], into: Sequence[Block]) -> list[Outcome]:
         """Read as `read` does, slots that may be written, forgotten or cut off meanwhile: their bytes may be anything.
@@ -679,6 +652,53 @@ class SlotBackend(_Tier):
         ``own_bytes_written``: what it wrote beside records, for `TierStatistics.write_amplification`.
         """
         return {}
+
+
+class RecordBackend(SlotBackend):
+    """A `SlotBackend` whose threads make and verify the records that they move: a part of a batch is one call of one.
+
+    ``verify`` and ``make`` are called there, once for each position.
+    """
+
+    @abstractmethod
+    @override
+    async def read(
+        self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify | None = None
+    ) -> list[Outcome]:
+        """Return what ``verify`` says of each; without it as any `SlotBackend`."""
+
+    @abstractmethod
+    @override
+    async def write(
+        self,
+        group: int,
+        slots: NDArray[np.int64],
+        names: Names,
+        blocks: Sequence[Block],
+        make: Make | None = None,
+    ) -> list[Outcome]:
+        """Write what ``make`` makes of the blocks; without it they are records, as for any `SlotBackend`."""
+
+    @abstractmethod
+    def begin_read(
+        self, group: int, slots: NDArray[np.int64], into: Sequence[Block], verify: Verify, then: Then
+    ) -> bool:
+        """Have threads begin what `read` does before this returns; False, and nothing begun, if it has to wait first.
+
+        ``then`` is told how it ended, perhaps before this returns.
+        """
+
+    @abstractmethod
+    def begin_write(
+        self,
+        group: int,
+        slots: NDArray[np.int64],
+        names: Names,
+        blocks: Sequence[Block],
+        make: Make,
+        then: Then,
+    ) -> bool:
+        """As `begin_read`, of what `write` does."""
 
 
 def check_lengths(keys: Sequence[object] | Names | NDArray[np.int64], blocks: Sequence[Block]) -> None:

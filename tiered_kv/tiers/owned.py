@@ -21,7 +21,7 @@ from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
-from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, SlotBackend, Verify
+from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, RecordBackend, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer, Turn
 from tiered_kv.tiers.journal import Journal
@@ -68,6 +68,7 @@ class OwnedTier(StorageTier, BookedTier):
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
         super().__init__(parts)
         self.backend = backend
+        self._maker = backend if isinstance(backend, RecordBackend) else None
         self.index = index
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
@@ -162,12 +163,13 @@ class OwnedTier(StorageTier, BookedTier):
             self._see_missing()
             io.then(report)
 
-        begin = partial(self.backend.begin_read, self.group, slots.copy()) if self.backend.makes_records else None
+        begin = None if self._maker is None else partial(self._maker.begin_read, self.group, slots.copy())
         self._read(turn, wanted, there, begin, partial(self._read_slots, slots), io.on_late, end)
 
     def _read_slots(self, slots: Slots, into: Sequence[Block], verify: Verify) -> Awaitable[list[Outcome]]:
-        there = {"verify": verify} if self.backend.makes_records else {}
-        return self.backend.read(self.group, slots.copy(), into, **there)
+        if self._maker is None:
+            return self.backend.read(self.group, slots.copy(), into)
+        return self._maker.read(self.group, slots.copy(), into, verify)
 
     def _report(
         self, wanted: Batch, at: NDArray[np.intp], slots: Slots, outcomes: list[Outcome], refused: Refusals, n: int
@@ -208,14 +210,16 @@ class OwnedTier(StorageTier, BookedTier):
             if at is not None:
                 names, slots = names[at], slots[at]
             self._in_write[writing] = names, slots
-            hidden, more = self.records.names(names), {"make": make} if make else {}
+            slots, hidden, maker = slots.copy(), self.records.names(names), self._maker
+            if make is None or maker is None:
+                return None, partial(self.backend.write, self.group, slots, hidden, records)
             return (
-                partial(self.backend.begin_write, self.group, slots.copy(), hidden, records, make) if make else None,
-                partial(self.backend.write, self.group, slots.copy(), hidden, records, **more),
+                partial(maker.begin_write, self.group, slots, hidden, records, make),
+                partial(maker.write, self.group, slots, hidden, records, make),
             )
 
-        there, is_made_there = Blocks.some(io.blocks, writing.todo.tolist()), self.backend.makes_records
-        self._write(turn, writing.batch, there, write, on_late, end, makes_records=is_made_there)
+        there = Blocks.some(io.blocks, writing.todo.tolist())
+        self._write(turn, writing.batch, there, write, on_late, end, makes_records=self._maker is not None)
 
     def _take_slots(self, batch: Batch, wanted: Mask) -> "_SlotWrite":
         """Reserve slots for those of the blocks that are wanted, and that the tier lacks."""

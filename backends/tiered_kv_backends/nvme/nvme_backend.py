@@ -21,9 +21,9 @@ from tiered_kv.media.backend import (
     Make,
     Missing,
     Outcome,
+    RecordBackend,
     RecordShape,
     Recovered,
-    SlotBackend,
     Then,
     Verify,
     check_lengths,
@@ -44,11 +44,10 @@ _NAMED: Final = ("io", "io_reason", "last_error")
 _Call = Callable[[DirectoryStore, Slots, Slots], Awaitable[list[Outcome]]]
 
 
-class NVMeBackend(SlotBackend):
+class NVMeBackend(RecordBackend):
     """Directories on local disks that one process owns and that outlive it; `DirectoryStore` has what each promises."""
 
     Settings = NVMeSettings
-    makes_records = True
 
     def __init__(self, settings: NVMeSettings | Mapping[str, Any] | str) -> None:
         self.settings = self.Settings.of(settings)
@@ -134,7 +133,7 @@ class NVMeBackend(SlotBackend):
         return await self._move(slots, read)
 
     def begin_read(self, group: int, slots: Slots, into: Sequence[Block], verify: Verify, then: Then) -> bool:
-        """See `SlotBackend.begin_read`: of several directories each can be lost, which has to be waited for."""
+        """See `RecordBackend.begin_read`: of several directories each can be lost, which has to be waited for."""
         if (store := self._only_store) is None:
             return False
         store.begin_read(group, slots, into, then, verify)
@@ -143,7 +142,7 @@ class NVMeBackend(SlotBackend):
     def begin_write(
         self, group: int, slots: Slots, names: Names, blocks: Sequence[Block], make: Make, then: Then
     ) -> bool:
-        """See `SlotBackend.begin_write`."""
+        """See `RecordBackend.begin_write`."""
         if (store := self._only_store) is None:
             return False
         return store.begin_write(group, slots, names, blocks, self._disks.order.take(len(slots)), then, make)
