@@ -22,7 +22,7 @@ from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.upkeep import keep_up, scrub_for_ever
 from tiered_kv.transfers.jobs import Jobs
-from tiered_kv.transfers.resize import GivenUp, blocks_within, resize
+from tiered_kv.transfers.resize import GivenUp, check_capacity_of, resize
 from tiered_kv.transfers.writedown import Cleaner, write_all
 from tiered_kv.values.errors import ClosedError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import TierResized
@@ -216,7 +216,12 @@ class OpenCache:
         names = self.chains[0].names
         if name not in names:
             raise ConfigurationError(f"no tier {name!r} here; there are {', '.join(names)}")
-        return blocks_within(self.chains, names.index(name), capacity_bytes)
+        return check_capacity_of(self.chains, names.index(name), capacity_bytes)
+
+    def part_used(self, name: str) -> float:
+        """Return how much of a tier holds blocks, 0 to 1: of the KV group that has least to spare."""
+        books = [each.index.statistics() for chain in self.chains for each in chain.booked if each.name == name]
+        return max(((each.ready + each.pending) / max(1, each.num_slots) for each in books), default=0.0)
 
     async def resize(self, name: str, capacity_bytes: int) -> int:
         """Change the capacity of a tier; see `TieredKV.resize`."""

@@ -567,26 +567,9 @@ class TieredKV(TierCalls):
         return Hints.of(self, layout=layout, num_ranks=num_ranks, each=1 / 8, together=1 / 4, favoured=favoured)
 
 
-def pins_of(cache: TierCalls) -> Pins:
-    """Return the pins of an open cache, with which those of engines that share it are counted."""
-    return cache._open().pins  # noqa: SLF001 - its own module's
-
-
-def blocks_within(cache: TierCalls, tier: str, capacity_bytes: int) -> int:
-    """Say how many blocks of prompts a tier of an open cache would hold, if `TieredKV.resize` were called so.
-
-    Raises:
-        ConfigurationError: It cannot have that capacity.
-        BackendUnavailableError: Its medium is not open yet.
-    """
-    return cache._open().cache.blocks_within(tier, capacity_bytes)  # noqa: SLF001 - its own module's
-
-
-def part_used(cache: TierCalls, tier: str) -> float:
-    """Return how much of a tier of an open cache holds blocks, 0 to 1: of the KV group that has least to spare."""
-    chains = cache._open().cache.chains  # noqa: SLF001 - its own module's
-    books = [each.index.statistics() for chain in chains for each in chain.booked if each.name == tier]
-    return max(((each.ready + each.pending) / max(1, each.num_slots) for each in books), default=0.0)
+def seat_of(cache: TierCalls) -> Seat:
+    """Return the seat of an open cache: engines that share it have theirs beside it."""
+    return cache._open()  # noqa: SLF001 - its own module's
 
 
 class SeatCalls(TierCalls):
@@ -598,7 +581,7 @@ class SeatCalls(TierCalls):
 
     def __init__(self, cache: TierCalls, shards: Sequence[Shard], epoch: bytes, pins: Pins) -> None:
         """Take a seat at an open cache; the arguments are a `Seat`'s."""
-        self.seat = Seat(cache._open().cache, shards, epoch, pins)  # noqa: SLF001 - its own module's
+        self.seat = Seat(seat_of(cache).cache, shards, epoch, pins)
         super().__init__(cache.media, self.seat)
 
     @override

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, Final
 
 from tiered_kv.cache.seat import Seat
-from tiered_kv.cache.tiered_kv import SeatCalls, pins_of
+from tiered_kv.cache.tiered_kv import SeatCalls, seat_of
 from tiered_kv.host import handshake, protocol, wire
 from tiered_kv.host.protocol import (
     Attach,
@@ -170,7 +170,7 @@ class Admission:
         try:
             self._check_goes_on()  # while it was opened, too
             assert share.cache is not None  # noqa: S101 - it was joined
-            account = Account(host, self._settings.limits.pin_quota, pins_of(share.cache))
+            account = Account(host, self._settings.limits.pin_quota, seat_of(share.cache).pins)
             session = Session(
                 name, share.cache, ranks, account, host,
                 is_read_only=opening.is_read_only or who.uid in host.read_only_uids,

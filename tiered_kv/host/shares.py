@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.checks import metrics_of
-from tiered_kv.cache.tiered_kv import TieredKV, blocks_within, part_used
+from tiered_kv.cache.tiered_kv import TieredKV, seat_of
 from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
 from tiered_kv.memory.host import check_host_memory
@@ -105,7 +105,7 @@ class Share:
         if self.cache is None:
             return capacity >= self.block_bytes
         try:
-            return blocks_within(self.cache, tier, capacity) > 0
+            return seat_of(self.cache).cache.blocks_within(tier, capacity) > 0
         except ConfigurationError:
             return False
         except TieredKVError:  # its medium is away, or it is about to be closed
@@ -122,7 +122,7 @@ class Share:
         """Say what it claims of a tier, if it is open; idle is who has stored nothing ``since``."""
         assert self.cache is not None  # noqa: S101 - its caller's
         given = self.given[tier]
-        used = int(given * part_used(self.cache, tier))
+        used = int(given * seat_of(self.cache).cache.part_used(tier))
         is_idle = not self.num_clients or self.stored_at < since
         right = self.right[tier]
         return Claim(right, given, used, self.weight, is_idle, lends=self.has_room_in(tier, int(right * KEPT)))

@@ -54,8 +54,8 @@ class GivenUp:
         await tiers[0].shrink(_num_blocks(tiers))
 
 
-def blocks_within(chains: Sequence[Chain], number: int, capacity_bytes: int) -> int:
-    """Say how many blocks of prompts a tier would hold within a capacity.
+def check_capacity_of(chains: Sequence[Chain], number: int, capacity_bytes: int) -> int:
+    """Check another capacity of a tier; return how many blocks of prompts the tier would hold within it.
 
     Args:
         chains: All of the cache.
