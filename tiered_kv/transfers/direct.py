@@ -159,7 +159,7 @@ class DirectStore(Store):
             self._drop(batch[done:], Reason.REVOKED if self.revoked else Reason.DEADLINE)
             self._close_one()
         await self._use_present()
-        return self._result(loop.time() - started)
+        return self._ended(loop.time() - started)
 
     @override
     def start_at_once(self) -> StoreHandle | None:
@@ -184,7 +184,7 @@ class DirectStore(Store):
             self._close_one()
             chain.touch_there(batch[~lacks])
             request.lane.release()
-            ended.set_result(self._result(loop.time() - started))
+            ended.set_result(self._ended(loop.time() - started))
 
         def late() -> None:
             self._is_late()  # first: to give up may end it

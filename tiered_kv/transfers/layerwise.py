@@ -161,7 +161,7 @@ class LayerStore(Store):
             self._count_left()
             self._close_one()
         await self._use_present()
-        return self._result(loop.time() - started)
+        return self._ended(loop.time() - started)
 
     @override
     def store_layer(self, layer: int, after: object) -> None:

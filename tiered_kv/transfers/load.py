@@ -144,7 +144,7 @@ class Load(InTask):
         self._settle(num_blocks)
         await count_uses(self._chain, self._batch[:num_blocks], self._request.priority)
         faults = [*self._bringer.faults, self._request.revocation()] if self.revoked else self._bringer.faults
-        return self._request.result(num_blocks, counts, faults, loop.time() - started)
+        return self._request.ended(num_blocks, counts, faults, loop.time() - started)
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
         """Begin windows ahead of the one that is landed, as many as may be read ahead and find slots."""

@@ -138,7 +138,7 @@ class BackLoad(InParts):
         last_missed = max(0, ended_by - self._claimed)
         counts = [by_tier[tier.name] for tier in request.chain.tiers]
         faults += [wanted.revocation()] if self.revoked and len(wanted.batch) else []
-        result = wanted.result(last_missed, counts, faults, loop.time() - started, mask)
+        result = wanted.ended(last_missed, counts, faults, loop.time() - started, mask)
         return replace(result, num_blocks=0 if self._in_place else n, num_requested=n)
 
     async def _move(self, by_tier: Counter[str], faults: list[TierFault]) -> None:
@@ -320,7 +320,7 @@ class GapLoad(InParts):
         why = None
         if first < len(mask) and faults and faults[-1].tier not in _OF_NO_TIER:
             why = befell.get(first) or request.chain.why_missing(request.batch[first : first + 1])
-        return request.result(first, counts, faults, loop.time() - started, mask, why)
+        return request.ended(first, counts, faults, loop.time() - started, mask, why)
 
     async def _move(
         self, mask: Mask, by_tier: Counter[str], faults: list[TierFault], befell: dict[int, Reason]

@@ -131,6 +131,7 @@ class Prefetch(Revocable):
         with ExitStack() as stack:
             if self._deadline is None:
                 quota = chain.quotas.prefetches
+                # As of a load: a prefetch has a part of what it shares with loads, and all of this is prefetches'.
                 stack.callback(await quota.take(len(part) * chain.stride_bytes, Waiter(Kind.LOAD)))
             self.brought.hold_rest(chain.host, self._batch.names[start:])
             async with asyncio.timeout_at(self._deadline):

@@ -234,7 +234,7 @@ class BegunLoad(Loading):
             used = request.batch if num_blocks == len(request.pages) else request.batch[:num_blocks]
             chain.touch(used, but=but)
         seconds = asyncio.get_running_loop().time() - self._started
-        self._ended.set_result(request.result(num_blocks, counts, self._faults, seconds))
+        self._ended.set_result(request.ended(num_blocks, counts, self._faults, seconds))
 
 
 class InPlaceLoad(BegunLoad):

@@ -179,7 +179,7 @@ class Store(Revocable):
             self._count_left()
             self._close_one()
         await self._use_present()
-        return self._result(loop.time() - started)
+        return self._ended(loop.time() - started)
 
     def start_at_once(self) -> StoreHandle | None:
         """Start without a task, if one tier has room for all now; None, with nothing changed, if not."""
@@ -209,7 +209,7 @@ class Store(Revocable):
             for part in self._present:
                 chain.touch_there(part)
             request.lane.release()
-            ended.set_result(self._result(loop.time() - started))
+            ended.set_result(self._ended(loop.time() - started))
 
         if placed is None:
             end()
@@ -251,7 +251,8 @@ class Store(Revocable):
         """See `LayerStore`: nobody gives layers to another store."""
         raise NotImplementedError
 
-    def _result(self, seconds: float) -> StoreResult:
+    def _ended(self, seconds: float) -> StoreResult:
+        """Count the store, which has ended, tell of it, and say what came of it."""
         num_blocks = len(self._batch.names)
         result = StoreResult(
             num_blocks,

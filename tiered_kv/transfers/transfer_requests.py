@@ -78,7 +78,7 @@ class LoadRequest:
         """Say that whoever asked for the blocks has given up."""
         return TierFault("", Reason.REVOKED, len(self.batch))
 
-    def result(
+    def ended(
         self,
         num_blocks: int,
         counts: Sequence[int],

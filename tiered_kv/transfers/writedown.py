@@ -641,7 +641,7 @@ class Cleaner:
     async def _write_window(self, tier: MemoryTier, waiting: Waiting, most: int) -> int:
         """Begin to write so many blocks at most of those that wait longest, when it is our turn; say how many.
 
-        None where they go to the CPU tier, which is full, and nowhere past it.
+        0 where they go to the CPU tier, which is full, and nowhere past it.
         """
         await self._turns.acquire()
         if not (n := self._begin_window(tier, waiting, most)):
