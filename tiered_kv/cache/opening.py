@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -10,7 +11,7 @@ from anyio import CancelScope
 
 from tiered_kv.cache.closing import begin_to_close
 from tiered_kv.cache.open_cache import OpenCache
-from tiered_kv.cache.parts import BlockKind, CacheParts, StoragePart
+from tiered_kv.cache.parts import BlockKind, CacheParts, ChainParts, StoragePart
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.media.backend import Backend
@@ -18,7 +19,7 @@ from tiered_kv.memory.device import Device
 from tiered_kv.memory.gpu import make_device
 from tiered_kv.memory.host import HostSlab, check_host_memory, doubt_of_page_locking
 from tiered_kv.memory.lanes import Lanes
-from tiered_kv.settings.chain_settings import GPUTier, tier_name
+from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.tiers.chain import Chain, Quotas
@@ -112,6 +113,23 @@ async def _open_backends(
     return services, media
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """How much the tiers in memory hold.
+
+    Attributes:
+        host_blocks: Blocks of prompts in the CPU tier.
+        most_host_blocks: The most that it may be resized to.
+        gpu_blocks: Blocks of prompts in the GPU pool.
+        num_bounce: Bounce slots, of each kind of block.
+    """
+
+    host_blocks: int
+    most_host_blocks: int
+    gpu_blocks: int
+    num_bounce: Sequence[int]
+
+
 async def _build_chains(
     stack: AsyncExitStack,
     parts: CacheParts,
@@ -125,62 +143,23 @@ async def _build_chains(
     Raises:
         ConfigurationError: A capacity or limit below one block, or more memory than the machine will give.
     """
-    clock, emit = asyncio.get_running_loop().time, parts.emit
-    tiers, limits, quotas = parts.tiers, parts.limits, Quotas(parts.limits, clock)
-    if isinstance(parts.device, Device):
-        device = parts.device
-    else:
-        device = make_device(parts.device)
-        stack.push_async_callback(in_a_thread, services.loop_calls, device.close, 1.0)  # it joins threads
-        if tiers.gpu is not None and device.kind == "cpu":
-            emit(GPUPoolInHostMemory(tier_name(tiers.gpu), tiers.gpu.capacity))
-
-    def needed(num_blocks: int) -> int:
-        return sum(kind.group.num_slots(num_blocks) * kind.slot_stride_bytes for kind in kinds)
-
-    host_blocks = _num_blocks("cpu", tiers.cpu.capacity, needed) if tiers.cpu.capacity else 0
-    gpu_blocks = _num_blocks("gpu", tiers.gpu.capacity, needed) if tiers.gpu else 0
-    _check_one_fits(limits, max(kind.slot_stride_bytes for kind in kinds))
-    num_bounce = _bounce_slots(limits.bounce, kinds)
-    most_host_blocks = max(host_blocks, blocks_within(tiers.cpu.max_capacity or 0, needed))
-    # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
-    host_bytes = needed(most_host_blocks if device.kind == "cuda" else host_blocks)
-    host_bytes += sum(n * kind.slot_stride_bytes for n, kind in zip(num_bounce, kinds, strict=True))
-    others_bytes = needed(gpu_blocks) if device.kind == "cpu" else 0  # there the pool is host memory
-    if len(parts.shards) == 1:  # else nothing can be swapped
-        others_bytes += limits.swap_space * len(parts.layout.groups)
-    check_host_memory(host_bytes + others_bytes)
-    if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
-        emit(PageLockingDoubted(doubt))
-    is_written_back = any(part.settings.write == "back" for part in tiers.storage)
+    clock, emit, limits = asyncio.get_running_loop().time, parts.emit, parts.limits
+    quotas, device = Quotas(limits, clock), _device(stack, parts, services.loop_calls)
+    sizes = _sizes(parts, kinds, device)
     tell = _listen(device, services.loop_calls, emit)
     h2d, d2h = Lanes(device, "h2d"), Lanes(device, "d2h")
     stack.callback(h2d.close)
     stack.callback(d2h.close)
-    chains = []
+    chains: list[Chain] = []
     for number, kind in enumerate(kinds):
-        group, stride_bytes = kind.group, kind.slot_stride_bytes
-        host_slots, most_host_slots = map(group.num_slots, (host_blocks, most_host_blocks))
-        index = TierIndex(
-            host_slots,
-            max_slots=most_host_slots,
-            num_transient=num_bounce[number],
-            policy=resolve_policy(tiers.cpu.policy),
-            ttl_s=tiers.cpu.ttl_s,
-            clock=clock,
-            write_back=is_written_back,
-        )
-        slab = HostSlab(most_host_slots + num_bounce[number], stride_bytes, kind.slot_bytes, name=kind.name)
-        host = HostTier(tier_name(tiers.cpu), index, slab, write_back=tiers.cpu.write == "back")
+        host = _host_tier(parts.tiers, kind, sizes, sizes.num_bounce[number], clock)
         stack.callback(host.close)
-        if most_host_slots == host_slots or device.kind != "cpu":  # getting it ready would allocate it
-            device.page_lock(slab, emit=tell)
-        waits_in_gpu = tiers.cpu.write == "back" if most_host_slots else is_written_back
-        gpu = _gpu_tier(tiers.gpu, device, group.num_slots(gpu_blocks), stride_bytes, clock, write_back=waits_in_gpu)
+        if host.index.num_slots == host.index.max_slots or device.kind != "cpu":  # getting it ready would allocate it
+            device.page_lock(host.slab, emit=tell)
         chain = Chain(
-            group=group,
+            group=kind.group,
             naming=kind.naming,
-            gpu=gpu,
+            gpu=_gpu_tier(parts.tiers, device, kind, sizes, clock),
             host=host,
             storage=[medium.tier(number, kind.shape, kind.record_codec) for medium in media],
             h2d=h2d,
@@ -202,6 +181,41 @@ async def _build_chains(
     for number, medium in enumerate(media):
         medium.open_later([chain.storage[number] for chain in chains])
     return chains, device
+
+
+def _device(stack: AsyncExitStack, parts: CacheParts, loop_calls: LoopCalls) -> Device:
+    """Return the device that was given, or make the one that was named, which ``stack`` closes."""
+    if isinstance(parts.device, Device):
+        return parts.device
+    device = make_device(parts.device)
+    stack.push_async_callback(in_a_thread, loop_calls, device.close, 1.0)  # it joins threads
+    if (gpu := parts.tiers.gpu) is not None and device.kind == "cpu":
+        parts.emit(GPUPoolInHostMemory(tier_name(gpu), gpu.capacity))
+    return device
+
+
+def _sizes(parts: CacheParts, kinds: Sequence[BlockKind], device: Device) -> _Sizes:
+    """Say how much the tiers in memory hold, once it is known that the machine gives it."""
+    tiers, limits = parts.tiers, parts.limits
+
+    def needed(num_blocks: int) -> int:
+        return sum(kind.group.num_slots(num_blocks) * kind.slot_stride_bytes for kind in kinds)
+
+    host_blocks = _num_blocks("cpu", tiers.cpu.capacity, needed) if tiers.cpu.capacity else 0
+    gpu_blocks = _num_blocks("gpu", tiers.gpu.capacity, needed) if tiers.gpu else 0
+    _check_one_fits(limits, max(kind.slot_stride_bytes for kind in kinds))
+    num_bounce = _bounce_slots(limits.bounce, kinds)
+    most_host_blocks = max(host_blocks, blocks_within(tiers.cpu.max_capacity or 0, needed))
+    # On a machine with a GPU all of it is page-locked; else only what is used is taken from the system.
+    host_bytes = needed(most_host_blocks if device.kind == "cuda" else host_blocks)
+    host_bytes += sum(n * kind.slot_stride_bytes for n, kind in zip(num_bounce, kinds, strict=True))
+    others_bytes = needed(gpu_blocks) if device.kind == "cpu" else 0  # there the pool is host memory
+    if len(parts.shards) == 1:  # else nothing can be swapped
+        others_bytes += limits.swap_space * len(parts.layout.groups)
+    check_host_memory(host_bytes + others_bytes)
+    if device.kind == "cuda" and (doubt := doubt_of_page_locking(host_bytes)):
+        parts.emit(PageLockingDoubted(doubt))
+    return _Sizes(host_blocks, most_host_blocks, gpu_blocks, num_bounce)
 
 
 def _budget(limits: CacheLimits, kinds: Sequence[BlockKind], part: StoragePart, clock: Callable[[], float]) -> Budget:
@@ -228,20 +242,33 @@ def _listen(device: Device, loop_calls: LoopCalls, emit: Emit) -> Emit:
     return tell
 
 
+def _host_tier(
+    tiers: ChainParts, kind: BlockKind, sizes: _Sizes, num_bounce: int, clock: Callable[[], float]
+) -> HostTier:
+    settings, most_slots = tiers.cpu, kind.group.num_slots(sizes.most_host_blocks)
+    index = TierIndex(
+        kind.group.num_slots(sizes.host_blocks),
+        max_slots=most_slots,
+        num_transient=num_bounce,
+        policy=resolve_policy(settings.policy),
+        ttl_s=settings.ttl_s,
+        clock=clock,
+        write_back=tiers.is_written_back,
+    )
+    slab = HostSlab(most_slots + num_bounce, kind.slot_stride_bytes, kind.slot_bytes, name=kind.name)
+    return HostTier(tier_name(settings), index, slab, write_back=settings.write == "back")
+
+
 def _gpu_tier(
-    settings: GPUTier | None,
-    device: Device,
-    num_slots: int,
-    stride_bytes: int,
-    clock: Callable[[], float],
-    *,
-    write_back: bool,
+    tiers: ChainParts, device: Device, kind: BlockKind, sizes: _Sizes, clock: Callable[[], float]
 ) -> MemoryTier | None:
-    if settings is None:
+    if (settings := tiers.gpu) is None:
         return None
-    policy = resolve_policy(settings.policy)
+    has_host = kind.group.num_slots(sizes.most_host_blocks) > 0
+    write_back = tiers.cpu.write == "back" if has_host else tiers.is_written_back
+    num_slots, policy = kind.group.num_slots(sizes.gpu_blocks), resolve_policy(settings.policy)
     index = TierIndex(num_slots, policy=policy, ttl_s=settings.ttl_s, clock=clock, write_back=write_back)
-    return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, stride_bytes))
+    return MemoryTier(tier_name(settings), index, device.empty_pool(num_slots, kind.slot_stride_bytes))
 
 
 def _num_blocks(tier: str, capacity: int, needed: Callable[[int], int]) -> int:

@@ -61,6 +61,11 @@ class ChainParts:
         owned = (part for part in self.storage if isinstance(part.settings, OwnedTierSettings))
         return memory | {part.name: part.settings.medium for part in owned}
 
+    @property
+    def is_written_back(self) -> bool:
+        """Whether blocks wait above some storage tier until they are written there."""
+        return any(part.settings.write == "back" for part in self.storage)
+
 
 @dataclass(frozen=True)
 class BlockKind:
