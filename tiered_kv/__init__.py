@@ -16,17 +16,15 @@ from tiered_kv.media.backend import (
     Backend,
     BackendContext,
     Block,
-    Found,
-    Inventory,
     Missing,
     Outcome,
-    Place,
     RecordShape,
     Recovered,
     SlotBackend,
     Workers,
     check_lengths,
 )
+from tiered_kv.media.inventory import Found, Inventory, Place
 from tiered_kv.media.record import Record, parse_record
 from tiered_kv.media.record import encode as encode_record
 from tiered_kv.media.record import verify as verify_record

@@ -23,7 +23,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from tiered_kv.media.backend import Backend, Found
+from tiered_kv.media.backend import Backend
+from tiered_kv.media.inventory import Found
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 

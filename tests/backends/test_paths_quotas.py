@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from tests.support.any_layout import AnyEngine, open_any, prompt
 from tiered_kv import ConfigurationError
-from tiered_kv.media.backend import Found, Inventory, Place
+from tiered_kv.media.inventory import Found, Inventory, Place
 from tiered_kv_backends.memory import MemoryBackend
 from tiered_kv_backends.paths import keep_quota
 

@@ -18,7 +18,7 @@ from tests.support.command_line import answer, run
 from tests.support.engine import BLOCK_SIZE, PAYLOAD_BYTES, Engine
 from tiered_kv import BlockKeys, CPUTier, GPULoadStoreSpec, hash_blocks, salt_digest
 from tiered_kv.cli import shelving
-from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory
+from tiered_kv.media.inventory import MOST_FOUND_BYTES, Found, Inventory
 from tiered_kv_backends.nvme.directory_upkeep import NVMeInventory
 
 CPU = CPUTier(capacity=64 * PAYLOAD_BYTES)

@@ -25,7 +25,8 @@ from redis_server import (
     run_sentinel,
     tls_arguments,
 )
-from tiered_kv.media.backend import Block, Found, Outcome
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.inventory import Found
 from tiered_kv.settings.chain_settings import tier_from
 from tiered_kv.testing import block_key, make_block, open_backend, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError

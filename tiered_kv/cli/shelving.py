@@ -25,7 +25,7 @@ from tiered_kv.cli.common import (
     refuse_if,
     settings_of,
 )
-from tiered_kv.media.backend import MOST_FOUND_BYTES, Found, Inventory, Place
+from tiered_kv.media.inventory import MOST_FOUND_BYTES, Found, Inventory, Place
 from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve

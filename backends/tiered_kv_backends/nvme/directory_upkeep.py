@@ -20,7 +20,8 @@ from typing import Final, cast
 import numpy as np
 from typing_extensions import override
 
-from tiered_kv.media.backend import Found, Inventory, Place, RecordShape, in_thread
+from tiered_kv.media.backend import RecordShape
+from tiered_kv.media.inventory import Found, Inventory, Place, in_thread
 from tiered_kv.media.record import HEADER_BYTES, MAGIC, key_in, payload_bytes_in
 from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError, ConfigurationError

@@ -17,7 +17,6 @@ from tiered_kv.media.backend import (
     BackendContext,
     Block,
     Blocks,
-    Inventory,
     Make,
     Missing,
     Outcome,
@@ -28,6 +27,7 @@ from tiered_kv.media.backend import (
     Verify,
     check_lengths,
 )
+from tiered_kv.media.inventory import Inventory
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec

@@ -21,7 +21,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, Outcome, check_lengths
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.media.inventory import Inventory
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.specs import RemoteLoadStoreSpec

@@ -9,7 +9,8 @@ from typing import cast
 from redis.exceptions import ConnectionError as LostError
 from redis.exceptions import RedisClusterException, RedisError, ResponseError
 
-from tiered_kv.media.backend import Block, Found, Inventory, Outcome, Place
+from tiered_kv.media.backend import Block, Outcome
+from tiered_kv.media.inventory import Found, Inventory, Place
 from tiered_kv.media.record import HEADER_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv_backends.paths import RECORD

@@ -13,7 +13,7 @@ import obstore
 from obstore.exceptions import BaseError
 from obstore.store import ObjectStore
 
-from tiered_kv.media.backend import Found, Inventory, Place
+from tiered_kv.media.inventory import Found, Inventory, Place
 from tiered_kv.values.keys import epoch_digest
 from tiered_kv_backends.paths import RECORD
 from tiered_kv_backends.s3.doomed import MARKS, is_mark, without_mark

@@ -9,7 +9,8 @@ import obstore
 from obstore import Bytes
 from obstore.exceptions import AlreadyExistsError, BaseError
 
-from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, Outcome, check_lengths
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.media.inventory import Inventory
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv.values.keys import BlockKey
 from tiered_kv.values.specs import ObjectLoadStoreSpec

@@ -27,7 +27,8 @@ import aiofiles.os
 from pydantic import Field
 from typing_extensions import override
 
-from tiered_kv.media.backend import Backend, BackendContext, Block, Inventory, Outcome, check_lengths
+from tiered_kv.media.backend import Backend, BackendContext, Block, Outcome, check_lengths
+from tiered_kv.media.inventory import Inventory
 from tiered_kv.settings.tier_settings import Size, SizeOrNone, StorageTierSettings, default_size
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey

@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from tiered_kv.media.backend import Found, Inventory, Place, in_thread
+from tiered_kv.media.inventory import Found, Inventory, Place, in_thread
 from tiered_kv.values.errors import BackendUnavailableError, BlockCorruptError
 from tiered_kv_backends.paths import HASH, NAMESPACE
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, try_lock

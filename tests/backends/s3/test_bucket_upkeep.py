@@ -10,7 +10,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
-from tiered_kv.media.backend import MOST_FOUND_BYTES
+from tiered_kv.media.inventory import MOST_FOUND_BYTES
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.keys import salt_digest
 from tiered_kv_backends.paths import salt_folder
