@@ -65,7 +65,7 @@ class AttachedClient:
             asyncio.get_running_loop().add_reader(self._pidfd, self.end)
 
     def end(self) -> None:
-        """It is gone, whichever way that was noticed first."""
+        """End the session of a client that is gone, whichever way that was noticed first."""
         if self._has_ended:
             return
         self._has_ended = True
@@ -114,7 +114,7 @@ _LONGEST_NAME: Final = 200
 
 
 class Admission:
-    """Of one server. For the event loop's thread.
+    """Decides who may attach to one server, and keeps those who are. For the event loop's thread.
 
     Attributes:
         clients: Those that are attached, by token.

@@ -266,7 +266,7 @@ class Remote(Generic[P, T]):
         return isinstance(answer, _PREFIXES) and answer.num_blocks < len(part.keys)
 
     def joined(self, answers: list[T]) -> T:
-        """Make one answer of those to the parts."""
+        """Make one answer of the answers to the parts of a call."""
         return answers[0] if len(answers) == 1 else self._join(answers)
 
     def answered(self, id_: int, value: object) -> Answered:
@@ -308,7 +308,7 @@ def _struct_of(call: Callable[..., Any], forms: Mapping[str, _Form]) -> Any:  # 
 
 
 class Asking:
-    """How a client has its server answer. For the event loop's thread, but for what is called from ``anywhere``.
+    """A client's way to ask its server. For the event loop's thread, but for what is called from ``anywhere``.
 
     Attributes:
         connection: To whatever server is there.

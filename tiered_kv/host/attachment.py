@@ -35,7 +35,7 @@ _LOOK_S: Final = 0.05
 
 
 class Line:
-    """Messages on the connection. Any thread sends and asks; the event loop reads, or a thread that waits.
+    """The messages of a client on its connection. Any thread sends and asks; the loop reads, or a thread that waits.
 
     A thread that waits for an answer reads for itself, that of the event loop too: so it needs no turn of it. What
     comes for others meanwhile is taken on the event loop as soon as it runs, in order.
@@ -283,7 +283,7 @@ class Transferring(Protocol):
 
 
 class Attachment:
-    """One attachment. For the event loop's thread, but for `ask_now`.
+    """A client's attachment to one server process. For the event loop's thread, but for `ask_now`.
 
     Attributes:
         path: Of the server's socket.
@@ -419,7 +419,7 @@ class Attachment:
         self._num_copying += 1
 
     def copy_ended(self) -> None:
-        """It touches no memory any more."""
+        """Take note that a copy touches no memory any more."""
         self._num_copying -= 1
         self._end_if_still()
 

@@ -245,7 +245,7 @@ class ConnectedKV(AskedCalls):
 
 
 class _FarLease(AbstractAsyncContextManager[HostLease]):
-    """A lease of the server's slots.
+    """A lease of slots in a server's memory.
 
     No generator: an event loop that ends ends those as well, and a thread may be in the block yet.
     """

@@ -27,7 +27,7 @@ Place = tuple[str, int, int]
 
 
 class FarChanges(Changes):
-    """Those of a server, for one subscriber."""
+    """The changes in a server's tiers, for one subscriber in a client."""
 
     def __init__(self, places: tuple[Place, ...]) -> None:
         """Made by `FarSubscribers` only."""
@@ -110,7 +110,7 @@ def _change(sequence: int, place: Place, said: Changed, names: Names) -> TierCha
 
 
 class _Stream:
-    """What a server sends to a subscriber, to whom nobody may refer any more: one stream, and then that of the next."""
+    """What a server sends to a subscriber, and then the next server. It ends once nobody refers to the subscriber."""
 
     def __init__(self, changes: FarChanges) -> None:
         self._changes = ref(changes)
@@ -125,7 +125,7 @@ class _Stream:
         there.send(Follow(self._number))
 
     def say_taken(self, num_messages: int) -> None:
-        """Make room for so many more."""
+        """Tell the server that so many of its messages were taken: it may send as many more."""
         if self._there is not None:
             self._there.send(Taken(self._number, num_messages))
 

@@ -56,7 +56,7 @@ from tiered_kv.values.specs import CPULoadStoreSpec, GPULoadStoreSpec
 
 @dataclass(frozen=True)
 class FarRequest:
-    """What a job is about, once it has been checked.
+    """A load or store to be planned by a server, once it has been checked.
 
     Attributes:
         direction: Of the bytes.
@@ -84,7 +84,7 @@ class FarRequest:
 
 
 class FarJob:
-    """One job, from its beginning until the server says nothing more about it.
+    """A job of a client's planner, from its beginning until the server says nothing more about it.
 
     Attributes:
         job: What the caller has of it.
@@ -150,7 +150,7 @@ class FarJob:
         )  # fmt: skip
 
     def nothing(self, *errors: str) -> JobResult:
-        """Return that it ended with nothing, and why."""
+        """Return the result of a job that ended with nothing, and why."""
         seconds, mask = self._clock() - self._begun, np.zeros(len(self.request.keys), np.bool_)
         return JobResult(self.job.number, 0, errors, seconds=seconds, planned_s=self._planned - self._begun, mask=mask)
 
@@ -190,7 +190,7 @@ class ServedSlab(SlabHandle):
 
 
 class Introductions:
-    """What has the server watch the workers of one client's planner. For the event loop's thread."""
+    """Has the server watch the worker processes of one client's planner. For the event loop's thread."""
 
     def __init__(
         self,
@@ -475,7 +475,7 @@ class FarJobs(JobBook):
 
 
 class FarPlanner(Planner):
-    """Made by `ConnectedKV`. While no server is there jobs end at once, as ``"server away"``."""
+    """The planner of a client, made by `ConnectedKV`. While no server is there jobs end at once: ``"server away"``."""
 
     def __init__(self, connection: Connection, starts: Starts, jobs: FarJobs) -> None:
         super().__init__(jobs)

@@ -49,7 +49,7 @@ _WHOSE: Final = {Reason.DEADLINE: "", Reason.REVOKED: "", Reason.DEVICE_UNUSABLE
 
 @dataclass(frozen=True, kw_only=True)
 class MovingRequest:
-    """What a load and a store of a client have in common, once they have been checked, in any thread.
+    """A checked load or store of a client: what both have in common, in any thread.
 
     Attributes:
         side: What this process has.
@@ -72,7 +72,7 @@ class MovingRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class FarLoadRequest(MovingRequest):
-    """A load of a client.
+    """A load that a client asks its server for.
 
     Attributes:
         deadline: On the loop's clock.
@@ -89,7 +89,7 @@ class FarLoadRequest(MovingRequest):
     is_current: Callable[[], bool]
 
     def message(self, id_: int) -> protocol.Load:
-        """Say it to the server, which has what is left of the time."""
+        """Return the message that asks the server for the load, with the time that is left."""
         left_s = max(0.0, self.deadline - self.side.loop.time())
         return protocol.Load(
             id_, self.said, left_s, int(self.priority), self.layerwise, self.gaps, self.order == "back"
@@ -98,7 +98,7 @@ class FarLoadRequest(MovingRequest):
 
 @dataclass(frozen=True, kw_only=True)
 class FarStoreRequest(MovingRequest):
-    """A store of a client.
+    """A store that a client asks its server for.
 
     Attributes:
         hint: What the caller says of the blocks' future.
@@ -107,15 +107,15 @@ class FarStoreRequest(MovingRequest):
     hint: ReuseHint | None
 
     def message(self, id_: int) -> protocol.Store:
-        """Say it to the server."""
+        """Return the message that asks the server for the store."""
         return protocol.Store(id_, self.said, self.layerwise, self.hint)
 
 
 class Moving(Generic[R]):
-    """One transfer of this client. Its copies are asked for by the server."""
+    """A load or store of this client. Its copies are asked for by the server."""
 
     def __init__(self, request: "MovingRequest", deadline: float) -> None:
-        """Prepare one, on the event loop, which is given up at ``deadline``, on the loop's clock."""
+        """Prepare a transfer, on the event loop. It is given up at ``deadline``, on the loop's clock."""
         self.ended: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.num_layers = request.binding.caches.group.num_layers
         self.thread = threading.get_ident()
@@ -139,7 +139,7 @@ class Moving(Generic[R]):
         self._error = ""
 
     def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> bool:
-        """Ask a server for it, and say whether that was done; if there is none, it ends."""
+        """Ask a server for the transfer, and say whether that was done. If no server is there, the transfer ends."""
         if there is None or not there.is_open or there.is_silent:
             self._stop(Reason.SERVER_AWAY)
             return False
@@ -154,7 +154,7 @@ class Moving(Generic[R]):
         return True
 
     def refuse(self, why: Reason, detail: str = "") -> None:
-        """End it before it has begun."""
+        """End the transfer before it has begun."""
         self._detail = detail
         self._stop(why)
 
@@ -292,7 +292,7 @@ class FarLoad(Moving[LoadResult]):
     num_from_back: int | None = None
 
     def __init__(self, request: FarLoadRequest) -> None:
-        """Prepare one, on the event loop."""
+        """Prepare a load, on the event loop."""
         super().__init__(request, request.deadline)
         self._is_current = request.is_current
         self._gaps = request.gaps
@@ -415,7 +415,7 @@ class FarBackLoad(FarLoad):
     """
 
     def __init__(self, request: FarLoadRequest) -> None:
-        """Prepare one, on the event loop."""
+        """Prepare a load from the back, on the event loop."""
         super().__init__(request)
         self.num_from_back = len(self._keys)
         self._claimed = 0
@@ -477,7 +477,7 @@ class FarStore(Moving[StoreResult]):
     """A store through a server."""
 
     def __init__(self, request: FarStoreRequest, deadline: float) -> None:
-        """Prepare one, on the event loop, which is given up at ``deadline``, on the loop's clock."""
+        """Prepare a store, on the event loop. It is given up at ``deadline``, on the loop's clock."""
         super().__init__(request, deadline)
         self.missing = set(range(self.num_layers)) if request.layerwise else None
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
@@ -504,7 +504,7 @@ class FarStore(Moving[StoreResult]):
         self._settled.add_done_callback(callback)
 
     def drop(self, reason: Reason, tiers: Iterable[str]) -> None:
-        """End it before it has begun: no block of it comes to any of these tiers."""
+        """End the store before it has begun: no block of it comes to any of these tiers."""
         self._settled.set_result(tuple(TierStore(tier, dropped=len(self._keys)) for tier in tiers))
         self.refuse(reason)
 
@@ -554,7 +554,7 @@ class FarStore(Moving[StoreResult]):
 
 
 class Starts:
-    """How the loads and stores of one client begin, and the weights that they are of.
+    """Begins the loads and stores of one client, and knows which weights they are of.
 
     Attributes:
         epoch: The digest of the weights that the engine serves.

@@ -55,7 +55,7 @@ Begun = tuple[socket.socket, Attached, list[int]]
 
 
 class Attempts:
-    """Those of one client, one at a time. For the event loop's thread."""
+    """The attempts of one client to attach to a server, one at a time. For the event loop's thread."""
 
     def __init__(self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls) -> None:
         """Say ``opening`` to whoever listens at ``path``; each attempt may take ``timeout_s``."""
@@ -104,7 +104,7 @@ class Attempts:
 
 
 class _Attempt:
-    """One of them, by whose end nobody may wait for it any more, nor its event loop be there."""
+    """An attempt to attach. When it ends, who awaited it may have gone, and the event loop too."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -112,7 +112,7 @@ class _Attempt:
         self._is_given_up = False
 
     def make(self, path: str, opening: Attach, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
-        """Make it, in a thread."""
+        """Connect, and say who attaches; in a thread."""
         begun = handshake.begin(path, opening, timeout_s)
         with self._lock:
             self._begun, is_wanted = begun, not self._is_given_up
@@ -130,7 +130,7 @@ class _Attempt:
 
 @dataclass
 class FarGroup:
-    """One KV group, as memory is bound to it."""
+    """A KV group of a client, with all that is needed to bind memory to it."""
 
     group: KVGroup
     codec: Codec | None
@@ -141,7 +141,7 @@ class FarGroup:
 
 
 class FarSide(EngineSide):
-    """All of it. `lifetime` ends it."""
+    """What a client has in its own process while a server keeps its blocks. `lifetime` ends it."""
 
     reads_direct: ClassVar = False
 
@@ -236,7 +236,7 @@ class Follower(Protocol):
 
 
 class Connection:
-    """One client's. For the event loop's thread, but for what says otherwise.
+    """A client's connection to whichever server is there. For the event loop's thread, but for what says otherwise.
 
     Attributes:
         path: Of the server's socket.
@@ -252,7 +252,7 @@ class Connection:
         make_side: Callable[[Attached, LoopCalls], FarSide],
         timeout_s: float,
     ) -> None:
-        """Prepare it; `open` comes next.
+        """Prepare a connection; `open` comes next.
 
         Args:
             path: See the attribute.
@@ -274,7 +274,7 @@ class Connection:
         self._followers: list[Follower] = []
 
     def follow(self, follower: Follower) -> None:
-        """Have it told of each server from now on; on the event loop."""
+        """Have a follower told of each server from now on; on the event loop."""
         self._followers.append(follower)
 
     @property

@@ -47,7 +47,7 @@ async def receive_opening(connection: socket.socket) -> Opening:
 
 
 async def send_opened(connection: socket.socket, answer: Message, descriptors: Sequence[int] = ()) -> None:
-    """Answer it; whoever gets the descriptors has duplicates of them."""
+    """Answer an opening; whoever gets the descriptors has duplicates of them."""
     data = wire.frame(answer)
     sent = socket.send_fds(connection, [data], list(descriptors)) if descriptors else 0
     if sent < len(data):  # else the other side may have closed its end, and sending nothing fails too

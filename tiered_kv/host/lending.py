@@ -19,7 +19,7 @@ KEPT: Final = 1 / 8
 
 @dataclass(frozen=True)
 class Claim:
-    """One model's, in bytes.
+    """What one model claims of a tier, in bytes.
 
     Attributes:
         right: What it has a right to; those of all models fit into the tier.
@@ -39,7 +39,7 @@ class Claim:
 
     @property
     def is_wanting(self) -> bool:
-        """Whether it would use more."""
+        """Whether the model would use more than it has."""
         return not self.is_idle and self.used >= _FULL * self.given
 
 

@@ -47,7 +47,7 @@ class Follow(Message, frozen=True, tag="follow"):
 
 
 class Taken(Message, frozen=True, tag="taken"):
-    """The client has taken so many messages more of a stream."""
+    """The client has taken so many more messages of a stream of changes."""
 
     id: int
     num_messages: int
@@ -89,7 +89,7 @@ class Keys(Field, frozen=True):
         return len(self.digests) // DIGEST_BYTES
 
     def block_keys(self) -> BlockKeys:
-        """Return them.
+        """Return the keys as the library has them.
 
         Raises:
             ConfigurationError: They are none.
@@ -155,7 +155,7 @@ class JobMoved(Message, frozen=True, tag="job_moved"):
 
 
 class JobMovedKeys(Message, frozen=True, tag="job_moved_keys"):
-    """The same for keys at ``positions``, int64, that are moved, or not to be."""
+    """A rank's worker has moved the keys at ``positions``, int64, or is not to: `JobMoved`, by key."""
 
     id: int
     rank: int
@@ -373,7 +373,7 @@ class Place(wire.Field, frozen=True):
         return cls(spec.medium, numbers, {name: each for name, each in values.items() if name not in numbers})
 
     def spec(self) -> LoadStoreSpec | None:
-        """Return it; None of one that is not known here."""
+        """Return the spec; None of a medium that is not known here."""
         if (kind := _KINDS.get(self.medium)) is None:
             return None
         numbers = {name: wire.as_ids(each) for name, each in self.numbers.items()}
@@ -394,7 +394,7 @@ class Call(Message, frozen=True, tag="call"):
 
 
 class Lease(Message, frozen=True, tag="lease"):
-    """Hold a prefix in host memory, until `Cancel`."""
+    """Hold a prefix in host memory until `Cancel`."""
 
     id: int
     keys: Keys
@@ -430,7 +430,7 @@ class Found(Field, frozen=True):
         )
 
     def result(self) -> LookupResult:
-        """Return it."""
+        """Return the lookup's result."""
         specs = [place.spec() if place else None for place in self.places] or [None] * len(self.runs)
         runs = tuple(TierRun(*run, spec) for run, spec in zip(self.runs, specs, strict=True))
         return LookupResult(self.num_blocks, runs, self.num_bytes, self.block_size, self.costs, self.num_pending)
@@ -501,7 +501,7 @@ class StoreLayer(Message, frozen=True, tag="store_layer"):
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
-    """Stop, or give a lease back. Of what has ended it is passed over."""
+    """Stop a transfer or job, or give a lease back. If it has ended, this is passed over."""
 
     id: int
 

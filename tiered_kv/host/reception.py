@@ -126,7 +126,7 @@ class Peer(NamedTuple):
     gid: int
 
     def __str__(self) -> str:
-        """For people."""
+        """Name the process, for people."""
         return f"process {self.pid}, user {self.uid}"
 
 
@@ -134,7 +134,7 @@ Admit = Callable[[socket.socket, Opening, Peer], Awaitable[bool]]
 
 
 class Reception:
-    """Of one listening socket. For the event loop's thread.
+    """Accepts connections on one listening socket, and hears what they are for. For the event loop's thread.
 
     Attributes:
         num_refused: Clients that were told why they may not begin.

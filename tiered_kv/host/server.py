@@ -68,7 +68,7 @@ class TieredKVServer:
 
     @property
     def path(self) -> Path:
-        """Where it listens."""
+        """Where the server listens."""
         return self._settings.host.socket
 
     def health(self) -> dict[str, Any]:

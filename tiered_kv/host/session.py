@@ -62,7 +62,7 @@ _AT_ONCE: Final[Mapping[str, Callable[..., object]]] = {"lookup": TierCalls.look
 
 
 class Session:
-    """One client. For the event loop's thread.
+    """What a server has of one client: its seat, transfers, jobs and leases. For the event loop's thread.
 
     Attributes:
         name: What the client calls itself, with its process and user as the system knows them.
@@ -261,7 +261,7 @@ class Session:
     # Questions.
 
     def _ask(self, request: protocol.Question, send: Send) -> None:
-        """Answer one: at once if that needs no waiting, else when it is known."""
+        """Answer a question: at once if that needs no waiting, else when the answer is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")

@@ -50,7 +50,7 @@ MOST_STREAMS: Final = 16
 
 
 class SessionChanges:
-    """Those of one client. For the event loop's thread."""
+    """The streams of changes to which one client has subscribed. For the event loop's thread."""
 
     def __init__(self, tasks: Tasks) -> None:
         self._tasks = tasks
@@ -142,7 +142,7 @@ _MOST_PROMPTS: Final = 1 << 14
 
 
 class SessionJobs:
-    """Those of one client. For the event loop's thread."""
+    """The planned jobs of one client. For the event loop's thread."""
 
     def __init__(self, jobs: Jobs, account: Account, tasks: Tasks, serves: Callable[[bytes], bool]) -> None:
         """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``.

@@ -120,7 +120,7 @@ class FarMemory(EngineMemory, Stream):
 
     @property
     def num_copying(self) -> int:
-        """Copies that the client has not answered."""
+        """How many copies the client was asked for and has not answered."""
         return len(self._dones)
 
     def answered(self, number: int, error: str) -> None:
@@ -167,7 +167,7 @@ class Account:
 
     @property
     def num_bytes(self) -> int:
-        """All together."""
+        """Bytes of all slots that the client has."""
         return self._moving_bytes + self._held_bytes + self.pins.num_bytes
 
     @property
@@ -189,7 +189,7 @@ class Account:
 
 
 class SessionTransfers:
-    """Those of one client. For the event loop's thread."""
+    """The loads and stores of one client that are under way. For the event loop's thread."""
 
     def __init__(
         self,
@@ -200,7 +200,7 @@ class SessionTransfers:
         *,
         is_read_only: bool,
     ) -> None:
-        """Have so many under way at most; tell of them in ``tasks``. Who only reads stores nothing.
+        """Run transfers within ``limits``, and tell of them in ``tasks``. A client that only reads stores nothing.
 
         ``serves`` says of an epoch whether the client serves it.
         """
@@ -292,7 +292,7 @@ class SessionTransfers:
         handle.when_done(partial(self._stored, request.id, len(keys), send))
 
     def refuse(self, request: protocol.Load | protocol.Store, seat: Seat, why: Reason, send: Send) -> None:
-        """Say that one does not begin, and count it."""
+        """Tell the client that a load or store does not begin, and count it."""
         chain, batch = seat.batch(request.keys.block_keys())
         num_keys = len(batch)
         if isinstance(request, protocol.Load):
@@ -316,7 +316,7 @@ class SessionTransfers:
             transfer[1].answered(request.number, request.error)
 
     def cancel(self, id_: int) -> None:
-        """Stop one: its client does not wait for it any more."""
+        """Stop a transfer: its client does not wait for it any more."""
         transfer: Transfer | None = self._loads.get(id_) or self._stores.get(id_)
         if transfer is not None:
             transfer[0].cancel()

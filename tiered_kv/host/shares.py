@@ -49,7 +49,7 @@ _DIRECTORY: Final = re.compile(f"[0-9a-f]{{{DIRECTORY_DIGITS}}}")
 
 @dataclass(eq=False)
 class Share:
-    """One model's. What an earlier server has left on a disk is one too: it has no name, and no cache yet.
+    """One model's share of the tiers. What an earlier server has left on a disk is a share without name and cache.
 
     Attributes:
         directory: Its name on disks; what equal models have in common.
@@ -89,7 +89,7 @@ class Share:
     _num_stored: int = 0
 
     async def resize(self, tier: str, capacity: int) -> bool:
-        """Have so many bytes of a tier from now on, once nobody uses what is to go; say whether that is so."""
+        """Change the capacity of a tier for this model, once nobody uses what is to go; say whether that has worked."""
         assert self.cache is not None  # noqa: S101 - its caller's
         try:
             await self.cache.resize(tier, capacity)
@@ -112,14 +112,14 @@ class Share:
             return True
 
     def look(self, now: float) -> None:
-        """See whether something was to be stored since the last time, had it room or not; of one that is open."""
+        """See whether something was to be stored since the last look, with or without room. The cache must be open."""
         assert self.cache is not None  # noqa: S101 - its caller's
         stats = self.cache.stats()
         if (num_stored := stats.stored + stats.dropped) != self._num_stored:
             self._num_stored, self.stored_at = num_stored, now
 
     def claim(self, tier: str, since: float) -> Claim:
-        """Say what it claims of a tier, if it is open; idle is who has stored nothing ``since``."""
+        """Say what the model, whose cache is open, claims of a tier. It is idle if nothing was stored ``since``."""
         assert self.cache is not None  # noqa: S101 - its caller's
         given = self.given[tier]
         used = int(given * seat_of(self.cache).cache.part_used(tier))
@@ -157,7 +157,7 @@ class Share:
 
 @dataclass(frozen=True)
 class DividedTier:
-    """One tier, and how it is taken apart.
+    """A tier of the server, and how it is divided between models.
 
     Attributes:
         name: As everywhere.
@@ -308,10 +308,10 @@ _LEAST_CHANGE: Final = 1 / 32
 
 
 class Shares:
-    """All of them. For the event loop's thread."""
+    """The shares of all models in a server's tiers. For the event loop's thread."""
 
     def __init__(self, settings: TieredKVSettings, emit: Emit) -> None:
-        """Know those that are on a disk already.
+        """Begin with the models that have directories on a disk already.
 
         Raises:
             ConfigurationError: A tier cannot be a server's, or have a directory, or what is fixed for models is more
@@ -574,7 +574,7 @@ class Shares:
                 self._tasks.spawn(self._resized(share, tier, given, capacity), f"resize {name}")
 
     async def _resized(self, share: Share, tier: DividedTier, before: int, capacity: int) -> None:
-        """Give one model so much of a tier, and then others what they wait for; what fails is not tried again."""
+        """Change one model's part of a tier, then give others what they wait for. What fails is not tried again."""
         is_done = await share.resize(tier.name, capacity)
         share.resizing.discard(tier.name)
         share.given[tier.name] = capacity if is_done else before

@@ -23,7 +23,7 @@ class Pages:
     """An ASGI application: ``/`` lists models, ``/<directory>/`` is the page of one's cache, ``/metrics`` are all's."""
 
     def __init__(self, shares: Callable[[], Sequence[Share]], *, has_metrics: bool) -> None:
-        """Show these; any thread asks for them."""
+        """Show the pages of ``shares``; any thread asks for them."""
         self._shares = shares
         self._has_metrics = has_metrics
 
