@@ -372,7 +372,7 @@ class BlockCache(ABC):
 
     @abstractmethod
     def _store(self, call: StoreCall, *, anywhere: bool = False) -> Callable[[], StoreHandle]:
-        """Do so for a store.
+        """Check a store and enqueue its wait, as `_open` says where; return what begins it on the event loop.
 
         Raises:
             ClosedError, ConfigurationError, LayoutMismatchError: As `start_store` and `_open` say.
@@ -707,7 +707,7 @@ class BlockCache(ABC):
     @property
     @abstractmethod
     def is_attached(self) -> bool:
-        """Whether it is open; of one that a host's server keeps, whether that is there and answers, too.
+        """Whether the cache is open; of one that a host's server keeps, also whether that server is there and answers.
 
         Any thread may look. While it is not attached, calls of a client find nothing.
         """
@@ -731,7 +731,7 @@ class BlockCache(ABC):
 
     @abstractmethod
     async def __aenter__(self) -> Self:
-        """Open it, once.
+        """Open the cache, once.
 
         Raises:
             ConfigurationError: It can never work as it is set up.

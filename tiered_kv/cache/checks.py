@@ -104,7 +104,7 @@ def check_found(keys: BlockKeys, found: NDArray[np.bool_]) -> None:
 
 @dataclass(kw_only=True)
 class LoadCall:
-    """A load as it is asked for; see `BlockCache.start_load`. What can be checked of it without a cache is right.
+    """The arguments of a load, checked as far as that needs no cache; see `BlockCache.start_load`.
 
     Attributes:
         whose: By which whoever submits it can have it ended, see `Submissions.end_of`.
@@ -142,7 +142,7 @@ def check_kind(order: Order, *, layerwise: bool, gaps: bool) -> None:
 
 @dataclass(kw_only=True)
 class StoreCall:
-    """A store as it is asked for; see `BlockCache.start_store`.
+    """The arguments of a store, checked as far as that needs no cache; see `BlockCache.start_store`.
 
     Attributes:
         whose: As for a `LoadCall`.
@@ -230,7 +230,7 @@ def check_count(group: KVGroup, keys: StoredKeys, spec: EngineBlocks) -> None:
 
 
 def check_ttl(ttl_s: float) -> float:
-    """Return it; raise `ConfigurationError` unless it is a positive number of seconds."""
+    """Return ``ttl_s``; raise `ConfigurationError` unless it is a positive number of seconds."""
     if not (isinstance(ttl_s, int | float) and is_number(ttl_s) and 0 < ttl_s < math.inf):
         raise ConfigurationError(f"ttl_s must be a positive number of seconds, got {ttl_s!r:.80}")
     return ttl_s

@@ -67,7 +67,7 @@ async def drain(cache: OpenCache, timeout_s: float | None) -> bool:
 
 
 async def _write_all(cache: OpenCache) -> bool:
-    """Do it as far as the tiers let it; say whether that is all."""
+    """Write what there is, as far as the tiers let it; say whether that is all."""
     try:
         await cache.settle()
         while late := [chain.unwritten for chain in cache.chains if chain.unwritten.num_late]:
@@ -98,7 +98,7 @@ def draining_on(cache: OpenCache, signals: tuple[signal.Signals, ...], timeout_s
 
 
 class _Handler:
-    """Handles signals for one cache, and then for those whose turn it was before: a program may have several.
+    """Handles signals for one cache, and then passes them on to whoever handled them before: there may be several.
 
     Attributes:
         former: Who has handled each of them before.
@@ -116,7 +116,7 @@ class _Handler:
             signal.signal(each, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle one; the next of any that is handled here does what it does by default."""
+        """Begin to drain. The next signal that is handled here does what it does by default."""
         self.has_come = True
         for each in self.former:
             signal.signal(each, _by_default(each))

@@ -76,7 +76,7 @@ class Hints:
         together: float,
         favoured: Callable[[int, int], object],
     ) -> Self | None:
-        """Return one of an open cache, for these parts of its CPU tier; None if it has none."""
+        """Return the hints of an open cache, for these parts of its CPU tier; None if it has none."""
         memory = next((name for name, medium in cache.media.items() if medium == "cpu"), None)
         if memory is None:
             return None
@@ -170,7 +170,7 @@ class Hints:
 
 
 class Favours:
-    """Which blocks are kept or brought because somebody said so, each for a time; so many for a tenant, and for all.
+    """The blocks that hints keep or bring, each for a time: a limited number for each tenant, and for all together.
 
     A tenant whose blocks are not asked for in their time gets less: its share is what it is of the part that were, to
     the third power. So hints that are wrong at random soon cost little, and once they are right again they count again.
@@ -257,7 +257,7 @@ class Favours:
             del self._until[tenant]
 
     def _sweep(self, now_s: float) -> None:
-        """Forget those whose time is up."""
+        """Forget the favours whose time is up."""
         self._swept_s = now_s
         for tenant in list(self._until):
             left = {block: until for block, until in self._until[tenant].items() if until > now_s}
@@ -286,7 +286,7 @@ class Favours:
 
 @dataclass
 class _Judged:
-    """How many blocks that were favoured were asked for in their time, and how many were not, lately."""
+    """How many favoured blocks of a tenant were asked for in their time, and how many were not, lately."""
 
     used: float
     missed: float

@@ -84,7 +84,7 @@ _LOOK_AGAIN_S: Final = 1.0
 
 
 class OpenCache:
-    """What all who use an open cache share, whichever engine they are; for the event loop's thread.
+    """An open cache, with all that the engines at it share. For the event loop's thread.
 
     Attributes:
         layout: What blocks are made of.
@@ -176,7 +176,7 @@ class OpenCache:
                 self.recorder.note(call, run)
 
     async def finish(self, work: Coroutine[Any, Any, T], name: str) -> T:
-        """Do something to its end, also if who waits for it here is cancelled.
+        """Run a coroutine to its end, even if the caller that waits for it here is cancelled.
 
         Raises:
             ClosedError: The cache was closed before it was done.
@@ -232,7 +232,7 @@ class OpenCache:
         return num_blocks
 
     async def _resize(self, name: str, num_blocks: int) -> TieredKVError | None:
-        """Do it, and return the error: whoever asked may have gone, and nobody else is to hear of it."""
+        """Resize a tier, and return the error: whoever asked may have gone, and nobody else is to hear of it."""
         async with self._resizing:
             try:
                 number = self.chains[0].names.index(name)

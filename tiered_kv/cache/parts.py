@@ -29,7 +29,7 @@ _FILLED_IN: Final = re.compile(r"\{\w*\}")
 
 @dataclass(frozen=True)
 class StoragePart:
-    """A backend and what the chain calls it."""
+    """A backend of a storage tier, and the name of that tier in the chain."""
 
     name: str
     settings: StorageTierSettings
@@ -48,7 +48,7 @@ class StoragePart:
 
 @dataclass(frozen=True)
 class ChainParts:
-    """A chain as it was asked for."""
+    """The tiers of a chain as settings ask for them."""
 
     gpu: GPUTier | None
     cpu: CPUTier
@@ -79,12 +79,12 @@ class BlockKind:
 
     @property
     def name(self) -> str:
-        """For its slab."""
+        """The name of its slab."""
         return f"group{self.number}-{self.naming.shard}"
 
     @property
     def shape(self) -> RecordShape:
-        """Its records."""
+        """The shape of its records."""
         fingerprint, shard, num_bytes = self.naming.fingerprint, self.naming.shard.part, self.group.payload_bytes
         shape = RecordShape(fingerprint, num_bytes, shard, slots_per_block=self.group.slots_per_block)
         if (codec := self.codec or self.record_codec) is None:
@@ -98,7 +98,7 @@ class BlockKind:
 
     @property
     def slot_stride_bytes(self) -> int:
-        """From one slot to the next: whole pages."""
+        """Bytes from one slot to the next: whole pages."""
         return -(-self.slot_bytes // PAGE_BYTES) * PAGE_BYTES
 
 

@@ -27,7 +27,7 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 
 class Planner(ABC):
-    """What `BlockCache.planner` returns. Ends with the cache, or when it is closed."""
+    """The face for an engine whose workers are other processes. Ends with the cache, or when it is closed."""
 
     def __init__(self, jobs: JobBook) -> None:
         """Made by a cache only."""

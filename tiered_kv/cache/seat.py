@@ -71,7 +71,7 @@ def check_process(num_parents: int) -> None:
 
 
 class EngineSide(ABC):
-    """What a cache has in the engine's own process while it is open, wherever its tiers are; for the loop's thread.
+    """What an engine's own process has of an open cache, wherever the tiers are; for the event loop's thread.
 
     Attributes:
         reads_direct: Whether storage may read into the engine's memory itself.
@@ -168,7 +168,7 @@ class EngineSide(ABC):
 
 
 class Seat(EngineSide):
-    """What one engine has of an open cache. For the event loop's thread, but for what says otherwise.
+    """One engine's place at an open cache in this process. For the event loop's thread, but for what says otherwise.
 
     Attributes:
         cache: What all engines share.
@@ -184,7 +184,7 @@ class Seat(EngineSide):
     reads_direct: ClassVar = True
 
     def __init__(self, cache: OpenCache, shards: Sequence[Shard], epoch: bytes, pins: Pins) -> None:
-        """Take one, in the thread of the event loop.
+        """Take a seat at an open cache, in the thread of the event loop.
 
         Args:
             cache: Open.
@@ -244,7 +244,7 @@ class Seat(EngineSide):
         return True
 
     def batch(self, keys: BlockKeys, epoch: str | None = None) -> tuple[Chain, Batch]:
-        """Return the same of the one rank that this cache is of."""
+        """Return the chain of the keys' KV group, and what keys are called there, for a cache of one rank."""
         chains = self._chains_of(keys)
         check_one_rank(chains)
         return chains[0], chains[0].naming.batch(keys, self.epoch if epoch is None else epoch_digest(epoch))

@@ -97,7 +97,7 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 
 class TierCalls(BlockCache):
-    """The calls of such a cache, from its opening to its closing."""
+    """The calls of a cache whose tiers are in this process, from its opening to its closing."""
 
     def __init__(self, media: Mapping[str, str], seat: Seat | None = None) -> None:
         """Answer for a cache with tiers of these media, once it is open at this seat."""

@@ -333,14 +333,14 @@ class _Windows:
         self._lock = system().lock()
 
     def ended(self, num_blocks: int, error: BaseException | None) -> None:
-        """Take note of the next one."""
+        """Take note that the next window has ended."""
         with self._lock:
             self._error = self._error or error
             self._num_moved += 0 if self._error else num_blocks
         self._count(1)
 
     def left_out(self, num_windows: int, error: BaseException) -> None:
-        """Take note of the last ones, which could not be submitted; those before them go on."""
+        """Take note of the last windows, which could not be submitted; those before them go on."""
         self._reason = error
         self._count(num_windows)
 
@@ -353,7 +353,7 @@ class _Windows:
 
 
 class _Slab:
-    """A slab of the planner's, for as long as it is attached or a copy of ours touches it. Any thread may call."""
+    """A planner's slab, kept while it is attached or a copy of ours touches it. Any thread may call."""
 
     def __init__(self, handle: SlabHandle, device: Device) -> None:
         fd, is_read_only = handle.descriptor(page_locks=device.kind != "cpu")
@@ -373,13 +373,13 @@ class _Slab:
         return self._slab.rows
 
     def copy_begins(self) -> bool:
-        """Keep it until `copy_ended`; say whether it was still there to be kept."""
+        """Keep the slab until `copy_ended`; say whether it was still there to be kept."""
         with self._lock:
             self._num_users += bool(self._num_users)
             return bool(self._num_users)
 
     def copy_ended(self) -> None:
-        """Let go of it once nobody uses it."""
+        """Let go of the slab once nobody uses it."""
         with self._lock:
             self._num_users -= 1
             is_left = not self._num_users

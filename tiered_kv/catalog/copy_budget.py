@@ -34,7 +34,7 @@ _REMEMBERED: Final = 0.98
 
 
 class CopyBudget:
-    """Says what to copy out of an engine, level by level, the one that comes back most often first.
+    """Decides which blocks to copy out of an engine, level by level, those that come back most often first.
 
     Of the last level that there is room for only some are copied: those of the first part of a period, as a prompt is
     of use from its head on, and half of each prompt would be of none.

@@ -187,7 +187,7 @@ class Expiry:
     """
 
     def __init__(self, num_slots: int, ttl_s: float, clock: Callable[[], float]) -> None:
-        """Make one over ``num_slots`` slots, none of them filled.
+        """Make times for ``num_slots`` slots, none of them filled.
 
         Raises:
             ConfigurationError: ``ttl_s`` is no positive number.
@@ -201,7 +201,7 @@ class Expiry:
         self._next = 0
 
     def start(self, slots: Slots) -> None:
-        """Let these slots count from now on."""
+        """Let the age of these slots count from now on."""
         self._filled_s[slots] = self._clock() - self._zero_s
 
     def overdue(self, num_slots: int, limit: int) -> Slots:

@@ -29,7 +29,7 @@ Uses = NDArray[np.int32]
 
 
 class Fate(IntEnum):
-    """What befell a block. `UNKNOWN`: nothing that is remembered."""
+    """What happened to a block last. `UNKNOWN`: nothing that is remembered."""
 
     UNKNOWN = 0
     EVICTED = 1
@@ -47,7 +47,7 @@ class Fate(IntEnum):
 
 
 def said_of(fate: Fate) -> str:
-    """Return it in the words that users see."""
+    """Return a fate in the words that users see."""
     return {Fate.UNKNOWN: "never stored", Fate.UNADMITTED: "not admitted"}.get(fate, fate.name.lower())
 
 
@@ -116,7 +116,7 @@ class UseCounts:
     """
 
     def __init__(self, window: int) -> None:
-        """Make one in which nothing was used.
+        """Make estimates in which nothing was used.
 
         Args:
             window: After so many uses all counts are halved: a use counts for one window, and ever less afterwards.
@@ -168,7 +168,7 @@ class AdmissionFilter:
     """
 
     def __init__(self, least_uses: Sequence[int], window: int) -> None:
-        """Make one.
+        """Make a filter that has seen no uses.
 
         Args:
             least_uses: By tier, how many uses it wants; up to 1 is none.
@@ -222,7 +222,7 @@ LEVELS: Final = np.searchsorted([2, 3, 4, 5, 7, 10, 16], np.arange(256), side="r
 
 
 class Ghosts:
-    """Blocks lately evicted, by a hash of their names: a wrong guess costs nothing much. Takes 14 bytes a place.
+    """The blocks lately evicted, by a hash of their names: a wrong guess costs little. Takes 14 bytes a place.
 
     Each has one place, which the next one of the same place takes over.
     """

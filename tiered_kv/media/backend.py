@@ -128,7 +128,7 @@ class Blocks(Sequence[Block]):
 
     @classmethod
     def read_only(cls, blocks: Sequence[Block]) -> "Blocks":
-        """Return the same memory, see `Block.read_only`."""
+        """Return the same memory as blocks through which nothing can be changed, see `Block.read_only`."""
         return cls(len(blocks), lambda n: blocks[n].read_only())
 
     def __len__(self) -> int:
@@ -259,7 +259,7 @@ class _Tier(ABC):
 
     @classmethod
     def has_used(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
-        """Say whether such a tier has used a directory. Of a medium without any it says False.
+        """Say whether a tier of this medium has used a directory. A medium without directories says False.
 
         Raises:
             OSError: It cannot be looked at.
@@ -412,12 +412,12 @@ class SlotBackend(_Tier):
 
     @classmethod
     def has_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
-        """Say whether a directory is one that such a tier has used. Of a medium without any it says False."""
+        """Say whether a tier of this medium has left a directory. A medium without directories says False."""
         return False
 
     @classmethod
     def delete_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
-        """Delete a directory that such a tier has used, and return whether it is gone.
+        """Delete a directory that a tier of this medium has left, and return whether it is gone.
 
         Nothing is deleted while a tier has it open, nor if anything lies in it that no tier has made. Blocks the thread
         for as long as its files take.
@@ -429,7 +429,7 @@ class SlotBackend(_Tier):
 
     @classmethod
     def cut_left(cls, path: Path, capacity_bytes: int) -> bool:  # noqa: ARG003 - there is none
-        """Have a directory that such a tier has used be as one of this capacity at most, and return whether it is.
+        """Cut a directory that a tier of this medium has left to this capacity at most, and return whether that is so.
 
         What that costs are blocks of any age. Nothing is cut where `delete_left` would delete nothing.
         """

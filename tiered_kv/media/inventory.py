@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Whose blocks: of one model in one layout, of some weights, of some ranks' heads, of one tenant.
+    """Where blocks belong: to a model in one layout, to its weights, to some ranks' heads, and to a tenant.
 
     Attributes:
         fingerprint: Of model and layout, hexadecimal, as are the next.
@@ -105,7 +105,7 @@ class Inventory(ABC):
 
     @abstractmethod
     async def delete(self, found: Sequence[Found]) -> None:
-        """Delete it, the others too if one cannot be; what is gone is no error."""
+        """Delete what was found, the rest too if one cannot be deleted; what is gone is no error."""
 
     async def hold(self) -> None:  # noqa: B027 - most media need nothing
         """Keep caches, until this is closed, from putting other blocks where some were found: for who will delete.

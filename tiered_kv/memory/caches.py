@@ -32,7 +32,7 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 @dataclass(frozen=True, eq=False)
 class Fragment:
-    """The same part of every page.
+    """A part of a block's bytes that lies at the same place in every page.
 
     Attributes:
         pages: ``(num_pages, words)`` over the engine's memory, of the widest int dtype that sizes and addresses allow:
@@ -100,7 +100,7 @@ def find_fragments(
 
 @dataclass(frozen=True, eq=False)
 class _PageSpan:
-    """The same bytes of every page: ``num_bytes`` at ``start + page * stride`` of a storage.
+    """Bytes at the same place in every page: ``num_bytes`` at ``start + page * stride`` of a storage.
 
     They are at ``offset`` of a payload, for the first page of a block.
     """
@@ -148,7 +148,7 @@ class _Plane:
     cuts: Sequence[tuple[int, int, int]]
 
     def parts(self) -> list[_PageSpan]:
-        """Return it cut to what lies in one piece in a payload too."""
+        """Return the plane cut into spans that lie in one piece in a payload too."""
         first = self.page.start
         return [replace(self.page, start=first + at, num_bytes=n, offset=offset) for at, n, offset in self.cuts]
 
@@ -380,7 +380,7 @@ class PagedCaches:
 
     @cached_property
     def table(self) -> NDArray[np.int64]:
-        """The same as an array, ``(num_fragments, 4)``."""
+        """The `facts` as an array, ``(num_fragments, 4)``."""
         return np.array(self.facts, dtype=np.int64).reshape(-1, 4)
 
     @property

@@ -40,7 +40,7 @@ _ROUNDS: Final = 3
 
 @dataclass(frozen=True)
 class Way:
-    """Copies between a GPU and the host, both directions."""
+    """A way to copy between a GPU and the host, in both directions."""
 
     name: str
     gather: Gather
@@ -105,7 +105,7 @@ def prepare(caches: PagedCaches, device: Device) -> None:
 
 
 def _prepare(caches: PagedCaches) -> None:
-    """Do it, in a stream's turn."""
+    """Compile and measure what copies of these caches may use; in a stream's turn."""
     here, group = caches.torch_device, caches.group
     if (kernels := device_copies.kernels_for(here)) is not None:
         row_bytes = [group.stride_bytes] if caches.codec is None else [group.stride_bytes, caches.payload_bytes]

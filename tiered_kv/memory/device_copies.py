@@ -60,7 +60,7 @@ def gather_by_torch(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -
 
 
 def scatter_by_torch(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) -> None:
-    """Copy slots into blocks of pages of the same device likewise."""
+    """Copy slots into blocks of pages of the same device by torch's own kernels, one launch a fragment and page."""
     sources, targets = on_device(slots, rows), on_device(pages, rows)
     for fragment in caches.fragments:
         for page in range(pages.shape[1]):
@@ -117,7 +117,7 @@ def scatter_through_staging(
 
 
 def _staged(caches: PagedCaches, rows: Tensor) -> Iterator[tuple[PagedCaches, PagedCaches, int, int]]:
-    """Yield layers that fit a staging buffer, the same as they are in one, a row's words there, and what it leaves out.
+    """Yield layers that fit a staging buffer, the caches as they are in one, its words a row, and what it leaves out.
 
     Whole slots if they fit, and where a codec takes layers out of these.
     """
@@ -267,7 +267,7 @@ def _addresses(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> tup
 
 
 def _fragments(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same as tensors of uint8."""
+    """Yield each fragment in pages and in slots, as tensors of uint8."""
     row_bytes = rows.view(torch.uint8)
     for fragment in caches.fragments:
         page_bytes = fragment.pages.view(torch.uint8)

@@ -215,7 +215,7 @@ class AcceleratorStream(ThreadStream[_Submitted]):
         return self._submit(copy, done, is_late=not self._device.is_page_locked)
 
     def reserve(self, num_buffers: int, buffer_bytes: int) -> None:
-        """Allocate them in the stream; of a device that has failed, nothing."""
+        """Allocate staging buffers in the stream; on a device that has failed, none."""
         device = self._device
         if device.error is not None:
             return

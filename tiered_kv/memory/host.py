@@ -261,7 +261,7 @@ class Headers:
             return taken
 
     def give(self, headers: list[memoryview]) -> None:
-        """Take them back."""
+        """Take lent headers back."""
         with self._lock:
             self._free += headers
 
@@ -399,7 +399,7 @@ class PageLocking:
         node: int | None = None,
         emit: Emit = ignore,
     ) -> None:
-        """Start it.
+        """Start to prepare the slab.
 
         Args:
             slab: Its mapping lives until this is closed. One that is only read is neither touched nor page-locked; of

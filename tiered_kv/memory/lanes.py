@@ -85,7 +85,7 @@ SIDE_BUFFERS, SIDE_BYTES = 2, 4 << 20
 
 
 class Lanes:
-    """The streams of one direction. Any thread may call.
+    """The streams that copy in one direction. Any thread may call.
 
     Attributes:
         main: For what waits for no event.
@@ -188,7 +188,7 @@ class _Side:
 
 
 class Lane:
-    """The order of one transfer: what is submitted here runs after every event waited for here before."""
+    """The order of one transfer's copies: each runs after every event that was waited for here before it."""
 
     def __init__(self, stream: Stream, side: _Side | None) -> None:
         """Made by `Lanes` only."""
@@ -243,7 +243,7 @@ class Lane:
 
     @property
     def has_events(self) -> bool:
-        """Whether it has events of its own to wait for, which may have come by now."""
+        """Whether the lane has events of its own to wait for, which may have come by now."""
         return self._side is not None
 
     def part(self) -> "Lane":
@@ -280,7 +280,7 @@ class LaneCopy:
         self._lock = threading.Lock()
 
     def __call__(self) -> None:
-        """Do it; called by the stream, in any thread."""
+        """Make the copy; called by the stream, in any thread."""
         with self._lock:  # from here on a revocation is too late
             work, self._work = self._work, None
         if work is None:
@@ -298,7 +298,7 @@ class LaneCopy:
         return self._work is None
 
     def revoke(self) -> None:
-        """Let it not begin, if it has not; called on the loop."""
+        """Keep the copy from beginning, if it has not begun; called on the loop."""
         with self._lock:
             revoked, self._work = self._work is not None, None
         if revoked:

@@ -22,7 +22,7 @@ NUM_BUFFERS: Final = 4
 
 
 class Staging:
-    """What a stream of copies has beside itself: a second stream, and buffers that are kept from window to window.
+    """The staging of one stream of copies: a second stream, and buffers that are kept from window to window.
 
     Second steps go onto the stream, first steps onto the one beside, so that a kernel and a DMA overlap, those of
     neighbouring windows too. A buffer is filled again only after the second step that emptied it. For one thread at a

@@ -40,7 +40,7 @@ _SILENT_S: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """How a call ended.
+    """How a call went: what it returned, or why it returned nothing.
 
     Attributes:
         value: What it returned; None unless it went well.
@@ -432,7 +432,7 @@ class _Underway:
 
 
 class _TimeLimit:
-    """Tells calls that they are late, all those that have so many seconds: by one timer, as nearly all end in time."""
+    """One time limit, which tells its calls that they are late: by one timer for all, as nearly all end in time."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
@@ -464,7 +464,7 @@ class _TimeLimit:
 
 
 class _Turns:
-    """How many calls of one kind are under way at once: fewer while they take long for their time limit.
+    """The turns of one kind of call: fewer calls are under way at once while they take long for their time limit.
 
     A medium that is slow, and well, must not be given so many calls that those at the end of its own line are late:
     it would be bypassed for them.

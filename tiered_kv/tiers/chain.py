@@ -54,7 +54,7 @@ _RESIDENT_WINDOWS, _MOST_RESIDENT_WINDOWS, _FEW_BLOCKS = 4, 64, 256
 
 
 class Quotas:
-    """What the transfers of one cache share, as its limits say; shared by its chains.
+    """The limits of one cache that the transfers of all its chains share.
 
     Attributes:
         store_queue: Of what is to be written down.
@@ -157,7 +157,7 @@ class Chain:
         return {tier.name: tier.index for tier in self.booked if tier.is_in_use}
 
     def books_in_use(self) -> list[TierIndex]:
-        """The same without their names."""
+        """The books of the owned tiers that are in use, fastest first."""
         return [tier.index for tier in self.booked if tier.is_in_use]
 
     def has(self, batch: Batch) -> Mask:
@@ -367,7 +367,7 @@ class Chain:
 
 
 class Head:
-    """What a transfer has of its blocks in memory, held as long as more is to come there.
+    """The blocks that a transfer has in memory already, held as long as more of its blocks are to come there.
 
     Else a policy may have them make room for that: a prefix on its way would lose its head to its own tail, or a tail
     that was there to its own head, or either to what others bring there meanwhile.
@@ -385,7 +385,7 @@ class Head:
             self._leases.append(_lease_own(tier, names))
 
     def hold_rest(self, tier: MemoryTier, names: Names) -> None:
-        """Do so, once for each tier, with all that is still wanted, as it begins or before the first of it comes there.
+        """Hold all blocks still wanted, once for each tier, as the transfer begins or before the first comes there.
 
         Only as far as the tier has room for all of it: what is behind that makes room, as its head is of more use.
         """

@@ -90,7 +90,7 @@ class Changes(ABC):
     @property
     @abstractmethod
     def places(self) -> tuple[tuple[str, int, int], ...]:
-        """What it tells of: tier, group and rank of each place, the fastest tier first."""
+        """The places that the changes tell of: tier, group and rank of each, the fastest tier first."""
 
     def __aiter__(self) -> Self:
         return self
@@ -100,7 +100,7 @@ class Changes(ABC):
 
 
 class OwnChanges(Changes):
-    """Those of a cache in this process."""
+    """The changes of a cache in this process, for one subscriber."""
 
     def __init__(self, tiers: Mapping[IndexPlace, HasIndex], max_names: int) -> None:
         """Made by `Subscribers` only."""
@@ -198,7 +198,7 @@ class Subscribers:
             each.start_over()
 
     def close(self) -> None:
-        """End all."""
+        """End the changes of all subscribers."""
         for each in list(self._subscribers):
             each.end()
 

@@ -48,7 +48,7 @@ class IndexPlace:
 
 
 class HasIndex(Protocol):
-    """A tier that this cache owns."""
+    """A tier that this cache owns, and so has the books of."""
 
     index: TierIndex
 
@@ -66,7 +66,7 @@ OnLoad = Callable[["Batch", int, str], None]
 
 
 class Fates:
-    """Counts blocks since the cache was opened, and remembers why those that left are gone.
+    """Counts what happened to blocks since the cache was opened, and remembers why those that left are gone.
 
     Attributes:
         requested: Blocks that loads were asked for: each is a hit of one tier, or missed.
@@ -201,7 +201,7 @@ class Histogram:
         self._seen: list[float] = []  # not counted yet
 
     def saw(self, value: float) -> None:
-        """Count one value."""
+        """Count a value."""
         self._seen.append(value)
         if len(self._seen) == _COUNTED_AT_ONCE:
             self._count()
@@ -213,7 +213,7 @@ class Histogram:
         return self._total
 
     def copy(self) -> "Histogram":
-        """Return one with the same counts."""
+        """Return a histogram with the same counts."""
         self._count()
         copied = Histogram(self.bounds)
         copied._total, copied._counts = self._total, self._counts.copy()

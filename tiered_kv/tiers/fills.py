@@ -120,7 +120,7 @@ class Fills:
     """The fills of one chain. For the event loop's thread."""
 
     def __init__(self, host: HostTier, tiers: Sequence[StorageTier | None], room: Room) -> None:
-        """Make one without fills.
+        """Begin without fills.
 
         Args:
             host: Whose slots are filled.
@@ -196,7 +196,7 @@ class Fills:
         self._sources[slots] = fill.source[is_filled]
 
     def close(self) -> None:
-        """From now on begin no read that nobody waits for: its turn may come late where a tier has a rate."""
+        """Begin no read from now on that nobody waits for: its turn may come late where a tier has a rate."""
         self._is_closing = True
         for fill in {id(fill): fill for fill in self._pending.values()}.values():
             fill.ends_unwanted = True
@@ -272,7 +272,7 @@ class Fills:
 
 
 class _TierRead:
-    """What one tier brings of a fill."""
+    """The part of a fill that one tier brings."""
 
     def __init__(
         self,

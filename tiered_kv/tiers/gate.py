@@ -63,7 +63,7 @@ _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.
 
 
 class Waiter:
-    """Someone's place in line: of what kind they are, and who goes first.
+    """Someone who waits for a turn: what kind of transfer they are, and who goes first.
 
     Attributes:
         lends: Whether memory of the engine's own is lent to the call that they wait for, so that nothing ends it early.
@@ -72,7 +72,7 @@ class Waiter:
     __slots__ = ("_places", "is_given_up", "kind", "lends", "priority")
 
     def __init__(self, kind: Kind, priority: Priority | None = None, *, lends: bool = False) -> None:
-        """Make one; the priority is that of the kind if left out."""
+        """Make a waiter; its priority is that of the kind if left out."""
         self.kind = kind
         self.lends = lends
         self.priority = _PRIORITIES[kind] if priority is None else priority
@@ -113,7 +113,7 @@ class Waiter:
 
 
 class _Place:
-    """One who waits in a line of a room."""
+    """A waiter's place in a line of a room."""
 
     __slots__ = (
         "attempt",
@@ -179,7 +179,7 @@ class _Place:
 
 
 class Room:
-    """Lines of waiters, for things that are had whole and at once, or not yet.
+    """Lines of waiters for something that each gets whole and at once, or waits for.
 
     There is one line for each lane and priority: who can be served in one lane does not wait for those in another. Of
     one lane those of higher priorities come first; but a first before which 16 were served is asked before all others.
@@ -388,7 +388,7 @@ class Budget:
         return None if give is _nothing else give
 
     def attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
-        """Have so many bytes in flight, and return what gives them back; None if that has to be waited for."""
+        """Have so many bytes in flight, and return what gives them back; None if they have to wait."""
         fits = sum(self._in_flight) + num_bytes <= self.limit * _SHARE[waiter.priority]
         if self._in_flight[waiter.kind] and not fits:
             return None
@@ -409,13 +409,13 @@ def _nothing() -> None:
 
 
 class Bandwidth:
-    """A rate that several share. What was not used is not saved up, and what is large is let go and paid later.
+    """A rate that several share. Unused bandwidth is not saved up; a large piece is let go at once and paid for later.
 
     Decides at once, never waits; for the event loop's thread.
     """
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
-        """Make one; None is no limit."""
+        """Make a bandwidth; None is no limit."""
         self._bytes_per_s = bytes_per_s
         self._clock = clock
         self._free_at = clock()
@@ -431,16 +431,16 @@ class Bandwidth:
 
 
 class Pace:
-    """Bytes a second of one tier in one direction. For the event loop's thread."""
+    """The limit of bytes a second of one tier in one direction. For the event loop's thread."""
 
     def __init__(self, bytes_per_s: float | None, clock: Callable[[], float]) -> None:
-        """Make one; None is no limit."""
+        """Make a pace; None is no limit."""
         self.is_limited = bytes_per_s is not None
         self._bytes = Bandwidth(bytes_per_s, clock)
         self._timer: asyncio.TimerHandle | None = None
 
     def take(self, num_bytes: int, try_again: Callable[[], None]) -> bool:
-        """Let so much begin to move, or have ``try_again`` called when it may; say which."""
+        """Let so many bytes begin to move, or have ``try_again`` called when they may; say whether they may now."""
         if wait_s := self._bytes.wait_s():
             if self._timer is None:
                 self._timer = asyncio.get_running_loop().call_later(wait_s, self._wake, try_again)
@@ -486,7 +486,7 @@ _GIVEN_UP_HALF_LIFE_S: Final = 5.0
 
 @dataclass(frozen=True, eq=False)
 class Read:
-    """One read under way: since when, and how many bytes the tier had to bring then, its own included."""
+    """A read under way: when it began, and how many bytes the tier had to bring then, its own included."""
 
     num_bytes: int
     ahead: int
@@ -512,7 +512,7 @@ class Estimate:
 
 @dataclass
 class ReadSpeed:
-    """Of one tier and kind of block. For the event loop's thread.
+    """How fast one tier brings one kind of block, learned from its reads. For the event loop's thread.
 
     Attributes:
         clock: Seconds, monotonic.
@@ -552,7 +552,7 @@ class ReadSpeed:
             self._given_up_s, self._given_up_at = late_s, self.clock()
 
     def end(self, read: Read, *, is_well: bool) -> None:
-        """Count it off, once, and learn from it if it brought blocks."""
+        """Count a read off, once, and learn from it if it brought blocks."""
         if read not in self._underway:
             return
         self._underway.remove(read)
@@ -611,14 +611,14 @@ _SAVED_UP_S: Final = 3600.0
 
 
 class Wear:
-    """Of one backend, shared by the tiers that KV groups make of it. Decides at once, never waits.
+    """The limit of bytes a day that one backend writes, shared by its tiers. Decides at once, never waits.
 
     Bytes count from when they may be written, so that writes at once share what was saved up. One write of more than an
     hour's share is let go on when an hour's share is saved up, and paid for later.
     """
 
     def __init__(self, bytes_per_day: int | None, clock: Callable[[], float]) -> None:
-        """Make one; None is no limit."""
+        """Make a limit; None is no limit."""
         self._bytes_per_s = None if bytes_per_day is None else bytes_per_day / _DAY_S
         self._clock = clock
         self._seen_at = clock()

@@ -26,7 +26,7 @@ _BREAKER_OF: Final = {"write": "writes", "delete": "deletes", "locate": "locates
 
 
 class Breaker:
-    """Of one tier, for what it is used for. Decides at once, never waits; all time comes from ``clock``.
+    """The circuit breaker of one tier, for one use of it. Decides at once, never waits; time comes from ``clock``.
 
     Attributes:
         num_late: Calls that are past their time and have not returned.
@@ -226,5 +226,5 @@ class StorageHealth:
 
     @property
     def num_late(self) -> int:
-        """Calls that are past their time, and waited for: until they return nothing else is asked of the medium."""
+        """How many calls are past their time and have not returned: until then nothing else is asked of the medium."""
         return sum(each.num_late for each in self._breakers.values())

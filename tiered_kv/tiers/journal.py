@@ -23,7 +23,7 @@ _SLOTS_AT_ONCE: Final = 4096
 
 
 class Journal:
-    """Has the medium of one tier remember and forget. Never raises for it.
+    """Tells the medium of one tier which blocks to remember and which to forget. Never raises for the medium.
 
     Attributes:
         num_owed: Counts what the medium could not be told: it remembers what it should not, and a restart could bring

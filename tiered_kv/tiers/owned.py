@@ -46,7 +46,7 @@ from tiered_kv.values.specs import LoadStoreSpec
 
 @dataclass(frozen=True, eq=False)
 class _Coming:
-    """Blocks that are to come to a tier.
+    """Blocks that are on their way to a tier.
 
     Attributes:
         hashes: Of their names.
@@ -58,7 +58,7 @@ class _Coming:
 
 
 class OwnedTier(StorageTier, BookedTier):
-    """A `SlotBackend` and the index of its slots.
+    """The tier of a `SlotBackend`, with the index of its slots.
 
     Attributes:
         expected: What is to be written here once its turn comes.
@@ -540,7 +540,7 @@ def _problem_of_facts(facts: Mapping[str, object]) -> str:
 
 @dataclass(eq=False)
 class _SlotWrite:
-    """Blocks of one write that go to slots of the index.
+    """The blocks of one write, on their way to slots of the index.
 
     Attributes:
         batch: What is to be written.

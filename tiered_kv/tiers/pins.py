@@ -50,7 +50,7 @@ class _Pin:
 
 @dataclass
 class _Found:
-    """What is pinned of some blocks, by position; -1 where nothing is.
+    """The pins of some blocks, by position; -1 where nothing is pinned.
 
     Attributes:
         pins: Numbers of pins.
@@ -69,7 +69,7 @@ class Pins:
     def __init__(
         self, quota_bytes: int, beside: "Pins | None" = None, *, room_bytes: Callable[[], float] = lambda: inf
     ) -> None:
-        """Make one without pins.
+        """Begin without pins.
 
         Args:
             quota_bytes: For each salt.
@@ -225,7 +225,7 @@ class Pins:
             del self._num_bytes[pin.salt]
 
     def _set_timer(self) -> None:
-        """Have one timer, for the pin that ends first."""
+        """Set the timer for the pin that ends first: there is one timer for all."""
         if len(self._ends) > 2 * len(self._pins) + _FEW:
             self._ends = [each for each in self._ends if each[1] in self._pins]
             heapify(self._ends)

@@ -45,7 +45,7 @@ U16 = NDArray[np.uint16]
 
 
 class _Scratch(threading.local):
-    """What a thread works in, kept: memory that is new to a process costs more than all that is done here."""
+    """A thread's working memory, which is kept: memory that is new to a process costs more than the work itself."""
 
     def __init__(self) -> None:
         self.turned = np.empty(_STEP, np.uint16)
@@ -445,7 +445,7 @@ class SpareBlocks:
         return taken + [Block.empty(self._shape.payload_bytes) for _ in range(n - len(taken))]
 
     def give(self, blocks: Sequence[Block]) -> None:
-        """Take them back."""
+        """Take lent blocks back."""
         self._free += blocks
 
 

@@ -53,7 +53,7 @@ _QUESTIONS: Final = 0.8
 
 
 class Answers:
-    """What one tier has said, of at most ``most_names`` blocks: the oldest answers go first. And what asking takes."""
+    """The answers of one tier about at most ``most_names`` blocks, the oldest going first; and what asking takes."""
 
     def __init__(self, clock: Callable[[], float], asking_s: float, *, most_names: int = _MOST_NAMES) -> None:
         """Know nothing; what whoever looked has not begun to ask after ``asking_s``, the next one is to ask."""
@@ -93,7 +93,7 @@ class Answers:
 
     @contextmanager
     def asking(self, names: Names) -> Iterator[object]:
-        """Note that these are being asked for, however long it takes; yield the question, for `take`."""
+        """Note that blocks are being asked for, however long it takes; yield the question, for `take`."""
         question = object()
         with self._lock:
             self._asked[question] = self._clock(), len(names)
@@ -373,14 +373,14 @@ _LOOKED_UP: Final = (Outcome.HIT, Outcome.MISS, Outcome.FAILED)
 
 @dataclass(eq=False)
 class _Question:
-    """One under way, and how many wait for its answer."""
+    """A question under way, and how many wait for its answer."""
 
     task: "asyncio.Task[Answer[int]]"
     num_waiting: int = 0
 
 
 class SharedTier(StorageTier):
-    """A `Backend`: it finds and evicts for itself.
+    """The tier of a `Backend`, which finds and evicts blocks by itself.
 
     Attributes:
         answers: What it has said of single blocks lately; any thread may look there.
@@ -593,7 +593,7 @@ class SharedTier(StorageTier):
         self._write(turn, asked, Blocks.some(io.blocks, at.tolist()), write, io.on_late, end)
 
     def lacks(self, batch: Batch) -> Mask:
-        """Say that every block may be news: nothing is known."""
+        """Say that each block may be new to the tier, which keeps no books."""
         return np.ones(len(batch), np.bool_)
 
     @override

@@ -108,12 +108,12 @@ class StorageTier(Tier):
 
     @property
     def books(self) -> TierIndex | None:
-        """Those that say, without asking, what can be read here; None of a shared tier."""
+        """The books of an owned tier, which say what can be read here; None of a shared tier."""
         return None
 
     @property
     def is_shared(self) -> bool:
-        """Whether others may write to this medium."""
+        """Whether others may write to the tier's medium."""
         return self.books is None
 
     @property
@@ -473,7 +473,7 @@ class StorageTier(Tier):
         on_late: Callable[[], None],
         then: Callable[[list[Outcome], str], None],
     ) -> None:
-        """Have ``n`` records written, unless there are none, or such calls have come to hang."""
+        """Have ``n`` records written, unless there are none, or calls that write have come to hang."""
         if not n or turn.is_off:
             turn.give_back()
             then([Outcome.REFUSED] * n, "")

@@ -36,7 +36,7 @@ _NOTHING: Final = Recovered(0, np.empty((0, 4), np.uint64), np.empty(0, np.int64
 
 @dataclass(frozen=True)
 class Services:
-    """What the backends of one cache share.
+    """What a cache gives all its backends to share.
 
     Attributes:
         shapes: The records, one per kind of block.
@@ -104,7 +104,7 @@ class StorageMedium:
         self._retrying: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Open it; if it is not required, this may succeed later, see `open_later`.
+        """Open the backend; if it is not required, this may succeed later, see `open_later`.
 
         Raises:
             ConfigurationError, BackendError: A required one cannot be opened, or not in time.
@@ -191,7 +191,7 @@ class StorageMedium:
             self.health.emit(TierFailed(self.health.name, "open", words, 0))
 
     async def aclose(self) -> None:
-        """Close it, within the time for that. Never raises."""
+        """Close the backend, within the time for that. Never raises."""
         if self._retrying is not None:
             self._retrying.cancel()
         if self._opening is not None:  # a medium is not opened and closed at once

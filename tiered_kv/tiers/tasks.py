@@ -120,7 +120,7 @@ def _raise(error: Exception) -> NoReturn:
 
 
 class _Together:
-    """Calls of one batch, in several threads: whichever ends last says so."""
+    """The calls of one batch, in several threads: whichever ends last tells that all have ended."""
 
     def __init__(self, num_calls: int, end: _End) -> None:
         self._end = end

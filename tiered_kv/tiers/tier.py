@@ -108,7 +108,7 @@ class Naming:
 
 @dataclass
 class Counters:
-    """Since the cache was opened; blocks unless they say otherwise."""
+    """Counts of one tier since the cache was opened; of blocks unless they say otherwise."""
 
     hits: int = 0
     """Loaded from here: each block asked for is counted once, in the tier that had it before promotion."""
@@ -215,7 +215,7 @@ class BookedTier(Tier):
 
 
 class Prompt:
-    """Blocks of a prompt that came together, and go on window by window."""
+    """Blocks of a prompt that came together, and are let go of window by window."""
 
     def __init__(self, tiers: Sequence[BookedTier], names: Names) -> None:
         """Take note of the blocks, in the order of their prompt, and of the tiers that they may be in."""
@@ -224,7 +224,7 @@ class Prompt:
         self._num_let_go = self._next = 0
 
     def let_go(self, n: int) -> None:
-        """Line them up, if windows of so many more that were let go of may have put them out of order.
+        """Line the blocks up, if windows of so many more that were let go of may have put them out of order.
 
         When it is twice as many as before, or all: to do it for each window would take a time that grows by its square.
         """
@@ -236,7 +236,7 @@ class Prompt:
             self.line_up()
 
     def line_up(self) -> None:
-        """Have its tail go first: as windows of it come, and are let go of, it would be its head."""
+        """Have the prompt's tail evicted first: as windows come, and are let go of, its head would be."""
         for tier in self._tiers if len(self._names) > 1 else ():
             tier.index.line_up(self._names)
 
@@ -248,7 +248,7 @@ def prefix_of(mask: Mask) -> int:
 
 
 class Expected:
-    """Blocks that are to come once their turn does, or by others, and which of them have not been evicted since.
+    """Blocks that are to come later, by their own turn or by others, and which of them were not evicted meanwhile.
 
     What is evicted by name, or cleared, before it has a place in any books must not come after that; who waits for
     what others bring is to know why it has not come.
@@ -294,7 +294,7 @@ class Expected:
 
 
 def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:
-    """Say which blocks that became of: as a rule the same of all."""
+    """Say which blocks of a call have this outcome: as a rule all have the same."""
     n = outcomes.count(outcome)
     if 0 < n < len(outcomes):
         return np.array([each is outcome for each in outcomes], np.bool_)
@@ -399,7 +399,7 @@ class ReadReport:
 
     @classmethod
     def of(cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str]) -> "ReadReport":
-        """Of ``n`` blocks those at some positions were read; ``refused`` are places among these. Others are gone."""
+        """Report ``n`` blocks, of which those ``at`` positions were read. ``refused`` holds places among these."""
         right, gone = which(outcomes, Outcome.HIT), which(outcomes, Outcome.MISS)
         if len(at) == n:
             return cls(right, gone, refused)
@@ -437,13 +437,13 @@ class WriteReport:
 
     @classmethod
     def nothing_of(cls, n: int, because: Reason) -> "WriteReport":
-        """All of ``n`` blocks dropped."""
+        """Report all of ``n`` blocks as dropped."""
         nothing = np.zeros(n, np.bool_)
         return cls(nothing, nothing, ~nothing, because)
 
     @classmethod
     def failure_of(cls, n: int) -> "WriteReport":
-        """All of ``n`` blocks failed."""
+        """Report all of ``n`` blocks as failed."""
         nothing = np.zeros(n, np.bool_)
         return cls(nothing, nothing, nothing)
 

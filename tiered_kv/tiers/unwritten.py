@@ -26,7 +26,7 @@ twice as many as there can be in memory."""
 
 
 class Unwritten:
-    """What of one chain is not written yet. For the event loop's thread.
+    """What one chain has not written yet: stores under way, and blocks that wait. For the event loop's thread.
 
     Everything *came* at some time: time goes on at each `mark`. What is made of something, as the blocks that a store
     lets wait, came when that did. What a tier was to take and failed to take came anew then.
@@ -73,7 +73,7 @@ class Unwritten:
         return came
 
     def end(self, came: int) -> None:
-        """Count it no longer. What it leaves to be written waits already."""
+        """Count a store or write no longer. What it leaves to be written waits already."""
         left = self._under_way[came] = self._under_way[came] - 1
         if not left:
             del self._under_way[came]

@@ -258,7 +258,7 @@ async def _kept_by(removals: "Sequence[tuple[StorageTier, asyncio.Task[bool]]]")
 
 
 async def pay(chains: Sequence[Chain]) -> bool:
-    """Have all media remove what they could not be told to; say whether none has anything left that it should not."""
+    """Have all media remove what they could not be told to remove; say whether that was all."""
     return all([await tier.pay() for chain in chains for tier in chain.storage])
 
 

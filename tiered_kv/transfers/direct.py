@@ -36,11 +36,11 @@ from tiered_kv.values.results import StoreResult
 
 
 class DirectLoad(Load):
-    """A load into `DirectSlots` that takes turns: what is resident is copied, what is in storage is read in place."""
+    """A load into `DirectSlots` that takes turns: resident blocks are copied, those in storage are read in place."""
 
     @property
     def is_copying(self) -> bool:
-        """From the beginning: a medium that has been given memory cannot be asked how far it is."""
+        """True from the beginning: a medium that was given memory cannot be asked how far it is."""
         return True
 
     async def _move(self, underway: deque[Window], begun: int = 0, end: int | None = None) -> None:
@@ -120,7 +120,7 @@ class DirectLoad(Load):
 
 
 class DirectStore(Store):
-    """A store out of `DirectSlots`, of which one storage tier writes what is there: nothing is copied.
+    """A store out of `DirectSlots`: one storage tier writes from the engine's memory, and nothing is copied.
 
     The slots are the engine's again when it ends. Until then a load does not find the blocks.
     """
@@ -213,7 +213,7 @@ class DirectStore(Store):
         return None if error is None else Reason.COPY_FAILED
 
     async def _store(self, part: Batch, pages: NDArray[np.int64], still: Mask, deadline: float) -> None:
-        """Write one piece; ends when the medium has let go of the engine's memory."""
+        """Write one piece of the store; ends when the medium has let go of the engine's memory."""
         known = ~self._tier.lacks(part)
         if known.any():
             self._count_known(int(np.count_nonzero(known)))

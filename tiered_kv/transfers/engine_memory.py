@@ -109,7 +109,7 @@ def _bytes_of(buffer: object) -> tuple[memoryview, int]:
 def bind_slots(
     memory: memoryview, slot_bytes: int, group: KVGroup, *, device: Device, codec: Codec | None
 ) -> PagedCaches:
-    """See whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
+    """Bind slots of whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
     whole = group.in_one_page()
     values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
     axes = "LP" + group.inner_axes
@@ -121,7 +121,7 @@ def bind_slots(
 
 
 class EngineMemory(ABC):
-    """What a transfer asks of the engine's memory, wherever that is: to copy between its pages and slots of rows.
+    """The engine's memory, wherever it is: copies between its pages and slots of rows.
 
     Attributes:
         gpu: The GPU pool tier that its copies reach too, if any.
@@ -151,7 +151,7 @@ class EngineMemory(ABC):
 
 @dataclass(frozen=True)
 class Binding(EngineMemory):
-    """Memory of the engine's in this process.
+    """The engine's memory in this process, as registered for one KV group.
 
     Attributes:
         group: The KV group of its blocks.
@@ -188,7 +188,7 @@ class Binding(EngineMemory):
 
 
 class Reach(Protocol):
-    """What of a KV group is asked for to bind memory to it.
+    """A KV group with what is needed to bind memory to it.
 
     Attributes:
         group: Its blocks.

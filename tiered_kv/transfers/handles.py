@@ -38,7 +38,7 @@ class Handle(Generic[T]):
 
     @property
     def done(self) -> bool:
-        """Whether it has ended: the caller's memory is the caller's alone."""
+        """Whether the transfer has ended: the caller's memory is the caller's alone."""
         return self._ended.done()
 
     def result(self) -> T:
@@ -78,10 +78,10 @@ class Awaited(Protocol):
     """What can be waited for with others: a future, or a fill."""
 
     def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Call it, with this, when it is done: perhaps before this returns."""
+        """Call ``callback`` with this object when it is done: perhaps before this returns."""
 
     def remove_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """Do not call it any more."""
+        """Do not call ``callback`` any more."""
 
 
 async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -> None:
@@ -115,7 +115,7 @@ async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -
 
 
 class Loading(Protocol):
-    """What a handle asks of its load.
+    """The load behind a `LoadHandle`.
 
     Attributes:
         num_layers: Of its KV group.
@@ -181,7 +181,7 @@ class LoadHandle(Handle[LoadResult]):
 
     @property
     def is_copying(self) -> bool:
-        """Whether it may have begun to write to the engine's blocks."""
+        """Whether the load may have begun to write to the engine's blocks."""
         return self._load.is_copying
 
     def stop_before(self, block: int) -> int:
@@ -244,7 +244,7 @@ class LoadHandle(Handle[LoadResult]):
 
 
 def check_layer(layer: int, num_layers: int) -> int:
-    """Return a layer's position in its KV group; raise `ConfigurationError` unless there is such a one."""
+    """Return a layer's position in its KV group; raise `ConfigurationError` unless the group has that layer."""
     if not 0 <= (layer := as_int("layer", layer, least=None)) < num_layers:
         raise ConfigurationError(f"layer {layer} is not one of the KV group's {num_layers}")
     return layer

@@ -113,7 +113,7 @@ class HeldLoad:
         return source
 
     def abandon(self, wanted: slice) -> None:
-        """End it while a worker may be reading the slots yet: what that brings counts for nothing."""
+        """End the part while a worker may still be reading the slots: what that brings counts for nothing."""
         self.end(np.zeros_like(self.present), wanted)
 
     def disown(self) -> None:
@@ -199,7 +199,7 @@ class HeldStore:
         self._is_given_up |= (slots >= start) & (found == slots)
 
     def abandon(self, wanted: slice) -> None:
-        """End it while a worker may be writing to the slots yet: nobody gets them any more."""
+        """End the part while a worker may still be writing to the slots: nobody gets them any more."""
         self._count(np.zeros_like(self.present), wanted)
         self._answer.cancel()
 
@@ -267,7 +267,7 @@ def _send_on(chain: Chain, there: Batch, came: int) -> None:
 
 
 class Underway:
-    """A job from its beginning to its end.
+    """A job that is under way: what it holds, and which ranks have answered.
 
     Attributes:
         request: What it is about.
@@ -402,7 +402,7 @@ class Underway:
         return self._result(num_blocks, errors, moved, shares)
 
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
-        """End it with nothing; what a worker may be writing to stays reserved for good."""
+        """End the job with nothing; the slots that a worker may be writing to stay reserved for good."""
         nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
         for rank, held in enumerate(self._held):
             if may_be_writing and self.may_be_out and rank in self._unanswered:

@@ -123,7 +123,7 @@ class Job:
         self._book.complete_keys(self, keys, rank, moved=moved)
 
     def cancel(self, *, undelivered: bool = False) -> None:
-        """End it with nothing, soon. Of a job that is over it is no error.
+        """End the job with nothing, soon. If it is over, nothing happens.
 
         When this returns nobody is handed a plan with moves any more, in whatever thread. Once somebody was, and it
         says the engine's blocks, the job ends by the worker's answer, as that may be writing.
@@ -219,7 +219,7 @@ class JobBook(ABC):
         """End a job, unless a worker may have its plan; see there for what ``undelivered`` says."""
 
     def complete(self, outcomes: Outcomes) -> None:
-        """Take one rank's answer, in any order; of a job that is over it is passed over.
+        """Take one rank's answer, in any order; if the job is over, it is passed over.
 
         Raises:
             ConfigurationError: They are no `Outcomes` of a rank here. Nothing has changed.

@@ -44,7 +44,7 @@ class WindowCopy:
 
 
 class InTask(Revocable, Loading):
-    """What loads that need a task have in common: their handle, and the number of blocks that it waits for first."""
+    """Base of loads that run in a task: their handle, and how many blocks that reports first."""
 
     def __init__(self, request: LoadRequest) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class InTask(Revocable, Loading):
 
     @override
     def stop_before(self, block: int) -> int:
-        """See `BackLoad`: no other of these is from the back."""
+        """Raise: only a `BackLoad` can be stopped before a block."""
         raise NotImplementedError
 
     def _settle(self, num_blocks: int) -> None:
@@ -201,7 +201,7 @@ class Load(InTask):
         return not underway
 
     async def _admit(self) -> None:
-        """All windows that will be have landed. What is copied late is waited for: no stream could wait for it yet."""
+        """Say how many blocks will be in place: all windows have landed. Wait for late copies first: no stream can."""
         if any(copy.is_late for copy in self._copies) and not await self.drain_copies(self._request.deadline):
             raise TimeoutError
         self._settle(sum(copied.landed.num_blocks for copied in self._copied))

@@ -42,7 +42,7 @@ _PACKED: Final = 16
 
 @dataclass
 class _LoadPart:
-    """Blocks ``start <= i < stop`` and what loads them."""
+    """A part of a load: blocks ``start <= i < stop``, and the load that brings them."""
 
     start: int
     stop: int
@@ -50,7 +50,7 @@ class _LoadPart:
 
 
 class InParts(InTask):
-    """What loads that are made of others have in common: what memory has of their blocks is held while these run.
+    """Base of loads that are made of other loads: it holds what memory has of their blocks while these run.
 
     Each of those holds but its own, and would have the others' make room for it.
     """
@@ -62,7 +62,7 @@ class InParts(InTask):
 
     @contextmanager
     def _holding(self) -> Generator[None]:
-        """Hold it until the ``with`` block ends."""
+        """Hold what memory has of the blocks until the ``with`` block ends."""
         chain, names = self._request.chain, self._request.batch.names
         memory: Sequence[MemoryTier] = ()  # to which blocks come
         if chain.limits.promote and not chain.host.index.ready(names).all():
@@ -79,7 +79,7 @@ class InParts(InTask):
 
 
 class BackLoad(InParts):
-    """One such load of one KV group."""
+    """A load from the back of one KV group's blocks."""
 
     def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
         """Prepare a load, see `InParts`."""
@@ -95,7 +95,7 @@ class BackLoad(InParts):
         self._hole: int | None = None
 
     def begin(self) -> LoadHandle:
-        """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
+        """Start the load, in a task of the cache. How many blocks came is known when it has ended."""
         chain = self._request.chain
         return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks from the back"))
 
@@ -286,10 +286,10 @@ def _note(brought: Brought, faults: Sequence[TierFault], missing: NDArray[np.int
 
 
 class GapLoad(InParts):
-    """One such load of one KV group."""
+    """A load with gaps of one KV group's blocks."""
 
     def begin(self) -> LoadHandle:
-        """Start it, in a task of the cache. How many blocks there are is known when it has ended."""
+        """Start the load, in a task of the cache. How many blocks came is known when it has ended."""
         chain = self._request.chain
         return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks with gaps"))
 

@@ -48,7 +48,7 @@ class HostLease:
 
 
 class Brought(Head):
-    """What became of each block that was to be in memory, by its position in the call. Holds those that are there.
+    """What became of each block that was to be in memory, by position in the call; those that are there are held.
 
     Whoever started it leases what it wants of them, and then has them let go.
 
@@ -74,7 +74,7 @@ class Brought(Head):
 
 
 class Prefetch(Revocable):
-    """Bring the longest prefix into one of the memory tiers, as far as it fits beside what is leased there."""
+    """A prefetch: it brings the longest prefix into a memory tier, as far as that fits beside leased blocks."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Prefetch(Revocable):
         said: Said | None = None,
         deadline: float | None = None,
     ) -> None:
-        """Prepare one; with a deadline, on the loop's clock, somebody waits for it until then, as for a load."""
+        """Prepare a prefetch. With a deadline, on the loop's clock, somebody waits for it until then, as for a load."""
         super().__init__()
         self._chain = chain
         self._batch = batch

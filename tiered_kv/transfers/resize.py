@@ -20,7 +20,7 @@ _LOOK_AGAIN_S: Final = 0.05
 
 
 class GivenUp:
-    """What the slots of a tier beyond its capacity still take, as somebody uses some of them."""
+    """The slots beyond a tier's capacity that still take memory, as somebody uses some of them."""
 
     def __init__(self, chains: Sequence[Chain], tiers: Sequence[BookedTier]) -> None:
         """Take the tier, in each of the cache's chains."""

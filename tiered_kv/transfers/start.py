@@ -336,7 +336,7 @@ class ReadyLoad(BegunLoad):
     @property
     @override
     def is_copying(self) -> bool:
-        """From the moment when all is in memory."""
+        """True from the moment when all blocks are in memory."""
         return self.is_admitted
 
     @override

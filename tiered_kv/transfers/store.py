@@ -37,7 +37,7 @@ _NONE_WANTED: Final[Mask] = np.ones(0, np.bool_)
 
 
 class Storing(Protocol):
-    """What a handle asks of its store.
+    """The store behind a `StoreHandle`.
 
     Attributes:
         num_layers: Of its KV group.
@@ -101,7 +101,7 @@ class Placed:
     fill: Fill | None
 
     def gather(self, memory: EngineMemory) -> None:
-        """Copy them out of the engine; in a stream's turn."""
+        """Copy the blocks out of the engine; in a stream's turn."""
         memory.gather(self.pages, self.tier.rows, self.reservation.slots[self.fresh])
 
 
@@ -248,7 +248,7 @@ class Store(Revocable):
         self._chain.expected.drop(self._wanted)
 
     def store_layer(self, layer: int, after: object) -> None:
-        """See `LayerStore`: nobody gives layers to another store."""
+        """Raise: only a `LayerStore` is given layers."""
         raise NotImplementedError
 
     def _ended(self, seconds: float) -> StoreResult:
@@ -323,7 +323,7 @@ class Store(Revocable):
         return None
 
     def _pass_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
-        """Reserve slots of the host for blocks that pass through it, unless others wait for such."""
+        """Reserve slots of the host for blocks that pass through it, unless others wait for such slots."""
         chain = self._chain
         if not chain.through or chain.room.is_wanted((FROM_ENGINE,)):
             return None

@@ -31,7 +31,7 @@ MOST_KEPT: Final = 1 << 16
 
 
 class Polled(Generic[K]):
-    """What there are news of, in the order in which they came. Any thread may call.
+    """News of transfers, in the order in which they came, to be polled. Any thread may call.
 
     Attributes:
         lock: Held for a few instructions, never while something is checked, started or waited for. Who holds it may
@@ -47,14 +47,14 @@ class Polled(Generic[K]):
         self._loop_thread = system().get_ident()
 
     def tell(self, about: K) -> None:
-        """Have it polled, and wake who waits; with the lock held."""
+        """Add news about a transfer, and wake who waits; with the lock held."""
         self._news[about] = None
         if len(self._news) > self._most_kept:
             del self._news[next(iter(self._news))]
         self.lock.notify_all()
 
     def forget(self, about: K) -> None:
-        """Do not have it polled any more: whoever would be told knows."""
+        """Drop the news about a transfer: whoever would be told knows."""
         self._news.pop(about, None)
 
     def told(self) -> list[K]:

@@ -36,7 +36,7 @@ _PARTS: Final = ("out", "in", "copy")
 
 @dataclass(frozen=True)
 class SwapSide:
-    """What spaces ask of whose process they are in.
+    """What swap spaces need of the process that they are in.
 
     Attributes:
         device: The engine's.
@@ -101,10 +101,10 @@ class SwapSpaces:
 
 
 class SwapSpace:
-    """The slots of one KV group, each as large as one of the engine's pages."""
+    """The swap space of one KV group: host slots as large as one of the engine's pages, numbered by the engine."""
 
     def __init__(self, side: SwapSide, registered: PagedCaches, slab: HostSlab, lane: Lane) -> None:
-        """Make one; see `SwapSpaces.of`.
+        """Make a swap space; see `SwapSpaces.of`.
 
         Args:
             side: Of the group.
@@ -162,7 +162,7 @@ class SwapSpace:
 
 
 class Swap(Revocable):
-    """One call: pages out, then in, then copied. The first that fails, or is revoked, is the last."""
+    """A swap: pages out, then in, then copied. The first piece that fails, or is revoked, is the last."""
 
     def __init__(
         self, space: SwapSpace, swap_in: Ids, swap_out: Ids, copy: Ids, after: object, deadline: float
@@ -219,7 +219,7 @@ class Swap(Revocable):
         return SwapResult(num_out, num_in, num_copied, fault, _PARTS[part])
 
     def _move(self, move: Callable[[Ids, Ids], None], sources: Ids, targets: Ids) -> None:
-        """Do one piece, in the stream's turn."""
+        """Move the pages of one piece, in the stream's turn."""
         if self._is_stopped:
             raise RevokedError
         try:

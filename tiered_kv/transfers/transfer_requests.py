@@ -34,7 +34,7 @@ _COPIED_AT_ONCE_BYTES: Final = 256 << 10
 
 @dataclass
 class LoadRequest:
-    """One load of one KV group.
+    """A load of one KV group, checked and with its place in the order of copies.
 
     Attributes:
         chain: The tiers.
@@ -127,7 +127,7 @@ class LoadRequest:
 
 @dataclass
 class StoreRequest:
-    """One store of one KV group.
+    """A store of one KV group, checked and with its place in the order of copies.
 
     Attributes:
         chain: The tiers.

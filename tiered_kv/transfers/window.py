@@ -45,7 +45,7 @@ def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[n
 
 
 class Presence:
-    """What the shared tiers have said of the blocks of one transfer. Owned ones are looked at each time, for little.
+    """The answers of shared tiers about the blocks of one transfer. Owned tiers are looked at each time, for little.
 
     An answer may be seconds old when its blocks are read: a read decides. But what was evicted since is asked for anew:
     a store that comes then would count on its read.

@@ -41,7 +41,7 @@ class Process:
 
 
 class WorkerProcesses:
-    """Which process works for which rank."""
+    """The processes that work for the ranks of a planner."""
 
     def __init__(self, num_ranks: int, loop_calls: LoopCalls, on_end: Callable[[int, int], None]) -> None:
         """Watch no process yet; on the event loop, ``on_end(rank, pid)`` is called when one has ended."""

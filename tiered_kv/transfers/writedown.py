@@ -536,7 +536,7 @@ _AT_ONCE: Final = 2
 
 
 class Cleaner:
-    """Cleans one chain. For the event loop's thread."""
+    """Writes dirty blocks of one chain's memory tiers to the tiers below. For the event loop's thread."""
 
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
@@ -649,7 +649,7 @@ class Cleaner:
         return n
 
     def _begin_window(self, tier: MemoryTier, waiting: Waiting, most: int) -> int:
-        """Begin it, if there is anything to write and room for it; say how many blocks. Its end is another's turn."""
+        """Begin a window if there are blocks to write and room; return how many. Its end gives the turn to another."""
         chain = self._chain
         if not len(waiting):
             return 0

@@ -387,7 +387,7 @@ class LHDPolicy(Policy):
         self._begin(slots, num_uses)
 
     def touch(self, slots: Slots) -> None:
-        """Note it: what few blocks each were asked for is learned from together, as most of what it costs is fixed."""
+        """Note uses. It learns from many touches at once, as most of the cost of learning is fixed."""
         if not len(slots) or self._kinds_known:
             super().touch(slots)
             return
