@@ -60,14 +60,14 @@ class Queue(Protocol[T]):
 
 
 class Thread(Protocol):
-    """One that was started."""
+    """A thread that was started."""
 
     def join(self, timeout: float | None = None) -> None:
         """Wait until it has ended, at most so many seconds."""
         ...
 
     def is_alive(self) -> bool:
-        """Whether it has not."""
+        """Whether the thread has not ended."""
         ...
 
 

@@ -176,7 +176,7 @@ async def _measured(
 
 
 async def by_turns(ours: Move, bare: Move, direction: Direction) -> tuple[float, float]:
-    """Move all blocks by each, again and again until that took long enough to be told from noise.
+    """Move all blocks by ``ours`` and by ``bare`` in turns, until that took long enough to be told from noise.
 
     Returns:
         The seconds that one of ours takes, and of the other, on average.

@@ -67,7 +67,7 @@ def read_whole(path: str) -> bytes:
 
 
 def fail(what: str) -> NoReturn:
-    """Say it in one line, and exit 2."""
+    """Say in one line what is wrong, and exit 2."""
     first, *others = what.splitlines() or [""]  # as of settings, a line for each that is wrong
     line = " ".join([first, "; ".join(each.strip() for each in others)]).rstrip()
     sys.stderr.write(f"tiered-kv: {line}\n")

@@ -126,7 +126,7 @@ class _Foretold:
                 survey.explore(advance)
 
     def curves(self) -> dict[str, Curve]:
-        """Return them by policy, LRU's first."""
+        """Return the curves by policy, LRU's first."""
         return {"lru": self._lru} | {name: each.curve for name, each in self._surveys.items()}
 
     def choices(self, prices: Prices, cost: BlockCost) -> list[Choice]:

@@ -27,7 +27,7 @@ _ADVICE: Final = "set page = true where it runs, or give its address: --at HOST:
 
 
 class TierShown(TypedDict):
-    """Of `TierStatistics`, what is shown."""
+    """The part of a `TierStatistics` that is shown."""
 
     tier: str
     num_slots: int
@@ -44,7 +44,7 @@ class TierShown(TypedDict):
 
 
 class HourShown(TypedDict):
-    """Of a `Span`, what is shown of the last hour."""
+    """The part of a `Span` that is shown of the last hour."""
 
     hit_rate: float | None
     hits: dict[str, int]
@@ -57,7 +57,7 @@ class HourShown(TypedDict):
 
 
 class CacheShown(TypedDict):
-    """Of `CacheStatistics`, what is shown."""
+    """The part of a `CacheStatistics` that is shown."""
 
     transfers: int
     is_device_usable: bool
@@ -99,7 +99,7 @@ class PageState(TypedDict):
 
 
 class BlockExplained(TypedDict):
-    """Of an `Explanation`, what is read."""
+    """The part of an `Explanation` that is read."""
 
     state: str
     says: str

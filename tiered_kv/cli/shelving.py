@@ -93,7 +93,7 @@ class InventoryReport:
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which blocks: of a model, of weights, of a tenant, as `inspect` shows their digests; empty is any.
+    """Which blocks are wanted: of a model, weights, a tenant, by the digests that `inspect` shows; empty is any.
 
     Raises:
         ConfigurationError: One is no digest, or too little of it.

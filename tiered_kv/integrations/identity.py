@@ -69,7 +69,7 @@ class Below:
         shard: Shard | tuple[Shard, ...] | None = None,
         device: DeviceLike | None = None,
     ) -> BlockCache:
-        """Return it, as `TieredKV.from_settings` or `TieredKV.connect` does.
+        """Return the cache, as `TieredKV.from_settings` or `TieredKV.connect` does.
 
         Raises:
             ConfigurationError: It cannot be.

@@ -139,7 +139,7 @@ class PlannedTier:
     price_a_month: float
 
     def as_tier(self) -> TierPlan:
-        """Return it as a replay takes it."""
+        """Return the tier as a replay takes it."""
         return TierPlan(self.name, self.num_bytes, self.policy, is_memory=self.name in OWN_MEDIA)
 
 

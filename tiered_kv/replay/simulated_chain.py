@@ -37,7 +37,7 @@ _SIZE: Final = TypeAdapter(ByteSize)
 
 @dataclass(frozen=True, slots=True)
 class TierPlan:
-    """One tier as it is to be imagined.
+    """The plan of one simulated tier.
 
     Attributes:
         name: What results call it.

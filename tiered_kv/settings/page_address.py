@@ -39,7 +39,7 @@ def page_address(given: object) -> str:
 
 
 def checked_token(token: str) -> str:
-    """Return it, if it is none or hard to guess.
+    """Return a token for hints, if it is empty or hard to guess.
 
     Raises:
         ConfigurationError: It is too short, or no header can have it.

@@ -79,7 +79,7 @@ _BREAKERS: Final = ("reads", "writes", "deletes", "upkeep", "locates")
 
 
 class Families:
-    """Families, each with the samples of all caches.
+    """The metric families, each with the samples of all caches.
 
     Attributes:
         found: Those that were added.

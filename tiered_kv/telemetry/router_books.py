@@ -85,7 +85,7 @@ class Described(NamedTuple):
     extra_keys: tuple[Any, ...] | None
 
     def goes_on(self, before: "Described") -> bool:
-        """Whether one event can tell of both."""
+        """Whether one event can tell of this block and the one before it."""
         return (
             self.parent == before.hash
             and (self.group, self.lora_id, self.lora_name) == (before.group, before.lora_id, before.lora_name)

@@ -22,7 +22,7 @@ class Spans:
     """
 
     def __init__(self, provider: "TracerProvider | None" = None) -> None:
-        """Make one.
+        """Make a receiver that has seen no event.
 
         Args:
             provider: Of tracers; OpenTelemetry's global one by default.

@@ -50,7 +50,7 @@ class TraceRecorder:
     """
 
     def __init__(self, path: str | os.PathLike[str], *, most_bytes: int = 1 << 30) -> None:
-        """Make one; nothing is opened yet.
+        """Make a recorder; nothing is opened yet.
 
         Args:
             path: The file.
@@ -170,7 +170,7 @@ class TraceRecorder:
 
 
 class _Requests:
-    """Tells calls that begin a request from those that belong to one."""
+    """Tells calls that begin a request from calls that go on with one."""
 
     def __init__(self) -> None:
         self._secret = os.urandom(32)

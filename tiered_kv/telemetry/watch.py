@@ -282,13 +282,13 @@ class Watcher(Protocol):
     """Who shows what is seen of one cache."""
 
     def claim(self) -> None:
-        """Become that of one cache, before it opens."""
+        """Become the watcher of one cache, before it opens."""
 
     def begin(self, watch: "Watch") -> None:
-        """Show it: the cache has opened. Called on its event loop."""
+        """Show an open cache. Called on its event loop."""
 
     async def end(self) -> None:
-        """Show it no more: the cache closes."""
+        """Show the cache no more: it closes."""
 
 
 @dataclass(frozen=True)
@@ -379,7 +379,7 @@ class Watch:
             watcher.claim()
 
     def begin(self, watched: Watched) -> None:
-        """See it from now on; called on the event loop by the cache that has opened."""
+        """Watch an open cache from now on; called by the cache, on its event loop."""
         self._watched, self._loop, self._thread = watched, asyncio.get_running_loop(), threading.get_ident()
         self.started_at = time.time()
         self._last = self._take()
@@ -393,7 +393,7 @@ class Watch:
             watcher.begin(self)
 
     async def end(self) -> None:
-        """See it no more; called by the cache when it closes."""
+        """Watch the cache no more; called by the cache when it closes."""
         self.history.end()
         for watcher in self._watchers:
             await watcher.end()
@@ -404,7 +404,7 @@ class Watch:
         self.watched.fates.on_load = self._loaded
 
     def tell(self, event: Event) -> None:
-        """Tell all receivers of events of one; on the cache's event loop."""
+        """Tell all receivers of an event; on the cache's event loop."""
         self.watched.emit(event)
 
     def read(self) -> Reading:

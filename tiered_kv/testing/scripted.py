@@ -23,7 +23,7 @@ class ScriptedEvent:
     """Something to wait for, which has happened once the script calls `fire`, or a stream has come to it."""
 
     def __init__(self, observer: Actor | None = None) -> None:
-        """Make one; an ``observer``, of an event of a stream, is ordered after it once it sees that it has fired."""
+        """Make an event; an ``observer`` of a stream's event is ordered after it once it sees that it has fired."""
         self.fired = False
         self.error: BaseException | None = None
         self.clock: Clock = {}
@@ -69,7 +69,7 @@ class ScriptedDevice(Device):
     torch_device = torch.device("cpu")
 
     def __init__(self, *, chance: random.Random | None = None) -> None:
-        """Make one.
+        """Make a device that has run nothing.
 
         Args:
             chance: Chooses between streams that could go on. Without it, whatever was enqueued first goes first.

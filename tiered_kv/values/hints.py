@@ -81,7 +81,7 @@ class ReuseHint:
 
 
 def check_hint(hint: object) -> ReuseHint | None:
-    """Return it.
+    """Return a hint, if it is one, or None.
 
     Raises:
         ConfigurationError: It is neither a hint nor None.

@@ -157,11 +157,11 @@ class StateTensor(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Of one row."""
+        """Bytes of one row."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def find(self, layers: Sequence[Layer]) -> Tensor:
-        """Return it as it is now, ``(rows, *shape)``."""
+        """Return the state's tensor as it is now, ``(rows, *shape)``."""
         state: Tensor = getattr(layers[self.layer], f"{self.kind}_states")[self.position]
         return state
 
@@ -189,7 +189,7 @@ class StatePart(Part):
 
     @classmethod
     def of(cls, tensors: list[StateTensor], number: int, block_size: int) -> "StatePart":
-        """Make one, whose blocks other versions of transformers do not read: what is in a state is theirs to say."""
+        """Make the part of these states. Other versions of transformers, whose states may differ, do not read it."""
         states = [(kind, shape, str(dtype)) for _, kind, _, shape, dtype in tensors]
         tag = f"transformers {'.'.join(map(str, version()))}, states: {states}"
         num_bytes = sum(tensor.num_bytes for tensor in tensors)
@@ -235,7 +235,7 @@ class StatePart(Part):
 
 @dataclass(frozen=True)
 class ModelParts:
-    """All that a model keeps.
+    """All parts that a model keeps.
 
     Attributes:
         layers: Keys and values.
@@ -247,7 +247,7 @@ class ModelParts:
 
     @property
     def all(self) -> tuple[Part, ...]:
-        """In the order of their groups' numbers."""
+        """All parts, in the order of their groups' numbers."""
         return self.layers if self.state is None else (*self.layers, self.state)
 
     @property

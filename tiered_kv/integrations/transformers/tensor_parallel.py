@@ -31,7 +31,7 @@ class Ranks:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Self:
-        """Read them off a model.
+        """Read the ranks off a model.
 
         Raises:
             ConfigurationError: It is spread over processes otherwise than by tensor parallelism.

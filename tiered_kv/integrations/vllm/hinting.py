@@ -105,7 +105,7 @@ class Hinting:
             log("error", "background.failed", exc_info=error, task="KV hints")
 
     def _use(self, request: Any) -> None:
-        """Have it known what is asked for: hints that said so were right."""
+        """Say which blocks a request asks for: hints that said so were right."""
         if not self._has_hinted or not self._naming.can_name(request):
             return
         keys = [

@@ -349,7 +349,7 @@ class PendingLoads:
 
     @property
     def _num_coming(self) -> int:
-        """Of these, the blocks that memory had not."""
+        """Blocks that memory did not have and is to hold, for requests that wait for them."""
         return sum(load.num_more for load in self._begun()) + sum(each.num_more for each in self._bringing.values())
 
     def _begun(self) -> Collection[Load]:

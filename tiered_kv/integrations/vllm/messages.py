@@ -84,7 +84,7 @@ class Step(KVConnectorMetadata):
 
 @dataclass
 class Report(KVConnectorWorkerMetadata):
-    """What ended on the workers since the last one.
+    """What ended on the workers since the last report.
 
     Attributes:
         outcomes: Of jobs.

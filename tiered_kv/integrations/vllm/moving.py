@@ -28,7 +28,7 @@ _MOST_PASSED: Final = 256
 
 
 class MovingSide:
-    """One rank's worker."""
+    """The connector's worker side: it moves the blocks of one rank."""
 
     def __init__(self, vllm_config: Any, configuration: Configuration) -> None:
         self._vllm_config = vllm_config
@@ -84,7 +84,7 @@ class MovingSide:
                 self._worker.unregister_kv_caches(group=number)
 
     def restore_kv_caches(self) -> None:
-        """Bind them again, where they were. Idempotent."""
+        """Bind the engine's tensors again, where they were. Idempotent."""
         if self._worker is not None:
             self._bind(self._worker)
 

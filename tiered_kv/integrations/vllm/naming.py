@@ -28,7 +28,7 @@ it, changes some of it."""
 
 @dataclass
 class _Adapter:
-    """One that a request has named.
+    """An adapter that a request has named.
 
     Attributes:
         folder: With its files.

@@ -64,7 +64,7 @@ class _Asked:
 
 
 class OffloadJobs:
-    """What is known of chunks, and what moves them. Its attributes may be read, and it be told, by any thread."""
+    """The chunks of vLLM's offloading, and what moves them. Any thread may read its attributes and call."""
 
     def __init__(self, cache: TieredKV, chunk: KVGroup, pool: str, load_timeout_s: float, *, direct: bool) -> None:
         """Begin, on the event loop.

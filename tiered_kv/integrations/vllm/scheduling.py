@@ -46,7 +46,7 @@ a step leaves nothing of this code in a processor's caches."""
 
 
 class SchedulingSide:
-    """The cache of all ranks, and what its scheduler asks of it."""
+    """The connector's scheduler side: it has the cache of all ranks, and plans loads and stores."""
 
     def __init__(self, configuration: Configuration) -> None:
         self.counts = Counts()

@@ -112,7 +112,7 @@ class EventQueue:
         threading.Thread(target=self._run, args=(on_end,), name="tiered_kv-vllm-events", daemon=True).start()
 
     def put(self, work: Work) -> None:
-        """Have this done next, after what was put before. Returns at once."""
+        """Have ``work`` done next, after what was put before. Returns at once."""
         with self._changed:
             self._work.append(work)
             self._changed.notify_all()

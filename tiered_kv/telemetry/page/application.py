@@ -194,7 +194,7 @@ class Page:
             watch.tell(self._server.start())
 
     async def end(self) -> None:
-        """Show it no more."""
+        """Show the cache no more."""
         self._watch = None
         if self._door is not None:
             await self._door.end()

@@ -23,7 +23,7 @@ class HintsDoor:
     """Takes hints of blocks that are named in them, for one cache."""
 
     def __init__(self, token: str) -> None:
-        """Take them from whoever has this.
+        """Take hints from whoever has the token.
 
         Raises:
             ConfigurationError: As `checked_token` does.

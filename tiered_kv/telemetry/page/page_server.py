@@ -36,7 +36,7 @@ class PageServer:
     """Serves one application at one address, from `start` until `stop`. For the cache's event loop."""
 
     def __init__(self, app: App, address: str) -> None:
-        """Make one; nothing is bound yet.
+        """Make a server; nothing is bound yet.
 
         Raises:
             ConfigurationError: It is no address, or uvicorn is not installed.

@@ -129,24 +129,24 @@ class PlannersConnection:
         self._is_open = True
 
     def here(self, *, anywhere: bool = False) -> FarSide:
-        """See there."""
+        """See `Connection.here`."""
         if not self._is_open:
             raise ClosedError("this client is closed")
         self._side.check_loop(anywhere=anywhere)
         return self._side
 
     def follow(self, follower: Follower) -> None:
-        """See there."""
+        """See `Connection.follow`."""
         self._followers.append(follower)
 
     def attach(self, there: Attachment) -> None:
-        """Have another server."""
+        """Attach to another server."""
         self.there = there
         for follower in self._followers:
             follower.attached(there)
 
     def lost(self, there: Attachment) -> None:
-        """Have one no more."""
+        """Take note that a server is lost."""
         if self.there is there:
             self.there = None
 

@@ -72,7 +72,7 @@ class Memory:
         return self.free.pop(0) if self.free else None
 
     def give(self, region: int) -> None:
-        """Take it for nobody's again."""
+        """Give a region back: it is nobody's again."""
         self.poison(region)
         self.free.append(region)
 

@@ -60,7 +60,7 @@ _MAY_WAIT_S: Final = 15.0
 
 
 class PlanningClient:
-    """One of them, from the beginning of its process.
+    """A client whose planner uses servers, from the beginning of its process.
 
     Attributes:
         process: Where it plans.
@@ -94,12 +94,12 @@ class PlanningClient:
         self._calls.call(self._attached, socket, token, slabs)
 
     def may_leave(self) -> None:
-        """Let it end, what it has planned included."""
+        """Let the client end, with what it has planned."""
         self.leaves_early |= not self.is_done
         self._calls.call(self._leaving.set)
 
     def give_up(self) -> None:
-        """It has ended: so does its worker, and nobody hears how stores have ended that it had planned."""
+        """End the worker of a client that has ended: nobody hears how stores have ended that it had planned."""
         self._worker.die()
         for names in self._storing.values():
             self._known.store_ends(names, self._now, is_whole=False, may_be_lost=True)
@@ -349,7 +349,7 @@ class _Worker:
         self._moving: set[int] = set()
 
     def start(self, slabs: Sequence[SlabHandle]) -> bool:
-        """Have one, if there is none; say whether it is a new one."""
+        """Start a worker, if there is none; say whether it is a new one."""
         if not self.process.is_dead:
             return False
         self._moving = set()
@@ -359,22 +359,22 @@ class _Worker:
         return True
 
     def attach(self, slabs: Sequence[SlabHandle]) -> None:
-        """Have it use other memory."""
+        """Have the worker use other memory."""
         self._inbox.put(slabs)
 
     def give(self, plan: Plan) -> None:
-        """Have it carry out a plan."""
+        """Have the worker carry out a plan."""
         # What is for the worker before this one is refused, and for a move of nothing nobody waits.
         if any(move.positions and move.pid == self.process.pid for move in plan.moves):
             self._moving.add(plan.job)
         self._inbox.put(plan)
 
     def is_moving(self, job: int) -> bool:
-        """Whether it was given a plan, lives, and has not answered."""
+        """Whether the worker was given a plan, lives, and has not answered."""
         return not self.process.is_dead and job in self._moving
 
     def die(self) -> None:
-        """End it suddenly."""
+        """End the worker suddenly."""
         self._world.turns.kill(self.process)
 
     def _work(

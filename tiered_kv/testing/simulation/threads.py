@@ -50,7 +50,7 @@ class SimulatedProcess:
 
 
 class SimulatedThread:
-    """One of them. `is_alive` and `join` are as of `threading.Thread`, in virtual time."""
+    """A thread of a simulated process. `is_alive` and `join` are as of `threading.Thread`, in virtual time."""
 
     def __init__(self, turns: "Turns", process: SimulatedProcess, name: str, number: int) -> None:
         self.process = process
