@@ -312,7 +312,7 @@ class MooncakeBackend(Backend):
 
 
 class _OwnThreads:
-    """`Workers` for a job that is no cache."""
+    """`Workers` for a job outside of a cache."""
 
     def run(self, function: Callable[..., T], *args: object) -> Awaitable[T]:
         return asyncio.to_thread(function, *args)

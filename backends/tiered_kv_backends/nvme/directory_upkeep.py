@@ -502,7 +502,7 @@ def _has_made_all(fd: int) -> bool:
 
 
 def _has_made_folder(fd: int, name: str) -> bool:
-    """Say the same of a folder of blocks. Other programs call theirs by 64 digits too."""
+    """Say whether a tier has made a folder of blocks. Other programs name folders by 64 digits too."""
     try:
         folder_fd = files().open(name, _FOLDER, dir_fd=fd)
     except OSError:

@@ -229,7 +229,7 @@ def are_copies(members: Sequence[Member]) -> list[bool]:
 
 
 def make_empty(path: Path, said: Member | None = None) -> None:
-    """Delete all blocks in a directory, of whichever model; log which models' they were. Then it says this of itself.
+    """Delete the blocks of all models in a directory, and log whose they were. From then on it says ``said`` of itself.
 
     Raises:
         OSError: They cannot be deleted.
@@ -255,7 +255,7 @@ _ANSWER_S: Final = 2.0
 
 @dataclass(eq=False)
 class Disk:
-    """One of the directories.
+    """One directory of a tier.
 
     Attributes:
         number: Which one.
@@ -295,7 +295,7 @@ class Disk:
 
 
 class Disks:
-    """All of them, in the order of the settings. For the event loop's thread.
+    """All directories of one tier, in the order of the settings. For the event loop's thread.
 
     Attributes:
         shapes: Of the records in each directory.
@@ -411,7 +411,7 @@ class Disks:
         return any(member.ids == ids and member.turn > self._turn_of_others for member in members)
 
     def _to_name(self) -> list[Disk]:
-        """Those that are to be named: all in use that can be. The next start empties the others.
+        """The directories that are to be named: all in use that can be. The next start empties the others.
 
         So it is none as long as none was ever named, nothing is missing, and one cannot be named yet. One that is used
         alone names itself: it is another one's tier, should they be used together, and only one of both goes on.

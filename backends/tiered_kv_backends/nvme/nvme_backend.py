@@ -68,12 +68,12 @@ class NVMeBackend(RecordBackend):
 
     @classmethod
     def has_left(cls, path: Path) -> bool:
-        """Say whether a directory is one that such a tier has used: no link, and with the file of its holder."""
+        """Say whether an NVMe tier has used a directory: it is no link, and has the file of its holder."""
         return has_left(path)
 
     @classmethod
     def delete_left(cls, path: Path) -> bool:
-        """Delete it if it is this user's alone, no tier has it open, and all in it is what tiers make."""
+        """Delete a directory if it is this user's alone, no tier has it open, and all in it is what tiers make."""
         return delete_left(path)
 
     @classmethod

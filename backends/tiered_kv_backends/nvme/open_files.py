@@ -56,7 +56,7 @@ class Group:
         self.num_checkpoints = 0
 
     def end_checkpoint(self, _: object) -> None:
-        """Count one off."""
+        """Count a checkpoint off."""
         self.num_checkpoints -= 1
 
     def mark(self, slots: Slots, state: int) -> None:
@@ -142,7 +142,7 @@ _MAX_GROWTH_BYTES = 256 << 20
 
 
 class OpenFiles:
-    """What is open in a directory that is this process's, until `close`.
+    """The open files of a directory that is this process's, until `close`.
 
     Attributes:
         groups: In the order of their shapes.
@@ -151,7 +151,7 @@ class OpenFiles:
     """
 
     def __init__(self, path: Path, settings: NVMeSettings, shapes: Sequence[RecordShape], order: Order) -> None:
-        """Open them.
+        """Open the directory's files.
 
         Raises:
             ConfigurationError: The directory is another's, cannot be written to, is too small, or has no direct I/O

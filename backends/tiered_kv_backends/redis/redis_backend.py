@@ -193,7 +193,7 @@ class RedisBackend(Backend):
             self._servers.doubt()
 
     async def _ask_each(self, holding: Sequence[tuple[Server, list[int]]], ask: Ask, answers: list[Answer]) -> None:
-        """Ask all these servers at once."""
+        """Ask several servers at once."""
         if len(holding) == 1:
             await self._ask_one(*holding[0], ask, answers)
             return

@@ -63,7 +63,7 @@ class Socket:
         return False
 
     def close(self) -> None:
-        """Drop it at once. Nothing is received into anyone's buffers from here on."""
+        """Drop the connection at once. Nothing is received into anyone's buffers from here on."""
         self._unwatch()
         self._socket.close()
         if self._waiting is not None and not self._waiting.done():
@@ -173,7 +173,7 @@ class RESPConnection:
         return self._start == self._end and self._socket.is_silent()
 
     def close(self) -> None:
-        """Drop it at once. Nothing is read into anyone's buffers from here on."""
+        """Drop the connection at once. Nothing is read into anyone's buffers from here on."""
         self._socket.close()
 
     async def say(self, what: bytes) -> str:
@@ -425,7 +425,7 @@ class Pool:
             self._idle.append(connection)
 
     def asking(self) -> "Pool":
-        """Return the same connections, for what a node is just getting."""
+        """Return the same connections, for keys of a slot that a node is just getting."""
         other = copy.copy(self)
         other._is_asking = True  # noqa: SLF001 - of the same class
         return other

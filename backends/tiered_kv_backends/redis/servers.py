@@ -55,7 +55,7 @@ class BoundedParser(DefaultParser):  # type: ignore[valid-type,misc]  # a class 
 
 
 class BoundedConnection(Connection):
-    """Reads replies so, and goes where `connected` leads: redis-py would ask for names in the event loop's threads."""
+    """Reads bounded replies, and goes where `connected` leads: redis-py would look names up in the loop's threads."""
 
     _there: socket.socket
 
@@ -74,7 +74,7 @@ class BoundedConnection(Connection):
 
 
 class BoundedTLSConnection(BoundedConnection, SSLConnection):
-    """The same by TLS."""
+    """A `BoundedConnection` by TLS."""
 
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.5, 3.0
@@ -202,7 +202,7 @@ class Server:
             self._ask_at = now + self._pause_s
 
     def answered(self) -> None:
-        """It answers in time."""
+        """Take note that the server answers in time."""
         self._pause_s = self._ask_at = 0.0
 
     def was_away(self, now: float) -> None:
@@ -220,7 +220,7 @@ class Server:
             return await connection.count(commands)
 
     def asking(self) -> "Server":
-        """Return it as it answers for keys of a slot that it is getting, and has not got whole."""
+        """Return the server as it answers for keys of a slot that it is getting, and has not got whole."""
         return replace(self, bodies=self.bodies.asking(), questions=self.questions.asking())
 
     def drop_idle(self) -> None:

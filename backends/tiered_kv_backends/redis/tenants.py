@@ -34,7 +34,7 @@ class _Value(Found):
 
 
 class RedisInventory(Inventory):
-    """Of one server, or of all nodes of a cluster: where one fails, the others are still listed and deleted from."""
+    """The inventory of one server, or of a cluster's nodes: where one fails, the others are listed and deleted from."""
 
     def __init__(self, servers: Servers, prefix: str) -> None:
         self._servers, self._prefix = servers, prefix.encode()

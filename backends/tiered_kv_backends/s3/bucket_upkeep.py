@@ -30,7 +30,7 @@ _PART_BYTES = 1 << 20
 
 
 class BucketInventory(Inventory):
-    """Of one bucket and prefix."""
+    """The inventory of one bucket and prefix."""
 
     def __init__(self, store: ObjectStore, settings: S3Settings) -> None:
         self._store, self._settings = store, settings

@@ -37,7 +37,7 @@ def is_mark(name: str) -> bool:
 
 
 class Doomed:
-    """The blocks that this process has evicted so, and those whose marks it has read."""
+    """The blocks that this process has evicted from packs it could not name, and others whose marks it has read."""
 
     def __init__(self) -> None:
         self._own: OrderedDict[str, bool] = OrderedDict()  # by mark: whether a pack may hold it, as far as was seen
@@ -77,11 +77,11 @@ class Doomed:
         return packs
 
     def is_own(self, mark: str) -> bool:
-        """Whether this process has doomed the block: it does so whatever has become of the mark."""
+        """Whether this process has doomed the block: that holds whatever has become of the mark."""
         return mark in self._own
 
     def spare(self, marks: Iterable[str]) -> None:
-        """Forget these: their packs are gone."""
+        """Forget marks whose packs are gone."""
         marks = set(marks)
         for mark in marks:
             self._own.pop(mark, None)

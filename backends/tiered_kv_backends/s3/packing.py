@@ -44,7 +44,7 @@ class Unit:
 
     @property
     def singles(self) -> "list[Unit]":
-        """The same keys, each on its own."""
+        """Units of the same keys, each on its own."""
         return [Unit(at, at + 1) for at in range(self.start, self.stop)]
 
 

@@ -22,7 +22,7 @@ _MAX_ANSWERS = 1 << 16
 
 @dataclass(eq=False)
 class Question:
-    """One under way, and what has happened since it was asked: which keys were stored, and whether any were refuted."""
+    """A question under way: which keys were stored since it was asked, and whether any were refuted."""
 
     stored: set[bytes] = field(default_factory=set)
     is_refuted: bool = False

@@ -57,7 +57,7 @@ _Count = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
 
 @dataclass(frozen=True)
 class LedgerCounts:
-    """What the file says.
+    """What a directory's ledger says.
 
     Attributes:
         total: Bytes there at most, everything taken included.
@@ -76,7 +76,7 @@ _BOOKS = TypeAdapter(LedgerCounts)
 
 
 class ByteLedger:
-    """One process's hand in the ledger of a directory. Each call may be in a thread of its own.
+    """The ledger of a directory's bytes, as one process uses it. Each call may be in a thread of its own.
 
     Args:
         root: The directory.

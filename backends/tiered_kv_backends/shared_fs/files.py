@@ -434,7 +434,7 @@ class FileThreads(Executor):
         return asyncio.ensure_future(self._workers.run(partial(function, *args, **kwargs)))
 
     def submit(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> "Future[T]":
-        """Do the same for `loop.run_in_executor`, which passes an asyncio future on as it is."""
+        """Run ``function`` in a thread, for `loop.run_in_executor`, which passes an asyncio future on as it is."""
         return cast("Future[T]", self.run(function, *args, **kwargs))
 
 

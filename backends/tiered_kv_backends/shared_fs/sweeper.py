@@ -223,7 +223,7 @@ class Sweeper:
 
 
 class _Count:
-    """What lies there; temporaries of dead writers go at once. What cannot be deleted is kept in ``failed``."""
+    """Counts what lies in the directory, and deletes temporaries of dead writers; errors are kept in ``failed``."""
 
     def __init__(self, now_ns: int, failed: deque[OSError]) -> None:
         self.now_ns = now_ns
@@ -253,7 +253,7 @@ class _Count:
 
 
 class _Excess:
-    """So many bytes that have to go, of records used longest ago: those up to a time, until there were enough."""
+    """Bytes that have to go, of the records used longest ago: those up to a time, until there were enough."""
 
     def __init__(self, num_bytes: int, times: NDArray[np.int64], sizes: NDArray[np.int64]) -> None:
         self._num_left = num_bytes
