@@ -366,11 +366,11 @@ async def test_a_store_counts_on_no_read_of_what_was_evicted_before_that_had_slo
         chain = inside(kv).chains[0]
         await keep(kv, engine, KEYS)
         await kv.evict(KEYS, tier="cpu")
-        num_own, num_transient = chain.host.index.num_slots, chain.host.index.num_transient
-        _, others = inside(kv).batch(prompt(num_own + num_transient, seed=2))
+        num_own, num_bounce = chain.host.index.num_slots, chain.host.index.num_bounce
+        _, others = inside(kv).batch(prompt(num_own + num_bounce, seed=2))
         held = [
             chain.reserve(chain.host, others[:num_own]),
-            chain.reserve(chain.host, others[num_own:], transient=True),
+            chain.reserve(chain.host, others[num_own:], bounce=True),
         ]
         budget = chain.storage[0].calls.budget
         give_back = await budget.take(budget.limit, Waiter(Kind.LOAD))

@@ -255,7 +255,7 @@ async def test_a_model_lends_no_slots_that_its_states_take() -> None:
 async def test_bounce_slots_are_shared_out_too() -> None:
     """Large states do not leave the pages of a long load few slots to pass through."""
     async with open_any(AnyEngine(FEW), {"medium": "cpu", "capacity": CAPACITY}, limits=LIMITS) as kv:
-        pages, states = (chain.host.index.num_transient for chain in inside(kv).chains)
+        pages, states = (chain.host.index.num_bounce for chain in inside(kv).chains)
         assert states == max(4, pages // 16)
         assert pages > 2 * (2 << 20) // (36 << 10)  # with as many of each
         assert memory_bytes([pages, states]) <= max(2 << 20, memory_bytes([pages, 4]))

@@ -41,7 +41,7 @@ def test_pending_until_committed(policy: str) -> None:
 
 def test_who_asks_again_about_the_same_names_hears_of_every_change() -> None:
     """What was found is kept for whoever asks again, until it is no longer so."""
-    index = TierIndex(4, num_transient=2)
+    index = TierIndex(4, num_bounce=2)
     asked = names_of(1, 2, 3)
 
     def is_as_if_asked_anew() -> bool:
@@ -55,7 +55,7 @@ def test_who_asks_again_about_the_same_names_hears_of_every_change() -> None:
             yield "committed"
         yield "given back"
         lease.release()
-        with index.reserve(names_of(3), transient=True) as reservation:
+        with index.reserve(names_of(3), bounce=True) as reservation:
             yield "reserved to pass"
             lease = reservation.commit()
         yield "passing"
@@ -238,7 +238,7 @@ def test_removed_while_pending_never_commits(policy: str) -> None:
 @every_policy
 def test_clear_dooms_what_is_in_use(policy: str) -> None:
     """After a clear nothing is found, and each slot is free once its user is done."""
-    index = TierIndex(4, num_transient=1, policy=policy)
+    index = TierIndex(4, num_bounce=1, policy=policy)
     store(index, 1, 2)
     lease = index.lease(names_of(1))
     reservation = index.reserve(names_of(3))
@@ -250,53 +250,53 @@ def test_clear_dooms_what_is_in_use(policy: str) -> None:
     reservation.close()
     lease.release()
     assert index.statistics().free == 4
-    assert index.statistics().transient_free == 1
+    assert index.statistics().bounce_free == 1
 
 
-def test_transient_slots_are_counted_for_whoever_took_them() -> None:
+def test_bounce_slots_are_counted_for_whoever_took_them() -> None:
     """Until they are free again, however they become so: by the last lease, uncommitted, or removed meanwhile."""
-    index = TierIndex(2, num_transient=8)
-    with index.reserve(names_of(1, 2, 3, 4), transient=True, taker=1) as mine:
-        with index.reserve(names_of(5, 6), transient=True, taker=2), index.reserve(names_of(7), taker=2):
-            assert [index.num_transient_taken(taker) for taker in range(4)] == [0, 4, 2, 0]
-        assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 4, 0]
+    index = TierIndex(2, num_bounce=8)
+    with index.reserve(names_of(1, 2, 3, 4), bounce=True, taker=1) as mine:
+        with index.reserve(names_of(5, 6), bounce=True, taker=2), index.reserve(names_of(7), taker=2):
+            assert [index.num_bounce_taken(taker) for taker in range(4)] == [0, 4, 2, 0]
+        assert [index.num_bounce_taken(taker) for taker in range(3)] == [0, 4, 0]
         index.remove(names_of(2))
         lease = mine.commit(np.array([True, True, True, False]))
         index.remove(names_of(3))
-    assert index.num_transient_taken(1) == 2
+    assert index.num_bounce_taken(1) == 2
     lease.release()
-    assert [index.num_transient_taken(taker) for taker in range(3)] == [0, 0, 0]
-    assert index.statistics().transient_free == 8
+    assert [index.num_bounce_taken(taker) for taker in range(3)] == [0, 0, 0]
+    assert index.statistics().bounce_free == 8
 
 
 @every_policy
 @pytest.mark.parametrize("num_slots", [0, 2])
-def test_transient_blocks_live_by_their_leases(policy: str, num_slots: int) -> None:
+def test_blocks_in_bounce_slots_live_by_their_leases(policy: str, num_slots: int) -> None:
     """A block in a bounce slot can be read by all who lease it, and is gone with the last of them."""
-    index = TierIndex(num_slots, num_transient=2, policy=policy)
-    with index.reserve(names_of(1, 2), transient=True) as reservation:
+    index = TierIndex(num_slots, num_bounce=2, policy=policy)
+    with index.reserve(names_of(1, 2), bounce=True) as reservation:
         assert (reservation.slots >= num_slots).all()
         first = reservation.commit()
     second = index.lease(names_of(1))
     first.release()
     assert index.ready_prefix(names_of(1, 2)) == 1
-    with pytest.raises(CapacityError, match=r"^1 more transient slots needed, none evictable$"):
-        index.reserve(names_of(3, 4), transient=True)
+    with pytest.raises(CapacityError, match=r"^1 more bounce slots needed, none evictable$"):
+        index.reserve(names_of(3, 4), bounce=True)
     second.release()
     assert (index.find(names_of(1, 2))[0] == -1).all()
-    assert index.statistics().transient_free == 2
+    assert index.statistics().bounce_free == 2
 
 
 def test_blocks_in_bounce_slots_do_not_fill_the_tier() -> None:
     """Counts are of the tier's own slots, however many blocks pass through the others: no tier is fuller than full."""
-    index = TierIndex(2, num_transient=8)
+    index = TierIndex(2, num_bounce=8)
     store(index, 1, 2)
-    with index.reserve(names_of(3, 4, 5, 6, 7), transient=True) as reservation:
+    with index.reserve(names_of(3, 4, 5, 6, 7), bounce=True) as reservation:
         arrived = reservation.commit(np.array([True, True, True, False, False]))
         index.remove(names_of(5))
         counts = index.statistics()
         assert (counts.ready, counts.pending, counts.doomed, counts.leased, counts.free) == (2, 0, 0, 0, 0)
-        assert counts.transient_free == 8 - 5
+        assert counts.bounce_free == 8 - 5
     arrived.release()
 
 
@@ -363,11 +363,11 @@ def test_restore_refuses_contradictions(names: Names, slots: list[int]) -> None:
     "make",
     [
         lambda: TierIndex(-1),
-        lambda: TierIndex(1, num_transient=-1),
+        lambda: TierIndex(1, num_bounce=-1),
         lambda: TierIndex(2**31),
         lambda: TierIndex(1, policy="no such policy"),
     ],
-    ids=["negative", "negative transient", "too many", "unknown policy"],
+    ids=["negative", "negative bounce slots", "too many", "unknown policy"],
 )
 def test_impossible_indexes(make: Callable[[], TierIndex]) -> None:
     """An index that can never work is refused before anything is allocated."""
@@ -401,12 +401,12 @@ def test_only_what_is_new_gets_a_slot() -> None:
 
 def test_what_is_kept_is_held_by_nobody_and_goes_tail_first() -> None:
     """As if a lease had been released at once; bounce slots, which live as long as their lease, are free again."""
-    index = TierIndex(3, num_transient=2, policy="lru")
+    index = TierIndex(3, num_bounce=2, policy="lru")
     with index.reserve(names_of(1, 2, 3)) as reservation:
         assert reservation.keep(np.array([True, True, False])).tolist() == [0, 1, -1]
         assert reservation.keep().tolist() == [-1, -1, 2]
     assert index.statistics().leased == 0
     assert index.names_in_order()[1].tolist() == [1, 0, 2]
-    with index.reserve(names_of(4, 5), transient=True) as passing:
+    with index.reserve(names_of(4, 5), bounce=True) as passing:
         assert passing.keep().tolist() == [3, 4]
-    assert (index.transient_free.num, index.ready_prefix(names_of(4))) == (2, 0)
+    assert (index.bounce_free.num, index.ready_prefix(names_of(4))) == (2, 0)

@@ -76,11 +76,11 @@ def test_growing_makes_room(policy: str) -> None:
 
 def test_bounce_slots_stay_where_they_are() -> None:
     """Resizing moves no bounce slot: they begin at ``max_slots``, whatever the capacity."""
-    index = TierIndex(1, max_slots=3, num_transient=2)
+    index = TierIndex(1, max_slots=3, num_bounce=2)
     index.resize(0)
-    with index.reserve(names_of(1, 2), transient=True) as reservation:
+    with index.reserve(names_of(1, 2), bounce=True) as reservation:
         assert reservation.slots.tolist() == [3, 4]
-        assert index.is_transient(np.array([-1, 0, 2, 3, 4])).tolist() == [False, False, False, True, True]
+        assert index.is_bounce(np.array([-1, 0, 2, 3, 4])).tolist() == [False, False, False, True, True]
         index.resize(3)
         assert reservation.commit().num_prefix == 2
 
@@ -314,7 +314,7 @@ def test_changes_are_told_in_order_with_their_reasons() -> None:
     heard: list[tuple[str, list[int]]] = []
     index = TierIndex(
         3,
-        num_transient=1,
+        num_bounce=1,
         ttl_s=5,
         clock=lambda: now[0],
     )
@@ -323,7 +323,7 @@ def test_changes_are_told_in_order_with_their_reasons() -> None:
     store(index, 3)
     store(index, 4, 5)
     index.reserve(names_of(1)).close()
-    with index.reserve(names_of(9), transient=True) as passing:
+    with index.reserve(names_of(9), bounce=True) as passing:
         passing.commit().release()
     index.remove(names_of(4, 7))
     index.resize(2)

@@ -83,10 +83,10 @@ class IndexMachine(RuleBasedStateMachine):
     policy: ClassVar[str]
     ttl_s = 10
 
-    @initialize(num_slots=st.integers(0, 10), num_more=st.integers(0, 4), num_transient=st.integers(0, 4))
-    def make(self, num_slots: int, num_more: int, num_transient: int) -> None:
+    @initialize(num_slots=st.integers(0, 10), num_more=st.integers(0, 4), num_bounce=st.integers(0, 4))
+    def make(self, num_slots: int, num_more: int, num_bounce: int) -> None:
         """Start empty, at any small size, none included."""
-        self.num_slots, self.max_slots, self.num_transient = num_slots, num_slots + num_more, num_transient
+        self.num_slots, self.max_slots, self.num_bounce = num_slots, num_slots + num_more, num_bounce
         self.withheld: set[int] = set()
         self.now_s = 1000
         self.replayed: set[int] = set()
@@ -94,7 +94,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.index = TierIndex(
             num_slots,
             max_slots=self.max_slots,
-            num_transient=num_transient,
+            num_bounce=num_bounce,
             policy=self.policy,
             ttl_s=self.ttl_s,
             clock=lambda: self.now_s,
@@ -105,23 +105,23 @@ class IndexMachine(RuleBasedStateMachine):
         self.leases: list[OpenLease] = []
         self.reservations: list[OpenReservation] = []
 
-    @rule(batch=ids, transient=st.booleans())
-    def reserve(self, *, batch: list[int], transient: bool) -> None:
+    @rule(batch=ids, bounce=st.booleans())
+    def reserve(self, *, batch: list[int], bounce: bool) -> None:
         """Each new name gets a slot; where that is impossible nothing changes. A batch never evicts its own."""
         model = self.model
         wanted = [i for i in unique(batch) if i not in model.findable]
         own = [block for block in model.order if block.id not in batch]
-        room = self.transient if transient else self.usable
+        room = self.bounce if bounce else self.usable
         num_free = sum(slot not in model.occupied for slot in room)
         shortage = max(0, len(wanted) - num_free)
-        assert transient or self.index.fits(names_of(*batch)) == (shortage <= len(own))
-        if shortage > (0 if transient else len(own)):
+        assert bounce or self.index.fits(names_of(*batch)) == (shortage <= len(own))
+        if shortage > (0 if bounce else len(own)):
             before = self.snapshot()
             with pytest.raises(CapacityError, match=rf"^{shortage} more .*slots needed, (none|{len(own)}) evictable$"):
-                self.index.reserve(names_of(*batch), transient=transient)
+                self.index.reserve(names_of(*batch), bounce=bounce)
             assert self.snapshot() == before
             return
-        real = self.index.reserve(names_of(*batch), transient=transient)
+        real = self.index.reserve(names_of(*batch), bounce=bounce)
         evicted = ids_of(real.evicted)
         assert len(evicted) == shortage
         assert set(evicted) <= {block.id for block in own}
@@ -240,7 +240,7 @@ class IndexMachine(RuleBasedStateMachine):
     def hint(self, *, batch: list[int], probability: float, category: int) -> None:
         """What is not expected goes first, once nobody leases it and unless it is asked for; all else is recent."""
         self.index.hint(names_of(*batch), ReuseHint(probability, category=str(category % 10)))
-        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
+        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.bounce]
         for block in told:
             block.is_unwanted = not probability
         self.place(told)
@@ -249,7 +249,7 @@ class IndexMachine(RuleBasedStateMachine):
     def resident(self, batch: list[int]) -> None:
         """What the engine has goes first, once nobody leases it and unless it is asked for."""
         self.index.resident(names_of(*batch))
-        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.transient]
+        told = [block for block in self.model.ready(batch)[::-1] if block.slot not in self.bounce]
         for block in told:
             block.is_resident = True
         self.place(told)
@@ -348,7 +348,7 @@ class IndexMachine(RuleBasedStateMachine):
     @rule(limit=st.integers(1, 20))
     def expire(self, limit: int) -> None:
         """A round of the tier removes just the blocks that are ready for ``ttl_s`` or longer."""
-        own = [block for block in self.model.findable.values() if block.slot not in self.transient]
+        own = [block for block in self.model.findable.values() if block.slot not in self.bounce]
         ready = [block for block in own if block.state == SlotState.READY]
         ready = [block for block in ready if block.slot < self.num_slots]
         old = [block for block in ready if self.now_s - block.ready_since_s >= self.ttl_s]
@@ -363,7 +363,7 @@ class IndexMachine(RuleBasedStateMachine):
         lease = self.leases[which % len(self.leases)]
         self.index.mark_dirty(lease.real)
         for block in lease.blocks:
-            if block.state == SlotState.READY and block.slot not in self.transient and block not in self.model.dirty:
+            if block.state == SlotState.READY and block.slot not in self.bounce and block not in self.model.dirty:
                 block.num_leases += 1
                 self.model.dirty.append(block)
 
@@ -377,9 +377,9 @@ class IndexMachine(RuleBasedStateMachine):
         self.leases.append(OpenLease(lease, taken))
 
     @property
-    def transient(self) -> range:
+    def bounce(self) -> range:
         """The bounce slots."""
-        return range(self.max_slots, self.max_slots + self.num_transient)
+        return range(self.max_slots, self.max_slots + self.num_bounce)
 
     def replay(self, change: Change, names: Names) -> None:
         """Follow the change log as one who sees nothing else."""
@@ -428,7 +428,7 @@ class IndexMachine(RuleBasedStateMachine):
     def same_counts(self) -> None:
         """Slots are conserved, and every count is that of the model."""
         counts = self.index.statistics()
-        blocks = [block for block in self.model.occupied.values() if block.slot not in self.transient]
+        blocks = [block for block in self.model.occupied.values() if block.slot not in self.bounce]
         states = [block.state for block in blocks]
         assert counts.num_slots == self.num_slots
         assert counts.ready == states.count(SlotState.READY)
@@ -437,11 +437,11 @@ class IndexMachine(RuleBasedStateMachine):
         assert counts.leased == sum(block.num_leases > 0 for block in blocks)
         assert counts.evictable == len(self.model.order)
         assert counts.dirty == len(self.model.dirty)
-        empty = [slot for slot in range(self.max_slots + self.num_transient) if slot not in self.model.occupied]
+        empty = [slot for slot in range(self.max_slots + self.num_bounce) if slot not in self.model.occupied]
         assert counts.free == sum(slot in self.usable for slot in empty)
         assert counts.withheld == sum(slot < self.num_slots and slot in self.withheld for slot in empty)
         assert counts.retired == sum(self.num_slots <= slot < self.max_slots for slot in empty)
-        assert counts.transient_free == sum(slot in self.transient for slot in empty)
+        assert counts.bounce_free == sum(slot in self.bounce for slot in empty)
 
     @invariant()
     def same_order(self) -> None:
@@ -449,7 +449,7 @@ class IndexMachine(RuleBasedStateMachine):
         names, slots = self.index.names_in_order()
         num_evictable = len(self.model.order)
         order = [(block.id, block.slot) for block in self.model.order]
-        own = [block for block in self.model.findable.values() if block.slot not in self.transient]
+        own = [block for block in self.model.findable.values() if block.slot not in self.bounce]
         leased = [block for block in own if block.num_leases]
         real = list(zip(ids_of(names), slots.tolist(), strict=True))
         assert sorted(real[num_evictable:]) == sorted((block.id, block.slot) for block in leased)
@@ -474,7 +474,7 @@ class IndexMachine(RuleBasedStateMachine):
         assert counts.leased == counts.pending == counts.doomed == counts.dirty == 0
         assert counts.evictable == counts.ready
         assert counts.free + counts.ready == len(self.usable)
-        assert counts.transient_free == self.num_transient
+        assert counts.bounce_free == self.num_bounce
 
 
 class LRUMachine(IndexMachine):

@@ -126,12 +126,12 @@ def test_a_block_that_moves_is_always_found() -> None:
 @pytest.mark.slow
 def test_eviction_and_clearing_under_readers() -> None:
     """Whatever the owner does, no reader meets an error, nor two names in one slot."""
-    index = TierIndex(GROUP, num_transient=GROUP)
+    index = TierIndex(GROUP, num_bounce=GROUP)
 
     def change() -> None:
         for turn in range(TURNS):
             store(index, group(turn % 5))
-            with index.reserve(group(6), transient=True) as reservation:
+            with index.reserve(group(6), bounce=True) as reservation:
                 reservation.commit().release()
             if turn % 50 == 49:
                 index.clear()

@@ -126,7 +126,7 @@ def _of_rank(
         else:
             is_pending |= states == _PENDING
         is_dirty |= tier.index.is_dirty(batch.names)
-        has = tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
+        has = tier.index.ready(batch.names) & ~tier.index.is_bounce(slots)
         (serving if tier.is_in_use else silent)[tier.name] = has
     serving |= asked
     unknown_in = tuple(tier.name for tier in chain.shared if tier.name not in asked)

@@ -249,7 +249,7 @@ def _host_tier(
     index = TierIndex(
         kind.group.num_slots(sizes.host_blocks),
         max_slots=most_slots,
-        num_transient=num_bounce,
+        num_bounce=num_bounce,
         policy=resolve_policy(settings.policy),
         ttl_s=settings.ttl_s,
         clock=clock,

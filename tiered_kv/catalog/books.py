@@ -39,20 +39,20 @@ FREE, PENDING, READY, DOOMED = map(int, SlotState)
 class Books:
     """The names and states of a tier's slots, for reading; `TierIndex` writes them.
 
-    Slots ``0 <= slot < max_slots`` are the tier's own, the ``num_transient`` slots above them bounce slots.
+    Slots ``0 <= slot < max_slots`` are the tier's own, the ``num_bounce`` slots above them bounce slots.
 
     Attributes:
         max_slots: The most own slots that there can be.
-        num_transient: How many bounce slots there are.
+        num_bounce: How many bounce slots there are.
         lock: Held by the owning thread while what can be found changes, and by any other thread while it reads. Nobody
             holds it for longer than a batch takes, save in `TierIndex.clear`, `TierIndex.resize` and at a restart.
     """
 
-    def __init__(self, max_slots: int, num_transient: int) -> None:
+    def __init__(self, max_slots: int, num_bounce: int) -> None:
         """Make empty books."""
-        total = max_slots + num_transient
+        total = max_slots + num_bounce
         self.max_slots = max_slots
-        self.num_transient = num_transient
+        self.num_bounce = num_bounce
         self.lock = system().rlock()  # re-entrant: a signal's handler that reads, on the owning thread, must not wait
         self._table = NameTable(total)
         self._states = np.full(total + 1, FREE, dtype=np.uint8)  # the last one answers for slot -1: FREE, always
@@ -115,7 +115,7 @@ class Books:
             done += len(slots)
         return done
 
-    def is_transient(self, slots: Slots) -> NDArray[np.bool_]:
+    def is_bounce(self, slots: Slots) -> NDArray[np.bool_]:
         """Say of each slot whether it is a bounce slot."""
         return slots >= self.max_slots
 
@@ -150,7 +150,7 @@ class IndexStatistics:
         leased: Slots under at least one lease, doomed ones included. A dirty block counts as leased.
         pending: Slots being filled.
         doomed: Removed blocks that still have a user.
-        transient_free: Transient slots that hold nothing.
+        bounce_free: Bounce slots that hold nothing.
         retired: Slots beyond the present capacity that hold nothing.
         dirty: Blocks that wait to be written below.
         withheld: Slots that hold nothing and cannot be used for now, see `TierIndex.withhold`.
@@ -163,7 +163,7 @@ class IndexStatistics:
     leased: int
     pending: int
     doomed: int
-    transient_free: int
+    bounce_free: int
     retired: int = 0
     dirty: int = 0
     withheld: int = 0

@@ -55,7 +55,7 @@ class TierIndex(Books):
     Attributes:
         num_slots: The present capacity; may be 0: then every block passes through bounce slots.
         ttl_s: For how long a block is kept, or None.
-        transient_free: The bounce slots that hold nothing.
+        bounce_free: The bounce slots that hold nothing.
         on_change: Is told whatever changes of the tier's own readable blocks, if not None.
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
@@ -68,7 +68,7 @@ class TierIndex(Books):
         num_slots: int,
         *,
         max_slots: int | None = None,
-        num_transient: int = 0,
+        num_bounce: int = 0,
         policy: str | type[Policy] = "lru",
         ttl_s: float | None = None,
         clock: Callable[[], float] | None = None,
@@ -80,7 +80,7 @@ class TierIndex(Books):
             num_slots: Slots whose blocks stay until they are evicted.
             max_slots: The most that `resize` may make of them; everything is allocated for so many. By default
                 ``num_slots``.
-            num_transient: Slots whose blocks stay while they are leased.
+            num_bounce: Slots whose blocks stay while they are leased.
             policy: A policy's name, as `make_policy` takes it, or a class of one's own, which is guarded.
             ttl_s: After so many seconds from its commit a block is `expire`'s to remove. Takes 4 bytes a slot.
             clock: What tells the seconds; the system's by default.
@@ -90,13 +90,13 @@ class TierIndex(Books):
             ConfigurationError: A negative size, more than 2**31 - 2 slots, no such policy, or a ``ttl_s`` of 0 or less.
         """
         max_slots = num_slots if max_slots is None else max_slots
-        total = max_slots + num_transient
-        if not 0 <= num_slots <= max_slots or num_transient < 0 or total > np.iinfo(np.int32).max - 1:
+        total = max_slots + num_bounce
+        if not 0 <= num_slots <= max_slots or num_bounce < 0 or total > np.iinfo(np.int32).max - 1:
             raise ConfigurationError(
                 f"an index holds 0 to 2**31 - 2 slots, got {num_slots} own, {max_slots} at most, "
-                f"{num_transient} transient"
+                f"{num_bounce} bounce slots"
             )
-        super().__init__(max_slots, num_transient)
+        super().__init__(max_slots, num_bounce)
         self.num_slots = num_slots
         self.ttl_s = ttl_s
         self.on_change: OnChange | None = None
@@ -110,8 +110,8 @@ class TierIndex(Books):
         self._write_back = write_back
         self._dirty = SlotQueue(max_slots if write_back else 0)  # the oldest first; each is held by one lease
         self._free = FreeSlots(max_slots, range(num_slots))
-        self.transient_free = FreeSlots(num_transient, range(max_slots, total))
-        self._takers = np.full(num_transient, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
+        self.bounce_free = FreeSlots(num_bounce, range(max_slots, total))
+        self._takers = np.full(num_bounce, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
         self._num_taken = [0] * _MOST_TAKERS
         self._num_leases = np.full(total, 0, dtype=np.int32)
         self._goes_first = np.full(total, 0, dtype=np.uint8)  # once nobody leases it, and why: `_UNWANTED`, `_RESIDENT`
@@ -128,7 +128,7 @@ class TierIndex(Books):
         """How many blocks have no copy below yet."""
         return len(self._dirty)
 
-    def num_transient_taken(self, taker: int) -> int:
+    def num_bounce_taken(self, taker: int) -> int:
         """How many bounce slots hold what was reserved for ``taker``."""
         return self._num_taken[taker]
 
@@ -159,8 +159,8 @@ class TierIndex(Books):
         used = self._pending + self._ready + self._doomed
         withheld = 0 if self._withheld is None else int(np.count_nonzero(self._is_free())) - self._free.num
         passing, leased_there = [0] * len(SlotState), 0
-        if self.transient_free.num < self.num_transient:
-            above = slice(self.max_slots, self.max_slots + self.num_transient)
+        if self.bounce_free.num < self.num_bounce:
+            above = slice(self.max_slots, self.max_slots + self.num_bounce)
             passing = np.bincount(self._states[above], minlength=len(SlotState)).tolist()
             leased_there = int(np.count_nonzero(self._num_leases[above]))
         return IndexStatistics(
@@ -171,8 +171,8 @@ class TierIndex(Books):
             leased=self._leased - leased_there,
             pending=self._pending - passing[PENDING],
             doomed=self._doomed - passing[DOOMED],
-            transient_free=self.transient_free.num,
-            retired=self.max_slots + self.num_transient - self._free.num - self.transient_free.num - used - withheld,
+            bounce_free=self.bounce_free.num,
+            retired=self.max_slots + self.num_bounce - self._free.num - self.bounce_free.num - used - withheld,
             withheld=withheld,
             dirty=len(self._dirty),
         )
@@ -302,7 +302,7 @@ class TierIndex(Books):
 
     # Filling and emptying slots.
 
-    def reserve(self, names: Names, *, transient: bool = False, taker: int = 0) -> Reservation:
+    def reserve(self, names: Names, *, bounce: bool = False, taker: int = 0) -> Reservation:
         """Get a slot for every name that is neither ready nor pending, evicting other blocks if there is no room.
 
         The slots come in runs of neighbouring ids, ascending in batch order. A block of the batch itself is never
@@ -310,8 +310,8 @@ class TierIndex(Books):
 
         Args:
             names: What is to be stored. Names that are there, and repeats, get slot -1.
-            transient: Take transient slots instead of the tier's own; nothing is evicted for them.
-            taker: On whose account these are, from 0 to 127: `num_transient_taken` counts them.
+            bounce: Take bounce slots instead of the tier's own; nothing is evicted for them.
+            taker: On whose account these are, from 0 to 127: `num_bounce_taken` counts them.
 
         Raises:
             CapacityError: Too few slots can be had. Nothing has changed, recency included.
@@ -320,8 +320,8 @@ class TierIndex(Books):
         wanted = absent_from(names, found)
         with self.lock:
             self._found = None  # and once more in the end: a policy may raise in between
-            if transient:
-                evicted, taken = _NO_NAMES, self._take_transient(len(wanted), taker)
+            if bounce:
+                evicted, taken = _NO_NAMES, self._take_bounce(len(wanted), taker)
             else:
                 evicted, taken = self._make_room(len(wanted), keep=found[states == READY])
             self._table.insert(names if len(wanted) == len(names) else names_at(names, wanted), taken)
@@ -522,7 +522,7 @@ class TierIndex(Books):
         found = np.zeros(len(names), np.bool_)
         if len(self._dirty):
             slots, _ = self.find(names)
-            own = ((slots >= 0) & ~self.is_transient(slots)).nonzero()[0]
+            own = ((slots >= 0) & ~self.is_bounce(slots)).nonzero()[0]
             found[own] = self._dirty.holds(slots[own])
         return found
 
@@ -560,13 +560,13 @@ class TierIndex(Books):
             return
         idle = tail_first[num_leases == 0]
         self._leased -= len(idle)
-        is_ready, is_own = self._states[idle] == READY, ~self.is_transient(idle)
+        is_ready, is_own = self._states[idle] == READY, ~self.is_bounce(idle)
         stays = is_ready & is_own
         if len(staying := idle[stays]):
             self._unpark(staying)
         if self._goes_when_idle and len(beyond := idle[stays & (idle >= self.num_slots)]):
             self._gone_when_idle.append(self._remove(beyond, Change.EVICTED))
-        passed = idle[is_ready & ~is_own]  # transient blocks live no longer than their leases
+        passed = idle[is_ready & ~is_own]  # blocks in bounce slots live no longer than their leases
         if len(passed):
             with self.lock:
                 self._table.remove(passed)
@@ -611,11 +611,11 @@ class TierIndex(Books):
         own = self._own(slots)
         return unique(own[self._num_leases[own] == 0])
 
-    def _take_transient(self, n: int, taker: int) -> Slots:
-        num_free = self.transient_free.num
+    def _take_bounce(self, n: int, taker: int) -> Slots:
+        num_free = self.bounce_free.num
         if n > num_free:
-            raise CapacityError(f"{n - num_free} more transient slots needed, none evictable")
-        taken = self.transient_free.take(n)
+            raise CapacityError(f"{n - num_free} more bounce slots needed, none evictable")
+        taken = self.bounce_free.take(n)
         self._takers[taken - self.max_slots] = taker
         self._num_taken[taker] += n
         return taken
@@ -718,11 +718,11 @@ class TierIndex(Books):
         self._doomed -= len(slots)
         own = slots[slots < self.num_slots]
         self._free.give(own if self._withheld is None else own[~self._withheld[own]])
-        transient = slots[slots >= self.max_slots]  # between these two lie the retired
-        if len(transient):
-            for taker in self._takers[transient - self.max_slots].tolist():
+        in_bounce = slots[slots >= self.max_slots]  # between these two lie the retired
+        if len(in_bounce):
+            for taker in self._takers[in_bounce - self.max_slots].tolist():
                 self._num_taken[taker] -= 1
-            self.transient_free.give(transient)
+            self.bounce_free.give(in_bounce)
 
     def _find_free(self) -> None:
         """Have just those slots free that hold nothing and can be used."""
@@ -735,7 +735,7 @@ class TierIndex(Books):
         return np.equal(self._states[: self.num_slots], FREE)
 
     def _own(self, slots: Slots) -> Slots:
-        return slots[slots < self.max_slots] if self.num_transient else slots
+        return slots[slots < self.max_slots] if self.num_bounce else slots
 
     def _tell(self, change: Change, names: Names) -> None:
         if self.on_change is not None and len(names):

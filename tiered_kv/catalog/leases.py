@@ -115,7 +115,7 @@ class Reservation:
             ok: ``(n,)``, which blocks of the batch have arrived; all by default. Those without a slot are passed over.
 
         Returns:
-            A lease over the blocks that this call committed. Transient blocks live as long as it does.
+            A lease over the blocks that this call committed. Blocks in bounce slots live as long as the lease does.
 
         Raises:
             ClosedError: The slots were given back already.
@@ -131,7 +131,7 @@ class Reservation:
             ok: As for `commit`.
 
         Returns:
-            ``(n,)`` int64, the slots that are readable now, or -1. Transient ones are free again: nobody had them.
+            ``(n,)`` int64, the slots that are readable now, or -1. Bounce slots are free again: nobody had them.
 
         Raises:
             ClosedError: As by `commit`.

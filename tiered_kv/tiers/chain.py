@@ -1,7 +1,7 @@
 """The chain of tiers of one KV group, and what every transfer does with it: find blocks, take host slots, copy.
 
 Blocks reach the engine's memory only from rows that copies reach (the GPU pool, the host slab). What lies in storage is
-first *filled* into host slots: own ones of the CPU tier where it is to stay, else transient ones, which live as long as
+first *filled* into host slots: own ones of the CPU tier where it is to stay, else bounce slots, which live as long as
 somebody leases them. One fill per block at a time: whoever else wants the block joins the fill.
 """
 
@@ -129,11 +129,11 @@ class Chain:
         self.waiting = self.unwritten.waiting
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.room)
-        transient, num_takers = self.host.index.num_transient, len(self.storage) + 1
-        most = transient // max(4, num_takers)
+        num_bounce, num_takers = self.host.index.num_bounce, len(self.storage) + 1
+        most = num_bounce // max(4, num_takers)
         self.window_blocks = size = max(1, min(self.limits.window // self.stride_bytes, most))
         self.most_window = max(size, min(_LONGEST * size, most))
-        self._least_share = size if num_takers * size <= transient else 0
+        self._least_share = size if num_takers * size <= num_bounce else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
 
@@ -297,11 +297,11 @@ class Chain:
     # Slots of the host.
 
     def reserve(
-        self, tier: MemoryTier, batch: Batch, *, transient: bool = False, source: int = FROM_ENGINE
+        self, tier: MemoryTier, batch: Batch, *, bounce: bool = False, source: int = FROM_ENGINE
     ) -> Reservation | None:
         """Reserve slots for what is missing of a batch now, or return None."""
         try:
-            reservation = tier.index.reserve(batch.names, transient=transient, taker=source)
+            reservation = tier.index.reserve(batch.names, bounce=bounce, taker=source)
         except CapacityError:
             return None
         tier.counters.evicted += len(reservation.evicted)
@@ -310,9 +310,9 @@ class Chain:
     def reserve_host_now(
         self, batch: Batch, waiter: Waiter, *, keep: bool, may_pass: bool = True, source: int = FROM_ENGINE
     ) -> Reservation | None:
-        """Reserve host slots: own ones if the blocks are to stay and there is room, else transient ones, or None.
+        """Reserve host slots: own ones if the blocks are to stay and there is room, else bounce slots, or None.
 
-        Only what has the priority of loads may take the last half of the transient slots. And whatever is read from
+        Only what has the priority of loads may take the last half of the bounce slots. And whatever is read from
         one storage tier, or comes from the engine, leaves a window of them to each other storage tier that has less:
         so no load waits for slots that are held up by a tier which it does not need.
 
@@ -320,7 +320,7 @@ class Chain:
             batch: The blocks.
             waiter: Who wants them.
             keep: Whether they are to stay.
-            may_pass: Whether blocks that are to stay may have transient slots where there is no room.
+            may_pass: Whether blocks that are to stay may have bounce slots where there is no room.
             source: The number of the storage tier that they come from; of several, the lowest one's.
         """
         if keep and (reservation := self.reserve(self.host, batch)) is not None:
@@ -328,11 +328,11 @@ class Chain:
         if keep and not may_pass:
             return None
         index = self.host.index
-        kept = 0 if waiter.priority is Priority.LOAD else index.num_transient // 2
-        usable = index.transient_free.num - max(kept, self._set_aside(source))
+        kept = 0 if waiter.priority is Priority.LOAD else index.num_bounce // 2
+        usable = index.bounce_free.num - max(kept, self._set_aside(source))
         if usable < min(len(batch.names), self.most_window):
             return None
-        return self.reserve(self.host, batch, transient=True, source=source)
+        return self.reserve(self.host, batch, bounce=True, source=source)
 
     async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool, source: int = FROM_ENGINE) -> Reservation:
         """Wait for host slots, see `reserve_host_now`, in a line of its own for each source.
@@ -346,11 +346,11 @@ class Chain:
         return await self.room.acquire(attempt, waiter, lambda got: got.close(), len(batch), lane=source)
 
     def _set_aside(self, source: int) -> int:
-        """Count the transient slots that are left to the storage tiers other than ``source``."""
+        """Count the bounce slots that are left to the storage tiers other than ``source``."""
         left = 0
         for number in range(len(self.memory), len(self.tiers)):
             if number != source:
-                left += max(0, self._least_share - self.host.index.num_transient_taken(number))
+                left += max(0, self._least_share - self.host.index.num_bounce_taken(number))
         return left
 
     def release(self, *leases: Lease, is_use: bool = False) -> None:
@@ -401,4 +401,4 @@ class Head:
 
 def _lease_own(tier: MemoryTier, names: Names) -> Lease:
     slots, _ = tier.index.find(names)  # bounce slots are what others wait for
-    return tier.index.lease(names_at(names, (slots >= 0) & ~tier.index.is_transient(slots)))
+    return tier.index.lease(names_at(names, (slots >= 0) & ~tier.index.is_bounce(slots)))

@@ -80,7 +80,7 @@ class Fill:
         return np.isin(hash_names(self.names), hash_names(names))
 
     def keep(self, lease: Lease) -> None:
-        """Hold what arrived, so that transient blocks live until those who wait have leased them."""
+        """Hold what arrived, so that blocks in bounce slots live until those who wait have leased them."""
         if self._num_waiting:
             self._leases.append(lease)
         else:
@@ -132,7 +132,7 @@ class Fills:
         self._room = room
         self._pending: dict[int, Fill] = {}  # by slot
         # By slot, the tier that it is read from, or -1. The last one answers for slot -1.
-        self._sources = np.full(host.index.max_slots + host.index.num_transient + 1, -1, np.int8)
+        self._sources = np.full(host.index.max_slots + host.index.num_bounce + 1, -1, np.int8)
         self._is_closing = False
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class Fills:
         Args:
             names: Theirs.
             workers: Do so too where a worker has slots to copy them out to.
-            passing: Those that are read may have transient slots: the tiers below get them, whatever room there is.
+            passing: Those that are read may have bounce slots: the tiers below get them, whatever room there is.
         """
         index = self._host.index
         slots, states = index.find(names)
@@ -320,7 +320,7 @@ class _TierRead:
             fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
         lease = self._reservation.commit(arrived)
         if host.index.num_slots:
-            kept = (lease.slots >= 0) & ~host.index.is_transient(lease.slots)
+            kept = (lease.slots >= 0) & ~host.index.is_bounce(lease.slots)
             host.counters.promoted += len(kept.nonzero()[0])
         fill.keep(lease)
         if not is_late:

@@ -160,7 +160,7 @@ class Pins:
         for number, tier in enumerate(chain.booked):
             if tier.is_in_use:
                 slots, _ = tier.index.find(batch.names)
-                can = (tiers < 0) & tier.index.ready(batch.names) & ~tier.index.is_transient(slots)
+                can = (tiers < 0) & tier.index.ready(batch.names) & ~tier.index.is_bounce(slots)
                 can &= np.cumsum(can) <= tier.index.num_slots // 2 - self._num_pinned[tier]
                 tiers[can] = number
         return tiers

@@ -187,7 +187,7 @@ async def _expire(chain: Chain, tier: BookedTier) -> None:
         tier.counters.expired += len(expired)
         if len(expired):
             slots, states = host.find(expired)
-            has_come = (states == SlotState.READY) & host.is_transient(slots)  # what is read now may be another tier's
+            has_come = (states == SlotState.READY) & host.is_bounce(slots)  # what is read now may be another tier's
             host.remove(expired[has_come], Change.EXPIRED)
             chain.room.changed()
         await asyncio.sleep(0)

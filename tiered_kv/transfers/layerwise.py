@@ -197,7 +197,7 @@ class LayerStore(Store):
         self._error = self._error or error
 
     def _place_now(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
-        """Reserve slots that stay, or else transient ones, but wait for none: the layers are being computed.
+        """Reserve slots that stay, or else bounce slots, but wait for none: the layers are being computed.
 
         It holds them for as long as that takes: whoever waits for such comes first.
         """

@@ -1,4 +1,4 @@
-"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through transient slots.
+"""Prefetches: blocks copied up before anyone waits for them, with a quota, never through bounce slots.
 
 What a plan is to load is copied up in the same way; as somebody waits for it, without the quota and until a deadline.
 What has come is held until all has: so a prefix that fits beside what is leased comes whole, whatever the policy.

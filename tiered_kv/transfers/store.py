@@ -295,7 +295,7 @@ class Store(Revocable):
         return size
 
     async def _place(self, part: Batch) -> tuple[MemoryTier, Reservation] | None:
-        """Reserve slots in the fastest tier that has room; wait for transient ones only if something is below them."""
+        """Reserve slots in the fastest tier that has room; wait for bounce slots only if something is below them."""
         if (placing := self._place_now(part)) is not None:
             return placing
         if not self._chain.through:
@@ -451,7 +451,7 @@ class Store(Revocable):
         self._num_stored += n
         self._tally.add_above(tier, dropped={Reason.NO_ROOM: n})
         slots = there[fresh]
-        num_passing = len(tier.index.is_transient(slots).nonzero()[0])
+        num_passing = len(tier.index.is_bounce(slots).nonzero()[0])
         num_removed = len((slots < 0).nonzero()[0])  # by name, while they were copied
         dropped = {Reason.NO_ROOM: num_passing, Reason.REMOVED: num_removed}
         self._tally.add(tier, written=n - num_passing - num_removed, dropped=dropped)

@@ -92,7 +92,7 @@ class WriteDown:
         self._to = [] if chain.host in later else chain.through
         if not later:
             return
-        stays = ~tier.index.is_transient(self._slots)
+        stays = ~tier.index.is_bounce(self._slots)
         num_passing = int(np.count_nonzero(~stays))
         for each in later:
             self._tally.add(each, deferred=len(self._batch) - num_passing, dropped={Reason.NO_ROOM: num_passing})
@@ -212,7 +212,7 @@ class WriteDown:
             while reservation is not None:
                 # What is there stays until the others are copied, and must not make room meanwhile: all go down then.
                 joined.callback(chain.release, host.index.lease(self._batch.names))
-                passes = host.index.is_transient(reservation.slots)
+                passes = host.index.is_bounce(reservation.slots)
                 if (filled := await self._fill(gpu, reservation, passes)) is None:
                     break
                 joined.callback(filled.release)
@@ -227,7 +227,7 @@ class WriteDown:
         num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
-        num_passing = int(np.count_nonzero(host.index.is_transient(held.slots)))
+        num_passing = int(np.count_nonzero(host.index.is_bounce(held.slots)))
         num_written = max(0, int(np.count_nonzero(is_filled & there)) - num_passing)
         removed = {Reason.REMOVED: num_removed} if num_removed else {}
         self._tally.add(
@@ -482,7 +482,7 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
         if not len(batch):
             return
         lease = tier.index.lease(batch.names)
-        there = (lease.slots >= 0) & ~tier.index.is_transient(lease.slots)
+        there = (lease.slots >= 0) & ~tier.index.is_bounce(lease.slots)
         if not storage.is_written_back:
             there |= tier.index.passes_for(lease.slots, FROM_ENGINE)
         part, slots = batch[there], lease.slots[there]

@@ -501,7 +501,7 @@ class CacheStatistics:
             keeps any: then it has no slots. Shared tiers are among them, which `BlockCache.media` leaves out.
         transfers: Tasks under way: loads, stores, prefetches, fills, writes.
         store_queue_bytes: Bytes of stores accepted and not yet in every tier.
-        bounce_free: Free transient host slots; all of them when nothing moves.
+        bounce_free: Free bounce slots; all of them when nothing moves.
         bounce_slots: How many there are.
         requested: Blocks that loads which have ended were asked for; the hits of all tiers and ``missed`` add up to it.
         missed: Those that were not in place at the end.
