@@ -9,7 +9,7 @@ from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import GPULoadStoreSpec
 from tiered_kv.transfers import load
-from tiered_kv.transfers.window import Bringer, Landed, Window
+from tiered_kv.transfers.window import Bringer, Window, WindowResult
 
 
 class Losing(Bringer):
@@ -18,7 +18,7 @@ class Losing(Bringer):
     num_losses = 0
     num_tries = 0
 
-    async def land(self, window: Window, deadline: float) -> Landed:
+    async def land(self, window: Window, deadline: float) -> WindowResult:
         """Land the window, and perhaps lose it."""
         type(self).num_tries += 1
         landed = await super().land(window, deadline)
@@ -26,7 +26,7 @@ class Losing(Bringer):
             return landed
         type(self).num_losses -= 1
         self.chain.release(*landed.leases)
-        return Landed(window, 0, landed.gpu[:0], landed.host[:0], [], is_worth_another=True)
+        return WindowResult(window, 0, landed.gpu[:0], landed.host[:0], [], is_worth_another=True)
 
 
 @pytest.mark.parametrize(("num_losses", "num_blocks", "num_tries"), [(3, 16, 12), (1_000_000, 0, 4)])
@@ -56,7 +56,7 @@ async def test_each_window_may_be_lost_as_often(monkeypatch: pytest.MonkeyPatch)
     class LosingTwice(Losing):
         """Loses each window twice."""
 
-        async def land(self, window: Window, deadline: float) -> Landed:
+        async def land(self, window: Window, deadline: float) -> WindowResult:
             """Land the window when it has been lost twice."""
             times = lost.get(window.start, 0)
             lost[window.start] = times + 1

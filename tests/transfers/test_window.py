@@ -15,7 +15,7 @@ from tiered_kv import BlockKey, BlockKeys, CacheLimits, GPULoadStoreSpec
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.tiers.gate import Kind
 from tiered_kv.tiers.tier import Batch
-from tiered_kv.transfers.window import Bringer, Landed, Presence
+from tiered_kv.transfers.window import Bringer, Presence, WindowResult
 
 CPU = {"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}
 UNKEPT = SMALL_LIMITS.model_copy(update={"promote": False})
@@ -123,7 +123,7 @@ async def test_who_waits_for_slots_holds_none() -> None:
         batch, rest = (chain.naming.batch(each, cache.epoch) for each in (keys, others))
         first, second, last = (Bringer(chain, each, Kind.LOAD, keep=False) for each in (batch, rest, batch))
 
-        async def landed(bringer: Bringer, start: int, part: Batch) -> Landed:
+        async def landed(bringer: Bringer, start: int, part: Batch) -> WindowResult:
             window = await bringer.begin(start, part, may_wait=False)
             assert window is not None
             return await bringer.land(window, math.inf)

@@ -29,7 +29,7 @@ from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
 from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
-from tiered_kv.transfers.window import Landed, Window
+from tiered_kv.transfers.window import Window, WindowResult
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.integers import Mask
 from tiered_kv.values.results import StoreResult
@@ -82,7 +82,7 @@ class DirectLoad(Load):
         nowhere = np.full(len(part), -1, np.int64)
         window = Window(start, part, numbers, nowhere, nowhere, np.full(len(part), -1, np.int8))
         self._copied.append(
-            WindowCopy(Landed(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True)
+            WindowCopy(WindowResult(window, num_right, nowhere, nowhere, [], is_worth_another=False), ok=True)
         )
         if self.revoked:
             raise asyncio.CancelledError

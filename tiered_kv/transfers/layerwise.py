@@ -20,7 +20,7 @@ from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Placed, Store
 from tiered_kv.transfers.transfer_requests import LoadRequest, StoreRequest
-from tiered_kv.transfers.window import Landed, Window
+from tiered_kv.transfers.window import Window, WindowResult
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.results import StoreResult
 
@@ -62,7 +62,7 @@ class LayerLoad(Load):
     def _may_wait(self, underway: deque[Window]) -> bool:
         return not underway and not self._copied
 
-    def _copy(self, landed: Landed) -> None:
+    def _copy(self, landed: WindowResult) -> None:
         self._copied.append(WindowCopy(landed))
 
     async def _admit(self) -> None:

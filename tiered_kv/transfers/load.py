@@ -25,7 +25,7 @@ from tiered_kv.tiers.gate import Kind, Priority
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.transfers.handles import LoadHandle, Loading, Revocable
 from tiered_kv.transfers.transfer_requests import LoadRequest, may_copy_at_once
-from tiered_kv.transfers.window import Bringer, Landed, Window
+from tiered_kv.transfers.window import Bringer, Window, WindowResult
 from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.results import LoadResult
 
@@ -39,7 +39,7 @@ _RETRIES: Final = 3
 class WindowCopy:
     """One window on its way into the engine's blocks; ``ok`` once it is in place."""
 
-    landed: Landed
+    landed: WindowResult
     ok: bool = False
 
 
@@ -188,7 +188,7 @@ class Load(InTask):
             begun = n if window.is_last else begun + len(window.batch)
         return begun
 
-    def _hold_head(self, landed: Landed) -> None:
+    def _hold_head(self, landed: WindowResult) -> None:
         """Keep what is in memory tiers there until the rest is: a policy may have it make room for that."""
         names = landed.window.batch.names[: landed.num_blocks]
         if self._bringer.may_keep:
@@ -222,7 +222,7 @@ class Load(InTask):
             size -= (int(self._batch.positions[begun]) + size) % _PACKED
         return size
 
-    def _copy(self, landed: Landed) -> None:
+    def _copy(self, landed: WindowResult) -> None:
         """Put the copies of a landed window on the stream; its leases end when they have."""
         chain, gpu, n, memory = self._chain, self._gpu, landed.num_blocks, self._request.binding
         pages = self._request.pages[landed.window.start : landed.window.start + n]
@@ -253,7 +253,7 @@ class Load(InTask):
         self._last = chain.copy(self._request.lane, work)
         self.watch(self._last, lambda error: self._end_copy(copied, error, promotion))
 
-    def _promote(self, landed: Landed) -> tuple[NDArray[np.int64], Reservation | None]:
+    def _promote(self, landed: WindowResult) -> tuple[NDArray[np.int64], Reservation | None]:
         """Reserve slots of the GPU pool for blocks that come through the host, if there is room without waiting."""
         if self._gpu is None or not self._may_promote:
             return NO_SLOTS, None

@@ -20,7 +20,7 @@ from tiered_kv.tiers.chain import Chain, Head
 from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.tier import Batch, MemoryTier
 from tiered_kv.transfers.handles import Handle, Revocable, cancel_each
-from tiered_kv.transfers.window import Bringer, Landed, Said
+from tiered_kv.transfers.window import Bringer, Said, WindowResult
 from tiered_kv.values.errors import ConfigurationError, Reason, TierFault, in_words
 from tiered_kv.values.events import BlocksPrefetched
 from tiered_kv.values.results import PrefetchResult
@@ -150,7 +150,7 @@ class Prefetch(Revocable):
             self.brought.hold(self._target, landed.window.batch.names[:num_there])
             return num_there
 
-    async def _copy_up(self, landed: Landed) -> int:
+    async def _copy_up(self, landed: WindowResult) -> int:
         chain, gpu = self._chain, self._target
         at = landed.to_promote(chain.host.index)
         if len(at):

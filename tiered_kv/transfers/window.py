@@ -186,8 +186,8 @@ class Window:
 
 
 @dataclass
-class Landed:
-    """The prefix of a window that copies can reach: ``num_blocks`` of them, under ``leases``.
+class WindowResult:
+    """What a window has come to: the prefix that copies can reach, of ``num_blocks`` blocks, under ``leases``.
 
     Attributes:
         gpu: Slots of the GPU pool, -1 where the block is not there.
@@ -359,7 +359,7 @@ class Bringer:
         window.fills.append(window.own)
         return True
 
-    async def land(self, window: Window, deadline: float) -> Landed:
+    async def land(self, window: Window, deadline: float) -> WindowResult:
         """Wait until the window has arrived, at most until ``deadline``, and lease the prefix that has."""
         chain, batch, n = self.chain, window.batch, len(window.batch)
         if waiting := [fill for fill in window.fills if not fill.is_done]:
@@ -399,7 +399,7 @@ class Bringer:
         leases = [*window.held, lease]
         window.held = []
         self.abandon(window)
-        return Landed(window, num_blocks, window.gpu[:num_blocks], host[:num_blocks], leases, is_worth_another)
+        return WindowResult(window, num_blocks, window.gpu[:num_blocks], host[:num_blocks], leases, is_worth_another)
 
     def abandon(self, window: Window) -> None:
         """Hold nothing of a window any more. Its fill goes on: it is the cache's."""
