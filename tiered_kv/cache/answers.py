@@ -1,8 +1,8 @@
-"""Why blocks can be loaded, or cannot: from the books of the owned tiers, and from what is remembered of the past.
+"""Answers to lookups and explanations: which tiers have a prefix, what loading costs, why blocks are not there.
 
-Names carry the digest of their salt, so what is told of a tenant's keys is about that tenant's blocks alone.
-
-What a lookup answers: runs of tiers, made one over ranks, with what loading them would take.
+They are made from the books of the owned tiers, from what shared tiers have said, and from what is remembered of the
+past. Names carry the digest of their salt, so an answer about a tenant's keys is about that tenant's blocks alone. What
+several ranks say is made one: a block is there if all of them have it.
 """
 
 import asyncio
@@ -41,6 +41,9 @@ _EXPLAINED_AT_ONCE: Final = 64
 _SAMPLED: Final = 16
 """Blocks of a tier whose headers are read."""
 _PENDING: Final = int(SlotState.PENDING)
+_MISS = int(BlockState.MISS)
+_STATES = np.full(len(SlotState), _MISS, np.int8)
+_STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,89 @@ class Explanation:
         return ", ".join(words + ["pinned"] * self.is_pinned + ["dirty"] * self.is_dirty)
 
 
+def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
+    """Say what is there of one prefix, for every rank.
+
+    Args:
+        chains: One per rank, of one KV group.
+        found: What each has, from the first block on.
+    """
+    runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
+    num_blocks = num_found(runs)
+    payload_bytes = len(chains) * chains[0].group.payload_bytes
+    costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
+    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
+
+
+def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
+    """Say how many blocks behind a prefix a load would wait for, or find, on every rank."""
+    start, num_pending = found.num_blocks, 0
+    if start == len(parts[0][1]):
+        return found
+    for chain, batch in parts:
+        host = chain.host.index
+        first = host.find(batch.names[start : start + 1])[1]
+        if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
+            return found  # as nearly always: that should cost nothing
+        behind = batch[start:]
+        n = prefix_of(chain.fills.are_coming(behind.names) | chain.has(behind))
+        num_pending = n if chain is parts[0][0] else min(num_pending, n)
+    return replace(found, num_pending=num_pending) if num_pending else found
+
+
+def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:
+    """Say why the prefix ends where it does: what befell the first block behind it, on the rank that lacks it."""
+    for (chain, batch), runs in zip(parts, found, strict=True):
+        if num_blocks < len(batch) and num_found(runs) == num_blocks:
+            return chain.why_missing(batch[num_blocks : num_blocks + 1])
+    return ""
+
+
+def why_not_found(parts: Sequence[tuple[Chain, Batch]], num_found: int, first: int) -> str:
+    """Say what befell the block ``first``, on the rank that lacks it; nothing if all blocks were found."""
+    if num_found == len(parts[0][1]):
+        return ""
+    blocks = [(chain, batch[first : first + 1]) for chain, batch in parts]
+    chain, block = next((each for each in blocks if not each[0].locate(each[1])), blocks[0])
+    return chain.why_missing(block)
+
+
+async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupResult:
+    """Say of each run where its blocks are, as far as its tier can tell. Each tier is asked once."""
+    tiers = {tier.name: tier for tier in chain.tiers}
+    runs_of: dict[str, list[TierRun]] = {}
+    for run in found.runs:
+        runs_of.setdefault(run.tier, []).append(run)
+
+    async def locate(name: str) -> dict[TierRun, LoadStoreSpec]:
+        runs = runs_of[name]
+        spec = await tiers[name].locate(batch[np.concatenate([np.arange(run.start, run.stop) for run in runs])])
+        if spec is None:
+            return {}
+        ends = accumulate(run.stop - run.start for run in runs)
+        return {run: spec[end - (run.stop - run.start) : end] for run, end in zip(runs, ends, strict=True)}
+
+    specs: dict[TierRun, LoadStoreSpec] = {}
+    for each in await asyncio.gather(*map(locate, runs_of)):
+        specs |= each
+    return replace(found, runs=tuple(replace(run, spec=specs.get(run)) for run in found.runs))
+
+
+def states_of(
+    parts: Sequence[tuple[Chain, Batch]], tier: str | None = None, *, prefix_only: bool = False
+) -> NDArray[np.int8]:
+    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least.
+
+    See `BlockCache.membership`.
+
+    Raises:
+        ConfigurationError: No tier is called ``tier``, or it has no books here.
+    """
+    look = _states_of_rank if tier is None else partial(_states_in, tier)
+    first, *others = [look(chain, batch, prefix_only=prefix_only) for chain, batch in parts]
+    return np.minimum.reduce([first, *others]) if others else first
+
+
 async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation]:
     """Explain each block; of several ranks, one that lacks it speaks. See `TieredKV.explain`."""
     check_are_keys(keys)
@@ -100,6 +186,62 @@ async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation
             next((each for each in block if each.state != "ready"), block[0]) for block in zip(*of_ranks, strict=True)
         ]
     return explanations
+
+
+def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
+    """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
+    answer_s, found_part = 0.0, 1.0
+    if isinstance(tier, SharedTier):  # one that is bypassed has nothing, which needs no question
+        answer_s, found_part = (0.0, 0.0) if tier.health.is_bypassed else tier.answers.cost()
+    if (now := tier.speed.estimate()) is None:
+        return LoadCost(0.0, 0.0, answer_s=answer_s, found_part=found_part)
+    stride = tier.shape.stride_bytes
+    return LoadCost(
+        now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride,
+        answer_s=answer_s, found_part=found_part,
+    )  # fmt: skip
+
+
+def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:
+    """Cut to the prefix that all have; of each block, the slowest tier that some rank has to read it from."""
+    num_blocks = min(num_found(runs) for runs in found)
+    slowest = np.zeros(num_blocks, np.int64)
+    for runs in found:
+        for run in runs:
+            part = slowest[run.start : run.stop]
+            np.maximum(part, names.index(run.tier), out=part)
+    weakest: list[TierRun] = []
+    append_runs(weakest, names, slowest)
+    return weakest
+
+
+def _states_in(name: str, chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
+    tier = next((each for each in chain.booked if each.name == name), None)
+    if tier is None:
+        owned = ", ".join(each.name for each in chain.booked)
+        raise ConfigurationError(f"no tier {name!r} here that this cache owns; there are {owned}")
+    indexes = [tier.index] if tier.is_in_use else []
+    return _STATES[states_from_any_thread(indexes, batch.names, prefix_only=prefix_only)]
+
+
+def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
+    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later.
+
+    Only where there is one of them at most is known what is behind the end of a prefix: each may have what others lack.
+    """
+    prefix_only = prefix_only and len(chain.shared) <= 1
+    books = chain.books_in_use()
+    states = _STATES[states_from_any_thread(books, batch.names, prefix_only=prefix_only and not chain.shared)]
+    for tier in chain.shared:
+        left = np.flatnonzero(states == _MISS)
+        if not len(left):
+            break
+        if tier.health.is_bypassed:
+            continue
+        states[left], to_ask = tier.answers.look(batch.names[left], prefix_only=prefix_only)
+        if to_ask.any():
+            chain.loop_calls.call(partial(tier.ask_later, batch[left[to_ask]], prefix_only=prefix_only))
+    return states
 
 
 async def _ask(chain: Chain, batch: Batch) -> dict[str, Mask]:
@@ -203,147 +345,3 @@ def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[
         has = chain.has(batch)
         before = [each or (epoch.hex()[:8] if there else "") for each, there in zip(before, has, strict=True)]
     return before
-
-
-def lookup_result(chains: Sequence[Chain], found: Sequence[list[TierRun]]) -> LookupResult:
-    """Say what is there of one prefix, for every rank.
-
-    Args:
-        chains: One per rank, of one KV group.
-        found: What each has, from the first block on.
-    """
-    runs = found[0] if len(found) == 1 else _weakest(chains[0].names, found)
-    num_blocks = num_found(runs)
-    payload_bytes = len(chains) * chains[0].group.payload_bytes
-    costs = {tier.name: _cost(tier, len(chains)) for tier in chains[0].storage}
-    return LookupResult(num_blocks, tuple(runs), num_blocks * payload_bytes, chains[0].group.block_size, costs)
-
-
-def _cost(tier: StorageTier, num_ranks: int) -> LoadCost:
-    """Say what blocks cost that are read from a tier now, all ranks' parts of them; nothing where none was read yet."""
-    answer_s, found_part = 0.0, 1.0
-    if isinstance(tier, SharedTier):  # one that is bypassed has nothing, which needs no question
-        answer_s, found_part = (0.0, 0.0) if tier.health.is_bypassed else tier.answers.cost()
-    if (now := tier.speed.estimate()) is None:
-        return LoadCost(0.0, 0.0, answer_s=answer_s, found_part=found_part)
-    stride = tier.shape.stride_bytes
-    return LoadCost(
-        now.first_s, num_ranks * stride * now.byte_s, now.num_others, now.others_bytes // stride,
-        answer_s=answer_s, found_part=found_part,
-    )  # fmt: skip
-
-
-def with_pending(parts: Sequence[tuple[Chain, Batch]], found: LookupResult) -> LookupResult:
-    """Say how many blocks behind a prefix a load would wait for, or find, on every rank."""
-    start, num_pending = found.num_blocks, 0
-    if start == len(parts[0][1]):
-        return found
-    for chain, batch in parts:
-        host = chain.host.index
-        first = host.find(batch.names[start : start + 1])[1]
-        if len(parts) == 1 and not (len(first) and first[0] == SlotState.PENDING):
-            return found  # as nearly always: that should cost nothing
-        behind = batch[start:]
-        n = prefix_of(chain.fills.are_coming(behind.names) | chain.has(behind))
-        num_pending = n if chain is parts[0][0] else min(num_pending, n)
-    return replace(found, num_pending=num_pending) if num_pending else found
-
-
-def why_not_more(parts: Sequence[tuple[Chain, Batch]], found: Sequence[list[TierRun]], num_blocks: int) -> str:
-    """Say why the prefix ends where it does: what befell the first block behind it, on the rank that lacks it."""
-    for (chain, batch), runs in zip(parts, found, strict=True):
-        if num_blocks < len(batch) and num_found(runs) == num_blocks:
-            return chain.why_missing(batch[num_blocks : num_blocks + 1])
-    return ""
-
-
-def why_not_found(parts: Sequence[tuple[Chain, Batch]], num_found: int, first: int) -> str:
-    """Say what befell the block ``first``, on the rank that lacks it; nothing if all blocks were found."""
-    if num_found == len(parts[0][1]):
-        return ""
-    blocks = [(chain, batch[first : first + 1]) for chain, batch in parts]
-    chain, block = next((each for each in blocks if not each[0].locate(each[1])), blocks[0])
-    return chain.why_missing(block)
-
-
-_MISS = int(BlockState.MISS)
-_STATES = np.full(len(SlotState), _MISS, np.int8)
-_STATES[SlotState.PENDING], _STATES[SlotState.READY] = BlockState.PENDING, BlockState.HIT
-
-
-async def with_specs(chain: Chain, batch: Batch, found: LookupResult) -> LookupResult:
-    """Say of each run where its blocks are, as far as its tier can tell. Each tier is asked once."""
-    tiers = {tier.name: tier for tier in chain.tiers}
-    runs_of: dict[str, list[TierRun]] = {}
-    for run in found.runs:
-        runs_of.setdefault(run.tier, []).append(run)
-
-    async def locate(name: str) -> dict[TierRun, LoadStoreSpec]:
-        runs = runs_of[name]
-        spec = await tiers[name].locate(batch[np.concatenate([np.arange(run.start, run.stop) for run in runs])])
-        if spec is None:
-            return {}
-        ends = accumulate(run.stop - run.start for run in runs)
-        return {run: spec[end - (run.stop - run.start) : end] for run, end in zip(runs, ends, strict=True)}
-
-    specs: dict[TierRun, LoadStoreSpec] = {}
-    for each in await asyncio.gather(*map(locate, runs_of)):
-        specs |= each
-    return replace(found, runs=tuple(replace(run, spec=specs.get(run)) for run in found.runs))
-
-
-def states_of(
-    parts: Sequence[tuple[Chain, Batch]], tier: str | None = None, *, prefix_only: bool = False
-) -> NDArray[np.int8]:
-    """Say of each block what is known of it, from any thread; of several ranks, what the one says that has least.
-
-    See `BlockCache.membership`.
-
-    Raises:
-        ConfigurationError: No tier is called ``tier``, or it has no books here.
-    """
-    look = _states_of_rank if tier is None else partial(_states_in, tier)
-    first, *others = [look(chain, batch, prefix_only=prefix_only) for chain, batch in parts]
-    return np.minimum.reduce([first, *others]) if others else first
-
-
-def _states_in(name: str, chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
-    tier = next((each for each in chain.booked if each.name == name), None)
-    if tier is None:
-        owned = ", ".join(each.name for each in chain.booked)
-        raise ConfigurationError(f"no tier {name!r} here that this cache owns; there are {owned}")
-    indexes = [tier.index] if tier.is_in_use else []
-    return _STATES[states_from_any_thread(indexes, batch.names, prefix_only=prefix_only)]
-
-
-def _states_of_rank(chain: Chain, batch: Batch, *, prefix_only: bool) -> NDArray[np.int8]:
-    """Ask shared tiers, one after another, for what is nowhere above them; their answers come later.
-
-    Only where there is one of them at most is known what is behind the end of a prefix: each may have what others lack.
-    """
-    prefix_only = prefix_only and len(chain.shared) <= 1
-    books = chain.books_in_use()
-    states = _STATES[states_from_any_thread(books, batch.names, prefix_only=prefix_only and not chain.shared)]
-    for tier in chain.shared:
-        left = np.flatnonzero(states == _MISS)
-        if not len(left):
-            break
-        if tier.health.is_bypassed:
-            continue
-        states[left], to_ask = tier.answers.look(batch.names[left], prefix_only=prefix_only)
-        if to_ask.any():
-            chain.loop_calls.call(partial(tier.ask_later, batch[left[to_ask]], prefix_only=prefix_only))
-    return states
-
-
-def _weakest(names: Sequence[str], found: Sequence[list[TierRun]]) -> list[TierRun]:
-    """Cut to the prefix that all have; of each block, the slowest tier that some rank has to read it from."""
-    num_blocks = min(num_found(runs) for runs in found)
-    slowest = np.zeros(num_blocks, np.int64)
-    for runs in found:
-        for run in runs:
-            part = slowest[run.start : run.stop]
-            np.maximum(part, names.index(run.tier), out=part)
-    weakest: list[TierRun] = []
-    append_runs(weakest, names, slowest)
-    return weakest

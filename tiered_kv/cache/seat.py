@@ -1,11 +1,10 @@
-"""An open cache as one engine sees it, and what that engine has of its own: memory, weights, pins, transfers.
+"""One engine's place at an open cache, in its own process: memory, weights, pins and transfers.
 
-A program that opens a cache has the first seat at it. A host's server has one more for each client, and for each of the
-weights that a client serves: those share the tiers, and nothing that is listed here.
+`EngineSide` is what a process has wherever the tiers are: memory, transfers, a loop. `Seat` adds the tiers of a cache
+in this process. The program that opens a cache has its first seat. A host's server has one more for each client, and
+for each of the weights that a client serves: all seats share the tiers, and nothing that is listed here.
 
-What a cache has in the engine's own process while it is open, wherever its tiers are: memory, transfers, a loop.
-
-A snapshot of a cache in numbers, added up over its KV groups and ranks.
+`cache_statistics` counts what a cache has, over its KV groups and ranks.
 """
 
 import asyncio
@@ -50,24 +49,10 @@ from tiered_kv.values.results import CacheStatistics, TierStatistics
 
 PAST_EPOCHS: Final = 8
 """Digests of weights that are remembered once others are served."""
-
-
-def past_epochs(epoch: bytes, before: Sequence[bytes], now: bytes) -> list[bytes]:
-    """Return what is remembered of ``epoch``, and of those ``before`` it, once other weights are served ``now``."""
-    return [each for each in (epoch, *before) if each != now][:PAST_EPOCHS]
-
-
 parents: Final[list[int]] = []
 """Processes that this one was forked from since: looked at by each call, where the kernel is not asked for a number."""
 os.register_at_fork(after_in_child=lambda: parents.append(os.getppid()))
-
-
-def check_process(num_parents: int) -> None:
-    """Raise `ConfigurationError` if this process was forked since it had so many `parents`: no event loop runs here."""
-    if len(parents) != num_parents:
-        raise ConfigurationError(
-            f"this TieredKV was opened in process {parents[num_parents]}, and this is {os.getpid()}: each opens its own"
-        )
+_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty", "withheld")
 
 
 class EngineSide(ABC):
@@ -320,7 +305,17 @@ class Seat(EngineSide):
         self.cache.subscribers.start_over()
 
 
-_SLOTS = ("num_slots", "free", "ready", "evictable", "leased", "pending", "doomed", "dirty", "withheld")
+def past_epochs(epoch: bytes, before: Sequence[bytes], now: bytes) -> list[bytes]:
+    """Return what is remembered of ``epoch``, and of those ``before`` it, once other weights are served ``now``."""
+    return [each for each in (epoch, *before) if each != now][:PAST_EPOCHS]
+
+
+def check_process(num_parents: int) -> None:
+    """Raise `ConfigurationError` if this process was forked since it had so many `parents`: no event loop runs here."""
+    if len(parents) != num_parents:
+        raise ConfigurationError(
+            f"this TieredKV was opened in process {parents[num_parents]}, and this is {os.getpid()}: each opens its own"
+        )
 
 
 def cache_statistics(chains: Sequence[Chain], fates: Fates, pins: Pins, num_transfers: int) -> CacheStatistics:

@@ -1,10 +1,7 @@
-"""TieredKV: the cache whose tiers are this process's own. How it is made, opened and closed.
+"""`TieredKV`: the cache whose tiers are this process's own. How it is made and opened, what it answers, how it ends.
 
-What it answers while it is open is in `TierCalls`.
-
-What a cache answers whose tiers are in this process. What is promised is said in `BlockCache`.
-
-Each call checks what it is given and decides on the spot, at the `Seat` that it has; the moving is the transfers'.
+`TierCalls` has its calls while it is open; what each promises is said in `BlockCache`. A call checks what it is given
+and decides on the spot, at the `Seat` that it has; the moving is left to the transfers.
 """
 
 import asyncio
@@ -355,15 +352,6 @@ class TierCalls(BlockCache):
         return partial(start_store, self._open(anywhere=anywhere).store_request(call))
 
 
-def _looked_up(seat: Seat, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]) -> LookupResult:
-    """Say what was found, and show it to whoever watches."""
-    result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
-    if seat.cache.watch is not None:
-        why = why_not_more(parts, runs, result.num_blocks)
-        seat.cache.watch.looked_up(parts[0][1], result.num_blocks, why)
-    return result
-
-
 class TieredKV(TierCalls):
     """A KV cache over a chain of tiers, for one model on one event loop. Open it with ``async with``.
 
@@ -591,3 +579,12 @@ class SeatCalls(TierCalls):
     @override
     async def aclose(self) -> None:
         pass
+
+
+def _looked_up(seat: Seat, parts: Sequence[tuple[Chain, Batch]], runs: Sequence[list[TierRun]]) -> LookupResult:
+    """Say what was found, and show it to whoever watches."""
+    result = with_pending(parts, lookup_result([chain for chain, _ in parts], runs))
+    if seat.cache.watch is not None:
+        why = why_not_more(parts, runs, result.num_blocks)
+        seat.cache.watch.looked_up(parts[0][1], result.num_blocks, why)
+    return result
