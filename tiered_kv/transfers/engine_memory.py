@@ -1,10 +1,10 @@
-"""Memory of the engine's own that blocks are loaded into and stored from: its registered caches, and its host pools.
+"""The engine's own memory that blocks are loaded into and stored from: its registered caches, and its host pools.
 
-To a transfer a host pool is a KV cache on a CPU, and moves over streams of its own: a GPU's would copy host memory in
-whichever thread submits. No such stream reaches a GPU pool tier, so for a host pool there is none: a block that is
-nowhere else ends the prefix.
+To a transfer a host pool is a KV cache on a CPU. It has streams of its own, as a GPU's streams would copy host memory
+in the thread that submits. Those streams reach no GPU pool tier, so a load into a host pool passes over that tier: a
+block that is nowhere else ends the prefix.
 
-Host memory of the engine's own in which an id is a slot: read as whole blocks, seen as a cache that copies reach.
+`DirectSlots` is a host pool in which an id is a slot: media may fill it, and copies see it as a cache of whole blocks.
 """
 
 from abc import ABC, abstractmethod
@@ -62,62 +62,6 @@ class DirectSlots:
     def _padded(self, slot: int) -> memoryview:
         start = slot * self._slot_bytes
         return self._memory[start : start + self._group.stride_bytes]
-
-
-def slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[memoryview, int]:
-    """Return a buffer of whole blocks as bytes, and the bytes from one slot to the next."""
-    memory, rows = _bytes_of(buffer)
-    if slot_bytes is None:
-        slot_bytes = len(memory) // rows if rows else group.payload_bytes
-    slot_bytes = as_int("slot_bytes", slot_bytes)
-    if slot_bytes < group.payload_bytes or slot_bytes % group.item_bytes:
-        raise LayoutMismatchError(
-            f"slots of {slot_bytes} bytes: a block of this KV group has {group.payload_bytes}, of {group.dtype} "
-            f"with {group.item_bytes} bytes each"
-        )
-    if not len(memory) or len(memory) % slot_bytes:
-        raise LayoutMismatchError(f"a buffer of {len(memory)} bytes is no number of slots of {slot_bytes} bytes")
-    return memory, slot_bytes
-
-
-def _bytes_of(buffer: object) -> tuple[memoryview, int]:
-    """Return the bytes of a buffer, and its length along the first axis if there are others, else 0."""
-    if isinstance(buffer, torch.Tensor):
-        if buffer.device.type != "cpu" or not buffer.is_contiguous():
-            raise LayoutMismatchError(
-                f"a host pool is contiguous memory of the CPU: got a tensor on {buffer.device}, shape "
-                f"{tuple(buffer.shape)} with strides {buffer.stride()}"
-            )
-        flat = buffer.detach().flatten().view(torch.uint8)
-        return flat.numpy().data, len(buffer) if buffer.dim() > 1 else 0
-    try:
-        view = memoryview(buffer)  # type: ignore[arg-type]  # who has no buffer raises
-    except TypeError:
-        raise ConfigurationError(
-            f"a host pool is a tensor or an object with the buffer protocol, got {type(buffer).__name__}"
-        ) from None
-    if view.readonly or not view.c_contiguous:
-        what = "read-only" if view.readonly else f"not contiguous (strides {view.strides})"
-        raise ConfigurationError(
-            f"the memory of a host pool must be writable and contiguous: {view.nbytes} bytes, {what}"
-        )
-    if not view.nbytes:  # which may not be cast
-        return memoryview(b""), 0
-    return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0
-
-
-def bind_slots(
-    memory: memoryview, slot_bytes: int, group: KVGroup, *, device: Device, codec: Codec | None
-) -> PagedCaches:
-    """Bind slots of whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
-    whole = group.in_one_page()
-    values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
-    axes = "LP" + group.inner_axes
-    shape = [whole.axis_sizes[axis] for axis in axes]
-    strides = torch.empty(shape, device="meta").stride()
-    num_slots = len(memory) // slot_bytes
-    slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
-    return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=codec)
 
 
 class EngineMemory(ABC):
@@ -312,3 +256,59 @@ class Bindings:
     def _check_open(self) -> None:
         if self._is_closed:
             raise ClosedError("this TieredKV is closed")
+
+
+def slots_of(buffer: object, group: KVGroup, slot_bytes: int | None) -> tuple[memoryview, int]:
+    """Return a buffer of whole blocks as bytes, and the bytes from one slot to the next."""
+    memory, rows = _bytes_of(buffer)
+    if slot_bytes is None:
+        slot_bytes = len(memory) // rows if rows else group.payload_bytes
+    slot_bytes = as_int("slot_bytes", slot_bytes)
+    if slot_bytes < group.payload_bytes or slot_bytes % group.item_bytes:
+        raise LayoutMismatchError(
+            f"slots of {slot_bytes} bytes: a block of this KV group has {group.payload_bytes}, of {group.dtype} "
+            f"with {group.item_bytes} bytes each"
+        )
+    if not len(memory) or len(memory) % slot_bytes:
+        raise LayoutMismatchError(f"a buffer of {len(memory)} bytes is no number of slots of {slot_bytes} bytes")
+    return memory, slot_bytes
+
+
+def bind_slots(
+    memory: memoryview, slot_bytes: int, group: KVGroup, *, device: Device, codec: Codec | None
+) -> PagedCaches:
+    """Bind slots of whole blocks, one every ``slot_bytes``, as a packed cache whose pages are blocks."""
+    whole = group.in_one_page()
+    values = torch.frombuffer(memory, dtype=getattr(torch, group.dtype))
+    axes = "LP" + group.inner_axes
+    shape = [whole.axis_sizes[axis] for axis in axes]
+    strides = torch.empty(shape, device="meta").stride()
+    num_slots = len(memory) // slot_bytes
+    slots = values.as_strided((num_slots, *shape), (slot_bytes // values.itemsize, *strides))
+    return PagedCaches.bind(slots, whole, axes="B" + axes, device=device, codec=codec)
+
+
+def _bytes_of(buffer: object) -> tuple[memoryview, int]:
+    """Return the bytes of a buffer, and its length along the first axis if there are others, else 0."""
+    if isinstance(buffer, torch.Tensor):
+        if buffer.device.type != "cpu" or not buffer.is_contiguous():
+            raise LayoutMismatchError(
+                f"a host pool is contiguous memory of the CPU: got a tensor on {buffer.device}, shape "
+                f"{tuple(buffer.shape)} with strides {buffer.stride()}"
+            )
+        flat = buffer.detach().flatten().view(torch.uint8)
+        return flat.numpy().data, len(buffer) if buffer.dim() > 1 else 0
+    try:
+        view = memoryview(buffer)  # type: ignore[arg-type]  # who has no buffer raises
+    except TypeError:
+        raise ConfigurationError(
+            f"a host pool is a tensor or an object with the buffer protocol, got {type(buffer).__name__}"
+        ) from None
+    if view.readonly or not view.c_contiguous:
+        what = "read-only" if view.readonly else f"not contiguous (strides {view.strides})"
+        raise ConfigurationError(
+            f"the memory of a host pool must be writable and contiguous: {view.nbytes} bytes, {what}"
+        )
+    if not view.nbytes:  # which may not be cast
+        return memoryview(b""), 0
+    return view.cast("B"), view.shape[0] if view.ndim > 1 and view.shape else 0

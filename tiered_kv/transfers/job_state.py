@@ -1,8 +1,7 @@
-"""One job on the event loop: what it holds, who is to move what, what has been answered, and how it ends.
+"""The state of one job, on the event loop: what it holds, who is to move what, who has answered, and how it ends.
 
-It decides and waits for nothing; when which of it happens is for `jobs.Jobs` to say.
-
-What a job holds of one rank's host memory: leased blocks of a load, reserved slots of a store.
+`HeldLoad` and `HeldStore` hold host memory of one rank: leased blocks of a load, reserved slots of a store. `Underway`
+is the whole job. It decides and waits for nothing; `jobs.Jobs` says when each step happens.
 """
 
 import asyncio
@@ -235,37 +234,6 @@ class HeldStore:
 Held = HeldLoad | HeldStore
 
 
-def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
-    """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
-    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
-    fits = all(chain.quotas.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
-    held: list[HeldStore] = []
-    for chain, batch in batches:
-        if fits:
-            chain.fills.overtake(batch.names)
-        reservation = chain.reserve(chain.host, batch if fits else batch[:0])
-        assert reservation is not None  # noqa: S101 - it fits, as was said
-        present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)
-        if not fits and chain.quotas.takes_stores:  # what is there is stored again all the same
-            there, came = batch[present], chain.unwritten.begin()
-            _send_on(chain, there, came)
-            chain.count_use(there, came)
-            chain.unwritten.end(came)
-        elif not fits:
-            chain.touch_there(batch[present])
-        held.append(HeldStore(chain, batch if fits else batch[:0], reservation, present, hint))
-    return held
-
-
-def _send_on(chain: Chain, there: Batch, came: int) -> None:
-    """Have tiers get what they lack of blocks that the host has, or is to get, and that are stored again."""
-    chain.touch_there(there)
-    for tier in chain.tiers:
-        chain.unwritten.want(tier.name, there.names, came)  # what waits since before it was evicted
-    for storage in chain.storage:
-        chain.send_lacking(storage, there, came)
-
-
 class Underway:
     """A job that is under way: what it holds, and which ranks have answered.
 
@@ -441,34 +409,26 @@ class Underway:
         return mask
 
 
-def _by_reason(faults: Sequence[TierFault]) -> tuple[TierFault, ...]:
-    """Name each tier once for each reason, with the blocks of all ranks together."""
-    merged: dict[tuple[str, Reason], TierFault] = {}
-    for fault in faults:
-        first = merged.get((fault.tier, fault.reason))
-        num_blocks = fault.num_blocks + (first.num_blocks if first else 0)
-        merged[fault.tier, fault.reason] = replace(first or fault, num_blocks=num_blocks)
-    return tuple(merged.values())
-
-
-def check_apart(
-    direction: Literal["load", "store"], keys: StoredKeys, blocks: GPULoadStoreSpec, per_block: int, start: int = 0
-) -> None:
-    """Raise `ConfigurationError`, naming it, if a block of the engine is there twice; the arguments are as for `bind`.
-
-    Prompts that are stored together may share blocks: of one that comes again for the same key nothing is wrong.
-    """
-    ids = blocks.ids
-    again = repeats(ids)
-    if again and direction == "store":
-        named = dict[tuple[bytes, bytes], int]()
-        numbers = [named.setdefault((run.salt_id, digest), len(named)) for run in keys.runs for digest in run]
-        at = np.arange(start * per_block, start * per_block + len(ids))
-        pages = np.array(numbers)[at // per_block] * per_block + at % per_block
-        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
-        again = (pages != pages[first][which]).nonzero()[0].tolist()
-    if again:
-        raise ConfigurationError(f"block id {ids[again[0]]} at position {again[0]} is there twice")
+def reserve_all(batches: Sequence[tuple[Chain, Batch]], hint: ReuseHint | None) -> list[HeldStore]:
+    """Reserve slots for what each rank lacks, if there is room for all of it; else for nothing."""
+    # Asked of all ranks first: what one would evict for its part must not be lost because another has no room.
+    fits = all(chain.quotas.takes_stores and chain.host.index.fits(batch.names) for chain, batch in batches)
+    held: list[HeldStore] = []
+    for chain, batch in batches:
+        if fits:
+            chain.fills.overtake(batch.names)
+        reservation = chain.reserve(chain.host, batch if fits else batch[:0])
+        assert reservation is not None  # noqa: S101 - it fits, as was said
+        present = reservation.slots < 0 if fits else chain.host.index.ready(batch.names)
+        if not fits and chain.quotas.takes_stores:  # what is there is stored again all the same
+            there, came = batch[present], chain.unwritten.begin()
+            _send_on(chain, there, came)
+            chain.count_use(there, came)
+            chain.unwritten.end(came)
+        elif not fits:
+            chain.touch_there(batch[present])
+        held.append(HeldStore(chain, batch if fits else batch[:0], reservation, present, hint))
+    return held
 
 
 def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -> Plan:
@@ -500,3 +460,42 @@ def bind(plan: Plan, per_block: int, blocks: GPULoadStoreSpec, start: int = 0) -
         host = CPULoadStoreSpec(move.host.ids[chosen], move.host.pool)
         moves.append(replace(move, engine=engine, host=host, positions=tuple(positions[chosen].tolist())))
     return replace(plan, num_blocks=num_blocks, moves=tuple(moves))
+
+
+def check_apart(
+    direction: Literal["load", "store"], keys: StoredKeys, blocks: GPULoadStoreSpec, per_block: int, start: int = 0
+) -> None:
+    """Raise `ConfigurationError`, naming it, if a block of the engine is there twice; the arguments are as for `bind`.
+
+    Prompts that are stored together may share blocks: of one that comes again for the same key nothing is wrong.
+    """
+    ids = blocks.ids
+    again = repeats(ids)
+    if again and direction == "store":
+        named = dict[tuple[bytes, bytes], int]()
+        numbers = [named.setdefault((run.salt_id, digest), len(named)) for run in keys.runs for digest in run]
+        at = np.arange(start * per_block, start * per_block + len(ids))
+        pages = np.array(numbers)[at // per_block] * per_block + at % per_block
+        _, first, which = np.unique(ids, return_index=True, return_inverse=True)
+        again = (pages != pages[first][which]).nonzero()[0].tolist()
+    if again:
+        raise ConfigurationError(f"block id {ids[again[0]]} at position {again[0]} is there twice")
+
+
+def _send_on(chain: Chain, there: Batch, came: int) -> None:
+    """Have tiers get what they lack of blocks that the host has, or is to get, and that are stored again."""
+    chain.touch_there(there)
+    for tier in chain.tiers:
+        chain.unwritten.want(tier.name, there.names, came)  # what waits since before it was evicted
+    for storage in chain.storage:
+        chain.send_lacking(storage, there, came)
+
+
+def _by_reason(faults: Sequence[TierFault]) -> tuple[TierFault, ...]:
+    """Name each tier once for each reason, with the blocks of all ranks together."""
+    merged: dict[tuple[str, Reason], TierFault] = {}
+    for fault in faults:
+        first = merged.get((fault.tier, fault.reason))
+        num_blocks = fault.num_blocks + (first.num_blocks if first else 0)
+        merged[fault.tier, fault.reason] = replace(first or fault, num_blocks=num_blocks)
+    return tuple(merged.values())

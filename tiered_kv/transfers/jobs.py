@@ -1,12 +1,11 @@
-"""Jobs: transfers that other processes carry out. Their slots are held until every rank has answered, or has died.
+"""Jobs: transfers that worker processes carry out. Host slots are held until every rank has answered, or has died.
 
-Any thread begins, completes and polls jobs, and waits for nothing; what is decided is decided on the event loop, soon.
-A worker that is late keeps its slots, since it may write to them at any time; only its answer or its end frees them.
-What one rank did not copy out does not become readable on any.
+A `Job` is what the planner sees; a `JobBook` knows who is told of the jobs of one planner; `Jobs` carries them out on
+the tiers of this process. Any thread begins, completes and polls jobs without waiting; decisions are made on the event
+loop, soon after. Each piece of news is told once: to who awaits the job, or to who polls.
 
-A job as who plans it sees it, wherever it is decided; and the book of a planner's jobs: who is told of them.
-
-Any thread may use a job and ask for news of all. Of each piece of news one is told, once: who awaits it, or who polls.
+A late worker keeps its slots, since it may write to them at any time: only its answer or its end frees them. What one
+rank did not copy out does not become readable on any rank.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 T = TypeVar("T")
 _LEAST_INT: Final = -(1 << 63)
-"""Of the blocks that a rank says it has moved: less than none is none."""
+"""The least number of moved blocks that a rank's answer may have: anything below 0 counts as 0."""
 
 
 class Job:
@@ -337,35 +336,6 @@ class JobBook(ABC):
                 waiter.set_result(None)
 
 
-def named_of(keys: StoredKeys, named: Sequence[bytes]) -> Mask:
-    """Say which of a job's keys are named: those of one salt alone, by `BlockKeys`.
-
-    Raises:
-        ConfigurationError: Bare hashes, and keys of several salts have one of them.
-    """
-    runs, hashes = keys.runs if isinstance(keys, KeyRuns) else (keys,), set(named)
-    salt = named.salt_id if isinstance(named, BlockKeys) else None
-    ours = [run for run in runs if salt in (None, run.salt_id)]
-    if len({run.salt_id for run in ours}) > 1:
-        of_hash = {each: run.salt_id for run in ours for each in run}
-        if any(of_hash[each] != run.salt_id for run in ours for each in run if each in hashes):
-            raise ConfigurationError("the job has blocks of several salts by these hashes: name them by BlockKeys")
-    return np.array([each in hashes and salt in (None, run.salt_id) for run in runs for each in run], np.bool_)
-
-
-def with_a_worker(job: Job) -> ConfigurationError:
-    """Say why a job is not cancelled."""
-    return ConfigurationError(
-        f"job {job.number}: a worker may have its plan, and be writing. It ends by planner.complete(); if no worker "
-        "has it, say job.cancel(undelivered=True)"
-    )
-
-
-def _says_all(job: Job, answer: object) -> bool:
-    """Whether who has this answer knows all that there is to know of a job now."""
-    return answer is job.result or job.result is None
-
-
 class Jobs(JobBook):
     """The jobs of one planner and the workers that carry them out. Any thread may call what does not say otherwise."""
 
@@ -592,3 +562,32 @@ class Jobs(JobBook):
     def _close_if_left(self) -> None:
         if self._is_left and not self._underway:
             self.workers.close()
+
+
+def named_of(keys: StoredKeys, named: Sequence[bytes]) -> Mask:
+    """Say which of a job's keys are named: those of one salt alone, by `BlockKeys`.
+
+    Raises:
+        ConfigurationError: Bare hashes, and keys of several salts have one of them.
+    """
+    runs, hashes = keys.runs if isinstance(keys, KeyRuns) else (keys,), set(named)
+    salt = named.salt_id if isinstance(named, BlockKeys) else None
+    ours = [run for run in runs if salt in (None, run.salt_id)]
+    if len({run.salt_id for run in ours}) > 1:
+        of_hash = {each: run.salt_id for run in ours for each in run}
+        if any(of_hash[each] != run.salt_id for run in ours for each in run if each in hashes):
+            raise ConfigurationError("the job has blocks of several salts by these hashes: name them by BlockKeys")
+    return np.array([each in hashes and salt in (None, run.salt_id) for run in runs for each in run], np.bool_)
+
+
+def with_a_worker(job: Job) -> ConfigurationError:
+    """Say why a job is not cancelled."""
+    return ConfigurationError(
+        f"job {job.number}: a worker may have its plan, and be writing. It ends by planner.complete(); if no worker "
+        "has it, say job.cancel(undelivered=True)"
+    )
+
+
+def _says_all(job: Job, answer: object) -> bool:
+    """Whether who has this answer knows all that there is to know of a job now."""
+    return answer is job.result or job.result is None

@@ -29,8 +29,10 @@ from tiered_kv.transfers.window import Bringer, Window, WindowResult
 from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.results import LoadResult
 
-_PACKED: Final = 16
+PACKED: Final = 16
+"""How many neighbouring blocks media pack into one object; windows and parts end where a pack ends, if they can."""
 _TOUCHED_AT_ONCE: Final = 512
+"""Blocks; then other tasks have their turn."""
 _RETRIES: Final = 3
 """How often in a row blocks are looked for again that another load brought and let go before we had them."""
 
@@ -218,8 +220,8 @@ class Load(InTask):
             return resident
         if 0 < self._bringer.may_keep < size:
             return self._bringer.may_keep  # the part that stays in the CPU tier, and then what passes through
-        if size > _PACKED:  # media that pack neighbours pack aligned ones: end where a pack ends
-            size -= (int(self._batch.positions[begun]) + size) % _PACKED
+        if size > PACKED:  # media that pack neighbours pack aligned ones: end where a pack ends
+            size -= (int(self._batch.positions[begun]) + size) % PACKED
         return size
 
     def _copy(self, landed: WindowResult) -> None:

@@ -1,14 +1,13 @@
-"""Loads with gaps: what is there, block by block, where a hole ends nothing.
+"""Loads that are made of other loads: from the back, and with gaps.
 
-Such a load asks which blocks are anywhere, and loads these as if there were none between them: so it is made of loads
-of a prefix, one for what is in memory and one for what is not. Where one of them ends early, as a block was lost after
-all, another begins behind it.
+A `BackLoad` is for an engine that computes the same blocks from the front until the two meet. It is made of loads of
+short parts, the last part first. The engine claims what it is about to compute, by `LoadHandle.stop_before`: a claimed
+part is given up unless its copy has begun, so the engine waits for no medium, only for copies. Together they take no
+longer than the faster of them would alone.
 
-Loads from the back, for an engine that computes the same blocks from the front until the two meet.
-
-Such a load is made of loads of short parts, the last part first. The engine claims what it is about to compute, by
-`LoadHandle.stop_before`: a part that it claims is given up unless its copy has begun, so the engine waits for no
-medium, only for copies. Together they take no longer than the faster of them would alone, whatever each would take.
+A `GapLoad` loads what is there, block by block: a hole ends nothing. It asks which blocks are anywhere, and loads these
+as if there were none between them, by one load of what is in memory and one of what is not. Where one of these ends
+early, as a block was lost after all, another begins behind that block.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import is_being_cancelled
 from tiered_kv.tiers.tier import Batch, MemoryTier, prefix_of
 from tiered_kv.transfers.handles import LoadHandle, cancel_each, each_of
-from tiered_kv.transfers.load import InTask
+from tiered_kv.transfers.load import PACKED, InTask
 from tiered_kv.transfers.prefetch import Brought, bringing, start_bringing
 from tiered_kv.transfers.transfer_requests import LoadRequest
 from tiered_kv.transfers.window import Said, said_of
@@ -36,8 +35,10 @@ from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.integers import Mask
 from tiered_kv.values.results import LoadResult
 
-_PACKED: Final = 16
-"""Blocks that media pack; a part has no fewer unless it has to."""
+_OF_NO_TIER: Final = ("", "engine")
+"""Whom a fault names that ends the whole load: no tier. It is the last one."""
+_ROUNDS: Final = 16
+"""How often a plan looks for blocks behind one that was lost, or for which there was no room."""
 
 
 @dataclass
@@ -184,107 +185,6 @@ class BackLoad(InParts):
         self.revoked |= is_being_cancelled()
 
 
-def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
-    """Return a window, as other loads have it; of fewer blocks a part so large that all are under way at once."""
-    size = max(1, min(-(-num_blocks // ahead), window_blocks))
-    return size - size % _PACKED if size > _PACKED else size
-
-
-_OF_NO_TIER: Final = ("", "engine")
-"""What ends a whole load is a fault of none, and the last one."""
-_ROUNDS: Final = 16
-"""In which a plan looks for blocks behind one that was lost, or for which there was no room."""
-
-
-async def anywhere(
-    chain: Chain, batch: Batch, memories: Sequence[MemoryTier], faults: list[TierFault] | None = None
-) -> tuple[NDArray[np.int64], Said]:
-    """Return which blocks some tier has, or is getting, and what the shared tiers have said of these.
-
-    Args:
-        chain: The tiers of storage.
-        batch: The blocks.
-        memories: Those of its memory tiers that are in reach.
-        faults: Told what kept tiers from answering that may have blocks which no other has.
-    """
-    there: Mask = np.zeros(len(batch), np.bool_)
-    said: dict[StorageTier, NDArray[np.int8]] = {}
-    silent: list[TierFault] = []
-    for memory in memories:
-        there |= chain.has_or_brings(memory, batch.names)
-    for tier in chain.storage:
-        left = (~there).nonzero()[0]
-        if not len(left):
-            break
-        there[left] = found = await tier.find_each(batch[left], silent)
-        if tier.is_shared:
-            said[tier] = said_of(left, found, len(batch))
-    at = there.nonzero()[0]
-    if faults is not None and len(at) < len(batch):
-        faults += silent
-    return at, _of_each(said, at)
-
-
-def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
-    return {tier: known[at] for tier, known in said.items()}
-
-
-@asynccontextmanager
-async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> AsyncGenerator[list[Brought]]:
-    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``; it is held as by `bringing`.
-
-    Where blocks are lost on their way it goes on behind them, a few times. Yields what became of each rank's blocks.
-    """
-    async with AsyncExitStack() as stack:
-        yield await _bring_around_gaps(parts, deadline, stack)
-
-
-async def _bring_around_gaps(
-    parts: Sequence[tuple[Chain, Batch]], deadline: float, stack: AsyncExitStack
-) -> list[Brought]:
-    n = len(parts[0][1])
-    brought = [Brought(chain, n) for chain, _ in parts]
-    for of_rank in brought:
-        of_rank.befell = {}
-    at = np.arange(n)
-    for _ in range(_ROUNDS):
-        silent: list[list[TierFault]] = [[] for _ in parts]
-        try:
-            async with asyncio.timeout_at(deadline):
-                found_of = [
-                    await anywhere(chain, batch[at], [chain.host], faults)
-                    for (chain, batch), faults in zip(parts, silent, strict=True)
-                ]
-        except TimeoutError:
-            for of_rank, faults in zip(brought, silent, strict=True):
-                of_rank.faults += [*faults, TierFault("", Reason.DEADLINE, len(at))]
-            break
-        for of_rank, faults, (found, _) in zip(brought, silent, found_of, strict=True):
-            _note(of_rank, faults, np.delete(at, found))
-        everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
-        said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
-        at = at[everywhere]
-        wanted = [(chain, batch[at]) for chain, batch in parts]
-        coming, handles = start_bringing(wanted, said, deadline)
-        await stack.enter_async_context(bringing(coming, handles))
-        arrived = [chain.host.index.ready_prefix(batch.names) for chain, batch in wanted]
-        for of_rank, now, num_there in zip(brought, coming, arrived, strict=True):
-            came = now.source >= 0
-            of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
-            _note(of_rank, now.faults, at[num_there:])
-        at = at[min(arrived) + 1 :]
-        if not len(at):
-            break
-    return brought
-
-
-def _note(brought: Brought, faults: Sequence[TierFault], missing: NDArray[np.int64]) -> None:
-    """Take note of what kept blocks from being brought; the last fault befell the first one of these."""
-    brought.faults = _away_once([*brought.faults, *faults])
-    if faults and len(missing) and brought.befell is not None:
-        brought.befell[int(missing[0])] = faults[-1].reason
-
-
 class GapLoad(InParts):
     """A load with gaps of one KV group's blocks."""
 
@@ -375,6 +275,101 @@ class GapLoad(InParts):
         results = await each_of(handles)
         self.revoked |= is_being_cancelled()
         return results
+
+
+@asynccontextmanager
+async def bring_around_gaps(parts: Sequence[tuple[Chain, Batch]], deadline: float) -> AsyncGenerator[list[Brought]]:
+    """Copy up to host memory what every rank has, as far as it fits, until ``deadline``; it is held as by `bringing`.
+
+    Where blocks are lost on their way it goes on behind them, a few times. Yields what became of each rank's blocks.
+    """
+    async with AsyncExitStack() as stack:
+        yield await _bring_around_gaps(parts, deadline, stack)
+
+
+async def anywhere(
+    chain: Chain, batch: Batch, memories: Sequence[MemoryTier], faults: list[TierFault] | None = None
+) -> tuple[NDArray[np.int64], Said]:
+    """Return which blocks some tier has, or is getting, and what the shared tiers have said of these.
+
+    Args:
+        chain: The tiers of storage.
+        batch: The blocks.
+        memories: Those of its memory tiers that are in reach.
+        faults: Told what kept tiers from answering that may have blocks which no other has.
+    """
+    there: Mask = np.zeros(len(batch), np.bool_)
+    said: dict[StorageTier, NDArray[np.int8]] = {}
+    silent: list[TierFault] = []
+    for memory in memories:
+        there |= chain.has_or_brings(memory, batch.names)
+    for tier in chain.storage:
+        left = (~there).nonzero()[0]
+        if not len(left):
+            break
+        there[left] = found = await tier.find_each(batch[left], silent)
+        if tier.is_shared:
+            said[tier] = said_of(left, found, len(batch))
+    at = there.nonzero()[0]
+    if faults is not None and len(at) < len(batch):
+        faults += silent
+    return at, _of_each(said, at)
+
+
+async def _bring_around_gaps(
+    parts: Sequence[tuple[Chain, Batch]], deadline: float, stack: AsyncExitStack
+) -> list[Brought]:
+    n = len(parts[0][1])
+    brought = [Brought(chain, n) for chain, _ in parts]
+    for of_rank in brought:
+        of_rank.befell = {}
+    at = np.arange(n)
+    for _ in range(_ROUNDS):
+        silent: list[list[TierFault]] = [[] for _ in parts]
+        try:
+            async with asyncio.timeout_at(deadline):
+                found_of = [
+                    await anywhere(chain, batch[at], [chain.host], faults)
+                    for (chain, batch), faults in zip(parts, silent, strict=True)
+                ]
+        except TimeoutError:
+            for of_rank, faults in zip(brought, silent, strict=True):
+                of_rank.faults += [*faults, TierFault("", Reason.DEADLINE, len(at))]
+            break
+        for of_rank, faults, (found, _) in zip(brought, silent, found_of, strict=True):
+            _note(of_rank, faults, np.delete(at, found))
+        everywhere = reduce(np.intersect1d, [found for found, _ in found_of])
+        said = [_of_each(known, np.searchsorted(found, everywhere)) for found, known in found_of]
+        at = at[everywhere]
+        wanted = [(chain, batch[at]) for chain, batch in parts]
+        coming, handles = start_bringing(wanted, said, deadline)
+        await stack.enter_async_context(bringing(coming, handles))
+        arrived = [chain.host.index.ready_prefix(batch.names) for chain, batch in wanted]
+        for of_rank, now, num_there in zip(brought, coming, arrived, strict=True):
+            came = now.source >= 0
+            of_rank.source[at[came]], of_rank.arrived[at[came]] = now.source[came], now.arrived[came]
+            _note(of_rank, now.faults, at[num_there:])
+        at = at[min(arrived) + 1 :]
+        if not len(at):
+            break
+    return brought
+
+
+def _note(brought: Brought, faults: Sequence[TierFault], missing: NDArray[np.int64]) -> None:
+    """Take note of what kept blocks from being brought; the last fault befell the first one of these."""
+    brought.faults = _away_once([*brought.faults, *faults])
+    if faults and len(missing) and brought.befell is not None:
+        brought.befell[int(missing[0])] = faults[-1].reason
+
+
+def _of_each(said: Said, at: NDArray[np.int64]) -> Said:
+    return {tier: known[at] for tier, known in said.items()}
+
+
+def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
+    """Return a window, as other loads have it; of fewer blocks a part so large that all are under way at once."""
+    size = max(1, min(-(-num_blocks // ahead), window_blocks))
+    return size - size % PACKED if size > PACKED else size
 
 
 def _away_once(faults: Sequence[TierFault]) -> list[TierFault]:

@@ -1,9 +1,11 @@
 """Bring a window of blocks to where copies reach them: the first half of every load and prefetch.
 
-A window is begun (what is resident is leased, the rest is being filled) and then landed (all that arrived is leased).
-While its load holds another window it is begun without waiting, so that no two loads wait for each other's slots.
+A `Bringer` begins a window (resident blocks are leased, the others are being filled) and then lands it (all blocks that
+arrived are leased). While a load holds one window, its next one is begun without waiting, so that no two loads wait for
+each other's slots.
 
-Which storage tier has which blocks of one transfer: each shared tier is asked once, as far as its answer reaches.
+`Presence` knows which storage tier has which blocks of one transfer. It asks each shared tier once, as far as the
+answer reaches.
 """
 
 import asyncio
@@ -28,20 +30,11 @@ from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.integers import Mask
 
 _ASKED_AT_ONCE: Final = 1024
-
-
 _UNASKED, _ABSENT, _THERE, _BEYOND = range(4)
 """What is known of a block in one shared tier. `_BEYOND` is past the first block that the tier lacks: it has not said.
 Absent, unless no other tier has the block."""
 Said = Mapping[StorageTier, NDArray[np.int8]]
 """What shared tiers have been asked about a transfer's blocks already: by position, of each, what is known of it."""
-
-
-def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[np.int8]:
-    """Return what one tier has said, for `Said`: of the blocks ``asked`` whether they were ``found``."""
-    known = np.full(num_blocks, _UNASKED, np.int8)
-    known[asked] = np.where(found, _THERE, _ABSENT)
-    return known
 
 
 class Presence:
@@ -439,3 +432,10 @@ class Bringer:
 
     def _tiers_of(self, fill: Fill) -> str:
         return ",".join(self.chain.names[number] for number in sorted(set(fill.source.tolist())) if number >= 0)
+
+
+def said_of(asked: NDArray[np.int64], found: Mask, num_blocks: int) -> NDArray[np.int8]:
+    """Return what one tier has said, for `Said`: of the blocks ``asked`` whether they were ``found``."""
+    known = np.full(num_blocks, _UNASKED, np.int8)
+    known[asked] = np.where(found, _THERE, _ABSENT)
+    return known
