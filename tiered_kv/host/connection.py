@@ -1,10 +1,8 @@
-"""A client's way to whatever server listens on a socket: it attaches, asks, and attaches again when one is gone.
+"""A client's connection to whatever server listens on a socket: it attaches, asks, and attaches again after a loss.
 
-While no server is there, or it does not answer in time, questions have no answer; nothing raises for that.
-
-How a client connects to a server that may not be there yet, in a thread: nobody has to wait for one that hangs.
-
-What a client has in its own process while it is open, whatever server there is: memory, a device, and transfers.
+While no server is there, or it does not answer in time, questions have no answer; nothing raises for that. `Attempts`
+connects in a thread, so that nobody waits for a server that hangs. `FarSide` is what the client has in its own process
+while it is open, whatever server there is: memory, a device, and transfers.
 """
 
 import asyncio
@@ -50,82 +48,23 @@ from tiered_kv.values.loop_calls import LoopCalls
 
 FIRST_PAUSE_S: Final = 0.05
 LONGEST_PAUSE_S: Final = 2.0
-
+_LOOK_S: Final = 0.5
+"""How often to look whether a server has said what is waited for."""
+_MOST_UNSENT: Final = 1 << 22
+"""Bytes that a server has not read yet; beyond these, messages that it need not hear are not sent."""
+_NOW_S: Final = 1.0
+"""What a call that blocks its thread may take at most."""
 Begun = tuple[socket.socket, Attached, list[int]]
 
 
-class Attempts:
-    """The attempts of one client to attach to a server, one at a time. For the event loop's thread."""
+class Follower(Protocol):
+    """What has to do something whenever a server is there anew."""
 
-    def __init__(self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls) -> None:
-        """Say ``opening`` to whoever listens at ``path``; each attempt may take ``timeout_s``."""
-        self._said = path, opening, timeout_s
-        self._thread = WorkerPool("attach", 1, loop_calls)
-
-    async def begin(self) -> Begun:
-        """Connect; what comes of it is the caller's to close.
-
-        Raises:
-            ConfigurationError: The server refuses this client, or is of another version.
-            BackendUnavailableError: There is none, or it does not answer.
-        """
-        attempt = _Attempt()
-        try:
-            connection, attached, descriptors = await self._thread.run(attempt.make, *self._said)
-        except asyncio.CancelledError:
-            attempt.give_up()
-            raise
-        if not isinstance(attached, Attached):
-            handshake.give_back(connection, descriptors)
-            raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
-        if len(descriptors) != len(attached.slabs):
-            handshake.give_back(connection, descriptors)
-            raise ConfigurationError(f"the server has {len(attached.slabs)} slabs and {len(descriptors)} descriptors")
-        return connection, attached, descriptors
-
-    async def begin_in_time(self) -> Begun:
-        """`begin`, also with a server that has yet to come, within the time of one attempt."""
-        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
-        deadline, is_last = loop.time() + self._said[2], False
-        while True:
-            try:
-                return await self.begin()
-            except BackendUnavailableError:
-                left_s = deadline - loop.time()
-                if is_last or left_s <= 0.0:
-                    raise
-            is_last = left_s <= pause_s
-            await asyncio.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+    def attached(self, there: Attachment) -> None:
+        """A server is there."""
 
     def close(self) -> None:
-        """Make no more; what one brings that is under way was given up by who awaited it."""
-        self._thread.close()
-
-
-class _Attempt:
-    """An attempt to attach. When it ends, who awaited it may have gone, and the event loop too."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._begun: tuple[socket.socket, Opened, list[int]] | None = None
-        self._is_given_up = False
-
-    def make(self, path: str, opening: Attach, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
-        """Connect, and say who attaches; in a thread."""
-        begun = handshake.begin(path, opening, timeout_s)
-        with self._lock:
-            self._begun, is_wanted = begun, not self._is_given_up
-        if not is_wanted:
-            handshake.give_back(begun[0], begun[2])
-        return begun
-
-    def give_up(self) -> None:
-        """Have what comes of it go back, now or as soon as it comes."""
-        with self._lock:
-            begun, self._is_given_up = self._begun, True
-        if begun is not None:
-            handshake.give_back(begun[0], begun[2])
+        """The client closes: what waits for a server waits no more."""
 
 
 @dataclass
@@ -215,24 +154,6 @@ class FarSide(EngineSide):
             wanted = group.codec.stored_bytes if group.codec else group.group.payload_bytes
             if slab.payload_bytes != wanted:
                 raise LayoutMismatchError(f"the server's slots hold {slab.payload_bytes} bytes, a block has {wanted}")
-
-
-_LOOK_S: Final = 0.5
-"""How often it is looked whether a server says something that is waited for."""
-_MOST_UNSENT: Final = 1 << 22
-"""Bytes that a server has not read yet; what need not be heard is not added to more."""
-_NOW_S: Final = 1.0
-"""What a call that blocks its thread may take at most."""
-
-
-class Follower(Protocol):
-    """What has to do something whenever a server is there anew."""
-
-    def attached(self, there: Attachment) -> None:
-        """A server is there."""
-
-    def close(self) -> None:
-        """The client closes: what waits for a server waits no more."""
 
 
 class Connection:
@@ -440,6 +361,80 @@ class Connection:
             self._changed.set()
             if self._closing is None:
                 log("warning", "host.server_lost", path=self.path)
+
+
+class Attempts:
+    """The attempts of one client to attach to a server, one at a time. For the event loop's thread."""
+
+    def __init__(self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls) -> None:
+        """Say ``opening`` to whoever listens at ``path``; each attempt may take ``timeout_s``."""
+        self._said = path, opening, timeout_s
+        self._thread = WorkerPool("attach", 1, loop_calls)
+
+    async def begin(self) -> Begun:
+        """Connect; what comes of it is the caller's to close.
+
+        Raises:
+            ConfigurationError: The server refuses this client, or is of another version.
+            BackendUnavailableError: There is none, or it does not answer.
+        """
+        attempt = _Attempt()
+        try:
+            connection, attached, descriptors = await self._thread.run(attempt.make, *self._said)
+        except asyncio.CancelledError:
+            attempt.give_up()
+            raise
+        if not isinstance(attached, Attached):
+            handshake.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server answered {type(attached).__name__} to a client that attaches")
+        if len(descriptors) != len(attached.slabs):
+            handshake.give_back(connection, descriptors)
+            raise ConfigurationError(f"the server has {len(attached.slabs)} slabs and {len(descriptors)} descriptors")
+        return connection, attached, descriptors
+
+    async def begin_in_time(self) -> Begun:
+        """`begin`, also with a server that has yet to come, within the time of one attempt."""
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        deadline, is_last = loop.time() + self._said[2], False
+        while True:
+            try:
+                return await self.begin()
+            except BackendUnavailableError:
+                left_s = deadline - loop.time()
+                if is_last or left_s <= 0.0:
+                    raise
+            is_last = left_s <= pause_s
+            await asyncio.sleep(min(pause_s, left_s))
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def close(self) -> None:
+        """Make no more; what one brings that is under way was given up by who awaited it."""
+        self._thread.close()
+
+
+class _Attempt:
+    """An attempt to attach. When it ends, who awaited it may have gone, and the event loop too."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._begun: tuple[socket.socket, Opened, list[int]] | None = None
+        self._is_given_up = False
+
+    def make(self, path: str, opening: Attach, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
+        """Connect, and say who attaches; in a thread."""
+        begun = handshake.begin(path, opening, timeout_s)
+        with self._lock:
+            self._begun, is_wanted = begun, not self._is_given_up
+        if not is_wanted:
+            handshake.give_back(begun[0], begun[2])
+        return begun
+
+    def give_up(self) -> None:
+        """Have what comes of it go back, now or as soon as it comes."""
+        with self._lock:
+            begun, self._is_given_up = self._begun, True
+        if begun is not None:
+            handshake.give_back(begun[0], begun[2])
 
 
 def _raised(answer: Answer | None) -> Answer | None:

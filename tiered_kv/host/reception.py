@@ -1,11 +1,11 @@
-"""Where connections to a server wait until they have said what they are for: not for long, and not many at once.
+"""The socket of a server, and where connections wait until they have said what they are for: not long, and not many.
 
-Anyone who may write the socket may connect ten thousand times and say nothing. So for the newest one the oldest goes of
-the process that has most of those that are silent; a client that says at once who it is goes in however many there are.
-Connections for one question stay among the silent until they have their answer: who asks may be slow to send what
-belongs to it, or to read.
+`listen` makes the socket where clients look for it, with its mode and group, and never for two servers at once.
 
-The socket of a server: made where clients look for it, with its mode and group, and never by two servers at once.
+Anyone who may write to the socket may connect ten thousand times and say nothing. So if too many connections are
+silent, a new one ends the oldest of the process that has most of them. A client that says at once who it is gets in,
+however many there are. A connection for one question counts as silent until it has its answer: who asks may be slow to
+send what belongs to it, or to read.
 """
 
 import asyncio
@@ -29,93 +29,16 @@ from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 from tiered_kv.values.log import log
 
-_BACKLOG: Final = 128
-_LONGEST_PATH: Final = 107
-_LONGEST_NAME: Final = 32
-"""Of the socket's name, in that of the file that is to become it."""
-
-
-def listen(host: HostSettings) -> tuple[socket.socket, int]:
-    """Return a socket that listens at ``host.socket``, and a descriptor: until it is closed no other server listens.
-
-    Raises:
-        ConfigurationError: Another server listens there, something else than a socket lies there, or the socket cannot
-            be made.
-    """
-    path = host.socket
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigurationError(f"the path of a socket has {_LONGEST_PATH} bytes at most: {path}")
-    try:
-        _check_place(path)
-        lock_fd = _lock(path.with_name(f"{path.name}.lock"))
-        try:
-            return _bound(path, host), lock_fd
-        except BaseException:
-            os.close(lock_fd)
-            raise
-    except OSError as error:
-        raise ConfigurationError(f"cannot listen at {path}: {error.strerror or error}") from error
-
-
-def _check_place(path: Path) -> None:
-    """Raise unless there is a directory, and in it nothing, or a socket that another server has left."""
-    if not path.parent.is_dir():
-        raise ConfigurationError(f"cannot listen at {path}: there is no directory {path.parent}, make it first")
-    with suppress(FileNotFoundError):
-        if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigurationError(f"cannot listen at {path}: something else than a socket is there, which stays")
-
-
-def _lock(path: Path) -> int:
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        os.close(fd)
-        raise ConfigurationError(f"another server listens at {path.with_suffix('')}: {path} is locked") from None
-    return fd
-
-
-def _bound(path: Path, host: HostSettings) -> socket.socket:
-    """Return the socket. It is made under another name: nobody sees it before it has mode and group."""
-    new = path.with_name(f".{os.getpid()}.{path.name[:_LONGEST_NAME]}")
-    with suppress(FileNotFoundError):
-        new.unlink()
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        listener.bind(f"/proc/self/fd/{folder}/{new.name}")  # which is short enough, however long the folder's path is
-        new.chmod(int(host.mode, 8))
-        if host.group:
-            os.chown(new, -1, _group_id(host.group))
-        listener.listen(_BACKLOG)
-        listener.settimeout(0.0)
-        new.rename(path)
-    except BaseException:
-        listener.close()
-        with suppress(OSError):
-            new.unlink()
-        raise
-    finally:
-        os.close(folder)
-    return listener
-
-
-def _group_id(group: str) -> int:
-    if group.isdecimal():
-        return int(group)
-    try:
-        return grp.getgrnam(group).gr_gid
-    except KeyError:
-        raise ConfigurationError(f"there is no group {group!r}") from None
-
-
 OPENING_S: Final = 10.0
 """What a connection may take to say what it is for."""
 _MOST_SILENT: Final = 64
 _PAUSE_S: Final = 0.1
 _NO_MORE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PEER: Final = struct.Struct("3i")
+_BACKLOG: Final = 128
+_LONGEST_PATH: Final = 107
+_LONGEST_NAME: Final = 32
+"""Of the socket's name, in that of the file that is to become it."""
 
 
 class Peer(NamedTuple):
@@ -207,3 +130,78 @@ class Reception:
             self._silent.pop(connection, None)
             if not is_taken:
                 connection.close()
+
+
+def listen(host: HostSettings) -> tuple[socket.socket, int]:
+    """Return a socket that listens at ``host.socket``, and a descriptor: until it is closed no other server listens.
+
+    Raises:
+        ConfigurationError: Another server listens there, something else than a socket lies there, or the socket cannot
+            be made.
+    """
+    path = host.socket
+    if len(os.fsencode(path)) > _LONGEST_PATH:
+        raise ConfigurationError(f"the path of a socket has {_LONGEST_PATH} bytes at most: {path}")
+    try:
+        _check_place(path)
+        lock_fd = _lock(path.with_name(f"{path.name}.lock"))
+        try:
+            return _bound(path, host), lock_fd
+        except BaseException:
+            os.close(lock_fd)
+            raise
+    except OSError as error:
+        raise ConfigurationError(f"cannot listen at {path}: {error.strerror or error}") from error
+
+
+def _check_place(path: Path) -> None:
+    """Raise unless there is a directory, and in it nothing, or a socket that another server has left."""
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"cannot listen at {path}: there is no directory {path.parent}, make it first")
+    with suppress(FileNotFoundError):
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise ConfigurationError(f"cannot listen at {path}: something else than a socket is there, which stays")
+
+
+def _lock(path: Path) -> int:
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(fd)
+        raise ConfigurationError(f"another server listens at {path.with_suffix('')}: {path} is locked") from None
+    return fd
+
+
+def _bound(path: Path, host: HostSettings) -> socket.socket:
+    """Return the socket. It is made under another name: nobody sees it before it has mode and group."""
+    new = path.with_name(f".{os.getpid()}.{path.name[:_LONGEST_NAME]}")
+    with suppress(FileNotFoundError):
+        new.unlink()
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        listener.bind(f"/proc/self/fd/{folder}/{new.name}")  # which is short enough, however long the folder's path is
+        new.chmod(int(host.mode, 8))
+        if host.group:
+            os.chown(new, -1, _group_id(host.group))
+        listener.listen(_BACKLOG)
+        listener.settimeout(0.0)
+        new.rename(path)
+    except BaseException:
+        listener.close()
+        with suppress(OSError):
+            new.unlink()
+        raise
+    finally:
+        os.close(folder)
+    return listener
+
+
+def _group_id(group: str) -> int:
+    if group.isdecimal():
+        return int(group)
+    try:
+        return grp.getgrnam(group).gr_gid
+    except KeyError:
+        raise ConfigurationError(f"there is no group {group!r}") from None

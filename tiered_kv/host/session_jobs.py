@@ -1,9 +1,10 @@
-"""The jobs of a client's planner, in the server: its workers copy, and what is held for them is held here.
+"""Jobs and change streams of one client, in the server.
 
-The server has the processes of the workers from their client, as descriptors, and watches them itself. So what a job
-holds goes back when each has answered, by way of the client, or has ended; whatever has become of the client.
+Jobs: the client's workers copy, and what is held for them is held here. The client has sent descriptors of the worker
+processes, so the server watches them itself. What a job holds goes back when each worker has answered, by way of the
+client, or has ended, whatever has become of the client.
 
-Streams of changes for a client, in the server: of the ranks that it stands for, no faster than it takes them.
+Streams of changes tell of the ranks that the client stands for, no faster than it takes them.
 """
 
 import asyncio
@@ -44,101 +45,11 @@ from tiered_kv.values.specs import GPULoadStoreSpec
 
 NO_NAMES: Final = np.zeros((0, 4), np.uint64)
 _MOST_NAMES: Final = 1 << 16
-"""That are queued for a client that is slow; of more it gets snapshots anew."""
+"""How many names are queued for a slow client; if there are more, it gets snapshots anew."""
 MOST_STREAMS: Final = 16
-"""Of one client: until its first snapshots are taken each holds the names of all that is there."""
-
-
-class SessionChanges:
-    """The streams of changes to which one client has subscribed. For the event loop's thread."""
-
-    def __init__(self, tasks: Tasks) -> None:
-        self._tasks = tasks
-        self._streams: dict[int, tuple[asyncio.Task[None], asyncio.BoundedSemaphore]] = {}
-
-    def __len__(self) -> int:
-        return len(self._streams)
-
-    def __contains__(self, id_: int) -> bool:
-        return id_ in self._streams
-
-    def follow(self, id_: int, seat: Seat, send: Send) -> None:
-        """Begin a stream."""
-        room = asyncio.BoundedSemaphore(AHEAD)
-        changes = seat.cache.subscribers.subscribe(_MOST_NAMES)
-        task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
-        self._streams[id_] = task, room
-        task.add_done_callback(partial(self._forget, id_))
-
-    def taken(self, id_: int, num_messages: int) -> None:
-        """The client has room for so many messages more; of a stream that has ended it is passed over.
-
-        Raises:
-            ValueError: It has taken more than were sent: what it does not read would pile up here.
-        """
-        if id_ in self._streams:
-            for _ in range(min(num_messages, AHEAD)):
-                self._streams[id_][1].release()
-
-    def end(self, id_: int) -> None:
-        """End a stream; it counts no longer."""
-        self._streams.pop(id_)[0].cancel()
-
-    def end_all(self) -> None:
-        """The client is gone."""
-        for task, _ in list(self._streams.values()):
-            task.cancel()
-
-    def _forget(self, id_: int, ended: "asyncio.Task[None]") -> None:
-        if id_ in self._streams and self._streams[id_][0] is ended:  # another may have its number by now
-            del self._streams[id_]
-
-
-def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
-    """Return what a client is told of: tier, KV group and rank of each place, the fastest tier first."""
-    ranks = _ranks(seat)
-    return tuple((each.tier, each.group, ranks[each.rank]) for each in places_in(seat.fates) if each.rank in ranks)
-
-
-def _ranks(seat: Seat) -> dict[int, int]:
-    """Number the ranks that a client stands for, by their numbers in the cache."""
-    return {shard.rank: number for number, shard in enumerate(seat.shards)}
-
-
-async def _tell(id_: int, changes: Changes, ranks: dict[int, int], room: asyncio.BoundedSemaphore, send: Send) -> None:
-    async for change in changes:
-        if change.rank not in ranks:
-            continue
-        kind, names, why = _said_of_change(change)
-        parts = list(_parts(names))
-        for number, part in enumerate(parts, start=1):
-            await room.acquire()
-            where = change.tier, change.group, ranks[change.rank]
-            send(Changed(id_, kind, *where, part, why, number == len(parts), changes.num_overflows))
-
-
-def _said_of_change(change: TierChange) -> tuple[Kind, Names, str]:
-    match change:
-        case Snapshot(names=names):
-            return "snapshot", names, ""
-        case Added(names=names):
-            return "added", names, ""
-        case Removed(names=names, why=why):
-            return "removed", names, why
-        case Cleared():
-            return "cleared", NO_NAMES, ""
-    raise TypeError(f"{type(change).__name__} is no change that is known")
-
-
-def _parts(names: Names) -> Iterator[bytes]:
-    """Yield names as messages have them, some at a time; of none, once nothing."""
-    yield names[:NAMES_A_MESSAGE].tobytes()
-    for start in range(NAMES_A_MESSAGE, len(names), NAMES_A_MESSAGE):
-        yield names[start : start + NAMES_A_MESSAGE].tobytes()
-
-
+"""How many one client has: until its first snapshots are taken, each holds the names of all blocks."""
 _MOST_PROMPTS: Final = 1 << 14
-"""Of a job: some 40 ms to look at. A message has room for 400,000 without a key."""
+"""How many a job has: looking at them takes some 40 ms. A message has room for 400,000 without a key."""
 
 
 class SessionJobs:
@@ -271,6 +182,57 @@ class SessionJobs:
             self._account.hold(-num_bytes)
 
 
+class SessionChanges:
+    """The streams of changes to which one client has subscribed. For the event loop's thread."""
+
+    def __init__(self, tasks: Tasks) -> None:
+        self._tasks = tasks
+        self._streams: dict[int, tuple[asyncio.Task[None], asyncio.BoundedSemaphore]] = {}
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def __contains__(self, id_: int) -> bool:
+        return id_ in self._streams
+
+    def follow(self, id_: int, seat: Seat, send: Send) -> None:
+        """Begin a stream."""
+        room = asyncio.BoundedSemaphore(AHEAD)
+        changes = seat.cache.subscribers.subscribe(_MOST_NAMES)
+        task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
+        self._streams[id_] = task, room
+        task.add_done_callback(partial(self._forget, id_))
+
+    def taken(self, id_: int, num_messages: int) -> None:
+        """The client has room for so many messages more; of a stream that has ended it is passed over.
+
+        Raises:
+            ValueError: It has taken more than were sent: what it does not read would pile up here.
+        """
+        if id_ in self._streams:
+            for _ in range(min(num_messages, AHEAD)):
+                self._streams[id_][1].release()
+
+    def end(self, id_: int) -> None:
+        """End a stream; it counts no longer."""
+        self._streams.pop(id_)[0].cancel()
+
+    def end_all(self) -> None:
+        """The client is gone."""
+        for task, _ in list(self._streams.values()):
+            task.cancel()
+
+    def _forget(self, id_: int, ended: "asyncio.Task[None]") -> None:
+        if id_ in self._streams and self._streams[id_][0] is ended:  # another may have its number by now
+            del self._streams[id_]
+
+
+def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
+    """Return what a client is told of: tier, KV group and rank of each place, the fastest tier first."""
+    ranks = _ranks(seat)
+    return tuple((each.tier, each.group, ranks[each.rank]) for each in places_in(seat.fates) if each.rank in ranks)
+
+
 def _keys_of(request: PlanJob, num_ranks: int) -> StoredKeys:
     """Return what a job is about.
 
@@ -300,3 +262,40 @@ def _said(plan: Plan) -> JobPlan:
         for move in plan.moves
     )
     return JobPlan(plan.num_blocks, tuple(move.pid for move in plan.moves), tuple(parts))
+
+
+def _ranks(seat: Seat) -> dict[int, int]:
+    """Number the ranks that a client stands for, by their numbers in the cache."""
+    return {shard.rank: number for number, shard in enumerate(seat.shards)}
+
+
+async def _tell(id_: int, changes: Changes, ranks: dict[int, int], room: asyncio.BoundedSemaphore, send: Send) -> None:
+    async for change in changes:
+        if change.rank not in ranks:
+            continue
+        kind, names, why = _said_of_change(change)
+        parts = list(_parts(names))
+        for number, part in enumerate(parts, start=1):
+            await room.acquire()
+            where = change.tier, change.group, ranks[change.rank]
+            send(Changed(id_, kind, *where, part, why, number == len(parts), changes.num_overflows))
+
+
+def _said_of_change(change: TierChange) -> tuple[Kind, Names, str]:
+    match change:
+        case Snapshot(names=names):
+            return "snapshot", names, ""
+        case Added(names=names):
+            return "added", names, ""
+        case Removed(names=names, why=why):
+            return "removed", names, why
+        case Cleared():
+            return "cleared", NO_NAMES, ""
+    raise TypeError(f"{type(change).__name__} is no change that is known")
+
+
+def _parts(names: Names) -> Iterator[bytes]:
+    """Yield names as messages have them, some at a time; of none, once nothing."""
+    yield names[:NAMES_A_MESSAGE].tobytes()
+    for start in range(NAMES_A_MESSAGE, len(names), NAMES_A_MESSAGE):
+        yield names[start : start + NAMES_A_MESSAGE].tobytes()
