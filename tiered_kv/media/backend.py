@@ -8,8 +8,8 @@ the cache bounds how long it *waits*, and keeps the buffers lent until the call 
 `BackendUnavailableError` when the whole medium fails, and nothing else. Blocks arrive encoded and are verified after a
 read; a backend neither makes nor checks headers.
 
-Names on a medium are digests: of models, weights and tenants the beginnings of those, as paths have them. Of a tier
-that has keys they are hidden, in all that a backend is given, see `seal.NameCipher`.
+Names on a medium are digests: paths have the beginnings of those of models, weights and tenants. A tier with keys hides
+them from the backend too, see `seal.NameCipher`.
 """
 
 import asyncio
