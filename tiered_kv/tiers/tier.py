@@ -1,10 +1,7 @@
-"""What all tiers have, and what those have whose blocks this cache keeps the books of.
+"""Tiers as transfers know them: names and counts, the books that this cache keeps, and memory that copies reach.
 
-Blocks as transfers name them: an engine's keys become batches of names, of one KV group on one rank.
-
-The tiers whose slots copies reach: the GPU pool and the host.
-
-What a tier says of the blocks of one write.
+`Batch` and `Naming` make names of an engine's keys, of one KV group on one rank. `ReadReport` and `WriteReport` say
+what became of the blocks of one read or write.
 """
 
 from abc import abstractmethod
@@ -214,95 +211,6 @@ class BookedTier(Tier):
         return True
 
 
-class Prompt:
-    """Blocks of a prompt that came together, and are let go of window by window."""
-
-    def __init__(self, tiers: Sequence[BookedTier], names: Names) -> None:
-        """Take note of the blocks, in the order of their prompt, and of the tiers that they may be in."""
-        self._tiers = tiers
-        self._names = names
-        self._num_let_go = self._next = 0
-
-    def let_go(self, n: int) -> None:
-        """Line the blocks up, if windows of so many more that were let go of may have put them out of order.
-
-        When it is twice as many as before, or all: to do it for each window would take a time that grows by its square.
-        """
-        is_first, self._num_let_go = not self._num_let_go, self._num_let_go + n
-        if self._num_let_go < min(self._next, len(self._names)):
-            return
-        self._next = 2 * self._num_let_go
-        if not is_first:  # which was let go of tail first
-            self.line_up()
-
-    def line_up(self) -> None:
-        """Have the prompt's tail evicted first: as windows come, and are let go of, its head would be."""
-        for tier in self._tiers if len(self._names) > 1 else ():
-            tier.index.line_up(self._names)
-
-
-def prefix_of(mask: Mask) -> int:
-    """Count the leading positions of which it is true."""
-    holes = (~mask).nonzero()[0]
-    return int(holes[0]) if len(holes) else len(mask)
-
-
-class Expected:
-    """Blocks that are to come later, by their own turn or by others, and which of them were not evicted meanwhile.
-
-    What is evicted by name, or cleared, before it has a place in any books must not come after that; who waits for
-    what others bring is to know why it has not come.
-    """
-
-    def __init__(self) -> None:
-        self._batches: dict[int, tuple[NDArray[np.uint64], Mask]] = {}
-
-    def __len__(self) -> int:
-        """Count the calls of `add` whose blocks are expected yet."""
-        return len(self._batches)
-
-    def add(self, names: Names) -> Mask:
-        """Return which of some blocks are wanted, from now on until `drop`."""
-        wanted = np.ones(len(names), np.bool_)
-        self._batches[id(wanted)] = hash_names(names), wanted
-        return wanted
-
-    def drop(self, wanted: Mask) -> None:
-        """Expect the blocks of one `add` no more: they have their places, or will not come."""
-        self._batches.pop(id(wanted), None)
-
-    def forget(self, names: Names) -> None:
-        """Want none of these blocks any more, among those expected now."""
-        batches = list(self._batches.values())
-        if not batches:
-            return
-        is_gone = np.isin(np.concatenate([hashes for hashes, _ in batches]), hash_names(names))
-        start = 0
-        for hashes, wanted in batches:
-            wanted[is_gone[start : start + len(hashes)]] = False
-            start += len(hashes)
-
-    def has(self, names: Names) -> Mask:
-        """Say which of some blocks are expected."""
-        hashes = [each for each, _ in self._batches.values()]
-        return np.isin(hash_names(names), np.concatenate(hashes)) if hashes else np.zeros(len(names), np.bool_)
-
-    def clear(self) -> None:
-        """Want none of them."""
-        for _, wanted in self._batches.values():
-            wanted[:] = False
-
-
-def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:
-    """Say which blocks of a call have this outcome: as a rule all have the same."""
-    n = outcomes.count(outcome)
-    if 0 < n < len(outcomes):
-        return np.array([each is outcome for each in outcomes], np.bool_)
-    mask = np.empty(len(outcomes), np.bool_)
-    mask.fill(n > 0)
-    return mask
-
-
 class MemoryTier(BookedTier):
     """A tier whose slots copies reach: rows of a tensor on the host or on a device.
 
@@ -381,6 +289,79 @@ class HostTier(MemoryTier):
         runs = [run for run in np.split(idle, (np.diff(idle) > 1).nonzero()[0] + 1) if len(run)]
         are_given = [self.slab.give_back(int(run[0]), int(run[-1]) + 1) for run in runs]
         return len(idle) == max(0, stop - start) and all(are_given)
+
+
+class Prompt:
+    """Blocks of a prompt that came together, and are let go of window by window."""
+
+    def __init__(self, tiers: Sequence[BookedTier], names: Names) -> None:
+        """Take note of the blocks, in the order of their prompt, and of the tiers that they may be in."""
+        self._tiers = tiers
+        self._names = names
+        self._num_let_go = self._next = 0
+
+    def let_go(self, n: int) -> None:
+        """Line the blocks up, if windows of so many more that were let go of may have put them out of order.
+
+        When it is twice as many as before, or all: to do it for each window would take a time that grows by its square.
+        """
+        is_first, self._num_let_go = not self._num_let_go, self._num_let_go + n
+        if self._num_let_go < min(self._next, len(self._names)):
+            return
+        self._next = 2 * self._num_let_go
+        if not is_first:  # which was let go of tail first
+            self.line_up()
+
+    def line_up(self) -> None:
+        """Have the prompt's tail evicted first: as windows come, and are let go of, its head would be."""
+        for tier in self._tiers if len(self._names) > 1 else ():
+            tier.index.line_up(self._names)
+
+
+class Expected:
+    """Blocks that are to come later, by their own turn or by others, and which of them were not evicted meanwhile.
+
+    What is evicted by name, or cleared, before it has a place in any books must not come after that; who waits for
+    what others bring is to know why it has not come.
+    """
+
+    def __init__(self) -> None:
+        self._batches: dict[int, tuple[NDArray[np.uint64], Mask]] = {}
+
+    def __len__(self) -> int:
+        """Count the calls of `add` whose blocks are expected yet."""
+        return len(self._batches)
+
+    def add(self, names: Names) -> Mask:
+        """Return which of some blocks are wanted, from now on until `drop`."""
+        wanted = np.ones(len(names), np.bool_)
+        self._batches[id(wanted)] = hash_names(names), wanted
+        return wanted
+
+    def drop(self, wanted: Mask) -> None:
+        """Expect the blocks of one `add` no more: they have their places, or will not come."""
+        self._batches.pop(id(wanted), None)
+
+    def forget(self, names: Names) -> None:
+        """Want none of these blocks any more, among those expected now."""
+        batches = list(self._batches.values())
+        if not batches:
+            return
+        is_gone = np.isin(np.concatenate([hashes for hashes, _ in batches]), hash_names(names))
+        start = 0
+        for hashes, wanted in batches:
+            wanted[is_gone[start : start + len(hashes)]] = False
+            start += len(hashes)
+
+    def has(self, names: Names) -> Mask:
+        """Say which of some blocks are expected."""
+        hashes = [each for each, _ in self._batches.values()]
+        return np.isin(hash_names(names), np.concatenate(hashes)) if hashes else np.zeros(len(names), np.bool_)
+
+    def clear(self) -> None:
+        """Want none of them."""
+        for _, wanted in self._batches.values():
+            wanted[:] = False
 
 
 @dataclass(frozen=True)
@@ -465,3 +446,19 @@ class WriteReport:
         num_dropped = len(self.dropped.nonzero()[0])
         num_unwanted = 0 if self.unwanted is None else len((self.dropped & self.unwanted).nonzero()[0])
         return {Reason.REMOVED: num_unwanted + self.num_removed, self.because: num_dropped - num_unwanted}
+
+
+def prefix_of(mask: Mask) -> int:
+    """Count the leading positions of which it is true."""
+    holes = (~mask).nonzero()[0]
+    return int(holes[0]) if len(holes) else len(mask)
+
+
+def which(outcomes: Sequence[Outcome], outcome: Outcome) -> Mask:
+    """Say which blocks of a call have this outcome: as a rule all have the same."""
+    n = outcomes.count(outcome)
+    if 0 < n < len(outcomes):
+        return np.array([each is outcome for each in outcomes], np.bool_)
+    mask = np.empty(len(outcomes), np.bool_)
+    mask.fill(n > 0)
+    return mask

@@ -1,8 +1,7 @@
-"""What is done to whole tiers: blocks that are too old removed, blocks evicted on request, books noted down.
+"""Work on whole tiers: remove blocks that are too old, evict and clear on request, note down books, scrub.
 
-Scrubbing: what an owned medium keeps is read and verified in the background, slowly, so that damage is found early.
-
-A broken block is removed before anyone waits for it, and one that is never asked for does not keep its slot for ever.
+Scrubbing verifies slowly, in the background, all that an owned medium keeps. So a broken block is removed before anyone
+waits for it, and one that is never asked for does not keep its slot for ever.
 """
 
 import asyncio
@@ -28,10 +27,24 @@ from tiered_kv.values.events import TierScrubbed
 from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import Names
 
+_TICK_S: Final = 1.0
+_SLOTS_AT_ONCE: Final = 1 << 16
+"""How many slots are looked at in one step, in some 50 us; at most 4,096 of them are emptied at once, in 1 ms."""
 _BYTES_AT_ONCE: Final = 1 << 20
-"""One block at least: so little that a load which comes meanwhile hardly waits for it."""
+"""How much is verified in one step, at least a block: a load that comes meanwhile hardly waits for so little."""
 _AWAY_S: Final = 1.0
 """How often to look whether a tier that is bypassed is in use again."""
+
+
+async def keep_up(chain: Chain) -> None:
+    """Once a second make up for what a medium did not do, and remove what is too old; until cancelled."""
+    while True:
+        await asyncio.sleep(_TICK_S)
+        for storage in chain.storage:
+            storage.tick()
+        for booked in chain.booked:
+            if booked.index.ttl_s is not None:
+                await _expire(chain, booked)
 
 
 async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
@@ -46,6 +59,105 @@ async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
         num_blocks, num_removed = await _scrub(tier, tasks)
         tier.health.emit(TierScrubbed(tier.name, num_blocks, num_removed, clock() - started))
         await asyncio.sleep(max(_AWAY_S, started + settings.scrub_interval_s - clock()))
+
+
+def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine[Any, Any, list[str]]]:
+    """Remove blocks from one tier, or from all.
+
+    All of it is decided when this returns: a cancellation ends the wait for the media, and nothing else. They are not
+    waited for beyond their time.
+
+    Returns:
+        Which blocks were in an owned tier, and what waits for the media, and returns the tiers that are not known to
+        have removed them.
+    """
+    found = np.zeros(len(batch), np.bool_)
+    for booked in (each for each in chain.booked if tier in (None, each.name)):
+        found |= booked.index.ready(batch.names)
+    if tier is None:
+        chain.expected.forget(batch.names)
+    elif tier != chain.memory[0].name:  # else what has it no more writes nothing down
+        chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
+    for memory in (each for each in chain.memory if tier in (None, each.name)):
+        memory.index.remove(batch.names)
+        memory.left.forget(batch.names)
+    storage = [each for each in chain.storage if tier in (None, each.name)]
+    if storage:
+        chain.sought.forget(batch.names)
+    removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
+    chain.room.changed()
+    return found, _kept_by(removals)
+
+
+async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
+    """Empty the owned tiers, after a restart too; tiers that do not answer are not waited for beyond their time.
+
+    Returns:
+        How many blocks there were, and the tiers that are not known to have removed theirs.
+    """
+    removals: list[tuple[StorageTier, asyncio.Task[bool]]] = []
+    num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
+    for chain in chains:
+        chain.expected.clear()
+        chain.sought.clear()
+        for memory in chain.memory:
+            memory.index.clear()
+            memory.left.clear()
+        chain.room.changed()
+        removals += [(tier, chain.tasks.spawn(tier.clear(), f"clear {tier.name}")) for tier in chain.owned]
+    return num_blocks, await _kept_by(removals)
+
+
+async def pay(chains: Sequence[Chain]) -> bool:
+    """Have all media remove what they could not be told to remove; say whether that was all."""
+    return all([await tier.pay() for chain in chains for tier in chain.storage])
+
+
+async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> bool:
+    """Let the owned tiers remember what they hold, in order of use; with ``sync`` through a loss of power.
+
+    Returns:
+        Whether all do that hold something: those that are open.
+    """
+    is_well = True
+    for chain in chains:
+        for tier in chain.owned:
+            if tier.is_in_use:
+                is_well &= await tier.checkpoint(sync=sync)
+            else:
+                is_well &= not tier.health.is_open
+    return is_well
+
+
+async def _expire(chain: Chain, tier: BookedTier) -> None:
+    """Look through a tier once. What is on its way up is had by those who load it already, and found by nobody else."""
+    host = chain.host.index
+    for _ in range(0, tier.index.num_slots, _SLOTS_AT_ONCE):
+        expired = tier.index.expire(limit=_SLOTS_AT_ONCE)
+        tier.counters.expired += len(expired)
+        if len(expired):
+            slots, states = host.find(expired)
+            has_come = (states == SlotState.READY) & host.is_bounce(slots)  # what is read now may be another tier's
+            host.remove(expired[has_come], Change.EXPIRED)
+            chain.room.changed()
+        await asyncio.sleep(0)
+
+
+def _may_go_down(chain: Chain, batch: Batch) -> Mask:
+    """Say which blocks may be on their way from memory to the tiers below it, or are to come to memory first."""
+    may = chain.expected.has(batch.names)
+    for memory in chain.memory:
+        may |= memory.index.find(batch.names)[0] >= 0
+    return may
+
+
+async def _kept_by(removals: "Sequence[tuple[StorageTier, asyncio.Task[bool]]]") -> list[str]:
+    """Wait for removals, for as long as their tiers may take; name the tiers of those that have not gone well."""
+    if not removals:
+        return []
+    await asyncio.wait([task for _, task in removals], timeout=max(tier.health.timeout_s for tier, _ in removals))
+    is_gone = [task.done() and not task.cancelled() and not task.exception() and task.result() for _, task in removals]
+    return [tier.name for (tier, _), gone in zip(removals, is_gone, strict=True) if not gone]
 
 
 async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
@@ -161,118 +273,3 @@ async def _wrong(
     verdicts = await verification.verify_all(answer.value)
     is_wrong = np.array([each in (Outcome.CORRUPT, Outcome.MISS) for each in verdicts], np.bool_)
     return is_wrong, verification.refused, n - verdicts.count(Outcome.FAILED)
-
-
-_TICK_S: Final = 1.0
-_SLOTS_AT_ONCE: Final = 1 << 16
-"""Looked at in some 50 us; at most 4,096 of them are removed at once, in 1 ms."""
-
-
-async def keep_up(chain: Chain) -> None:
-    """Once a second make up for what a medium did not do, and remove what is too old; until cancelled."""
-    while True:
-        await asyncio.sleep(_TICK_S)
-        for storage in chain.storage:
-            storage.tick()
-        for booked in chain.booked:
-            if booked.index.ttl_s is not None:
-                await _expire(chain, booked)
-
-
-async def _expire(chain: Chain, tier: BookedTier) -> None:
-    """Look through a tier once. What is on its way up is had by those who load it already, and found by nobody else."""
-    host = chain.host.index
-    for _ in range(0, tier.index.num_slots, _SLOTS_AT_ONCE):
-        expired = tier.index.expire(limit=_SLOTS_AT_ONCE)
-        tier.counters.expired += len(expired)
-        if len(expired):
-            slots, states = host.find(expired)
-            has_come = (states == SlotState.READY) & host.is_bounce(slots)  # what is read now may be another tier's
-            host.remove(expired[has_come], Change.EXPIRED)
-            chain.room.changed()
-        await asyncio.sleep(0)
-
-
-def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine[Any, Any, list[str]]]:
-    """Remove blocks from one tier, or from all.
-
-    All of it is decided when this returns: a cancellation ends the wait for the media, and nothing else. They are not
-    waited for beyond their time.
-
-    Returns:
-        Which blocks were in an owned tier, and what waits for the media, and returns the tiers that are not known to
-        have removed them.
-    """
-    found = np.zeros(len(batch), np.bool_)
-    for booked in (each for each in chain.booked if tier in (None, each.name)):
-        found |= booked.index.ready(batch.names)
-    if tier is None:
-        chain.expected.forget(batch.names)
-    elif tier != chain.memory[0].name:  # else what has it no more writes nothing down
-        chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
-    for memory in (each for each in chain.memory if tier in (None, each.name)):
-        memory.index.remove(batch.names)
-        memory.left.forget(batch.names)
-    storage = [each for each in chain.storage if tier in (None, each.name)]
-    if storage:
-        chain.sought.forget(batch.names)
-    removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
-    chain.room.changed()
-    return found, _kept_by(removals)
-
-
-def _may_go_down(chain: Chain, batch: Batch) -> Mask:
-    """Say which blocks may be on their way from memory to the tiers below it, or are to come to memory first."""
-    may = chain.expected.has(batch.names)
-    for memory in chain.memory:
-        may |= memory.index.find(batch.names)[0] >= 0
-    return may
-
-
-async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
-    """Empty the owned tiers, after a restart too; tiers that do not answer are not waited for beyond their time.
-
-    Returns:
-        How many blocks there were, and the tiers that are not known to have removed theirs.
-    """
-    removals: list[tuple[StorageTier, asyncio.Task[bool]]] = []
-    num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
-    for chain in chains:
-        chain.expected.clear()
-        chain.sought.clear()
-        for memory in chain.memory:
-            memory.index.clear()
-            memory.left.clear()
-        chain.room.changed()
-        removals += [(tier, chain.tasks.spawn(tier.clear(), f"clear {tier.name}")) for tier in chain.owned]
-    return num_blocks, await _kept_by(removals)
-
-
-async def _kept_by(removals: "Sequence[tuple[StorageTier, asyncio.Task[bool]]]") -> list[str]:
-    """Wait for removals, for as long as their tiers may take; name the tiers of those that have not gone well."""
-    if not removals:
-        return []
-    await asyncio.wait([task for _, task in removals], timeout=max(tier.health.timeout_s for tier, _ in removals))
-    is_gone = [task.done() and not task.cancelled() and not task.exception() and task.result() for _, task in removals]
-    return [tier.name for (tier, _), gone in zip(removals, is_gone, strict=True) if not gone]
-
-
-async def pay(chains: Sequence[Chain]) -> bool:
-    """Have all media remove what they could not be told to remove; say whether that was all."""
-    return all([await tier.pay() for chain in chains for tier in chain.storage])
-
-
-async def checkpoint(chains: Sequence[Chain], *, sync: bool) -> bool:
-    """Let the owned tiers remember what they hold, in order of use; with ``sync`` through a loss of power.
-
-    Returns:
-        Whether all do that hold something: those that are open.
-    """
-    is_well = True
-    for chain in chains:
-        for tier in chain.owned:
-            if tier.is_in_use:
-                is_well &= await tier.checkpoint(sync=sync)
-            else:
-                is_well &= not tier.health.is_open
-    return is_well
