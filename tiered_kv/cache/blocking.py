@@ -122,7 +122,7 @@ def _holding(
 
         try:
             try:
-                yield kv.call(stack.enter_async_context, held_later)  # no task stays: the loop would not end before it
+                yield kv.call(stack.enter_async_context, held_later)  # leaves no task: the loop would not end before it
             finally:
                 leave()
         except BaseException:  # whoever is interrupted on the way leaves all the same

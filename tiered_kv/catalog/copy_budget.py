@@ -52,7 +52,7 @@ class CopyBudget:
             memory_blocks: How many the memory below it holds.
         """
         self.cost = 0.0
-        self._eased = 1.0  # by so much, while nothing is copied: else nobody would see that copies are cheap again
+        self._eased = 1.0  # less while nothing is copied: else nobody would see that copies are cheap again
         self._num_copied = 0  # in this period
         self._both = engine_blocks + memory_blocks
         self._ghosts = Ghosts(_GHOSTS * self._both)

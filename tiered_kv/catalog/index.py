@@ -114,7 +114,7 @@ class TierIndex(Books):
         self._takers = np.full(num_bounce, 0, dtype=np.int8)  # of each bounce slot that holds something, who took it
         self._num_taken = [0] * _MOST_TAKERS
         self._num_leases = np.full(total, 0, dtype=np.int32)
-        self._goes_first = np.full(total, 0, dtype=np.uint8)  # once nobody leases it, and why: `_UNWANTED`, `_RESIDENT`
+        self._goes_first = np.full(total, 0, dtype=np.uint8)  # why, once unleased: `_UNWANTED`, `_RESIDENT`
         self._any_goes_first = False
         self._ready = self._pending = self._doomed = self._leased = 0
         self._withheld: NDArray[np.bool_] | None = None  # (max_slots,): not to be used for now
@@ -249,7 +249,7 @@ class TierIndex(Books):
         self._policy.unpark(idle)
 
     def line_up(self, names: Names) -> None:
-        """Have the idle ones of these blocks go in the order of their prompt, its tail first. Is no use of them."""
+        """Have the unleased ones of these blocks evicted in the order of their prompt, tail first. Counts as no use."""
         idle = self._idle(self._here(names))
         self._policy.park(idle)
         self._unpark(idle)
@@ -285,7 +285,7 @@ class TierIndex(Books):
         self._policy.unpark(idle, cold=True)
 
     def leaving(self, names: Names) -> None:
-        """Take note that the engine will not have these blocks any more: here they stay like others from now on."""
+        """Take note that the engine drops these blocks: from now on they are evicted here like all others."""
         here = self._here(names)
         here = here[(self._goes_first[here] & _RESIDENT) > 0]
         self._goes_first[here] &= ~np.uint8(_RESIDENT)
@@ -607,7 +607,7 @@ class TierIndex(Books):
         return names, ascending(np.concatenate((self._free.take(n - shortage), victims)))
 
     def _idle(self, slots: Slots) -> Slots:
-        """Return those own slots, each once, that nobody leases: without these a batch has to find its room."""
+        """Return those of these slots that are the tier's own and leased by nobody, each once."""
         own = self._own(slots)
         return unique(own[self._num_leases[own] == 0])
 
@@ -621,7 +621,7 @@ class TierIndex(Books):
         return taken
 
     def _commit(self, slots: Slots) -> Lease:
-        """Make the pending ones of these slots, -1 where there is none, ready, and lease them."""
+        """Make those of these slots that are pending ready, and lease them; -1 stands for no slot."""
         there, filled = self._make_ready(slots)
         self._hold(filled)
         return Lease(there, filled, self._release)
@@ -718,14 +718,14 @@ class TierIndex(Books):
         self._doomed -= len(slots)
         own = slots[slots < self.num_slots]
         self._free.give(own if self._withheld is None else own[~self._withheld[own]])
-        in_bounce = slots[slots >= self.max_slots]  # between these two lie the retired
+        in_bounce = slots[slots >= self.max_slots]  # slots between `num_slots` and `max_slots` are retired
         if len(in_bounce):
             for taker in self._takers[in_bounce - self.max_slots].tolist():
                 self._num_taken[taker] -= 1
             self.bounce_free.give(in_bounce)
 
     def _find_free(self) -> None:
-        """Have just those slots free that hold nothing and can be used."""
+        """Build the free list anew: the slots that hold nothing and can be used."""
         is_free = self._is_free()
         if self._withheld is not None:
             is_free &= ~self._withheld[: self.num_slots]

@@ -369,8 +369,8 @@ class Chain:
 class Head:
     """The blocks that a transfer has in memory already, held as long as more of its blocks are to come there.
 
-    Else a policy may have them make room for that: a prefix on its way would lose its head to its own tail, or a tail
-    that was there to its own head, or either to what others bring there meanwhile.
+    Else a policy might evict them for those: a prefix on its way would lose its head to its own tail, or the tail that
+    was there to its own head, or either to blocks that others bring meanwhile.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -387,7 +387,7 @@ class Head:
     def hold_rest(self, tier: MemoryTier, names: Names) -> None:
         """Hold all blocks still wanted, once for each tier, as the transfer begins or before the first comes there.
 
-        Only as far as the tier has room for all of it: what is behind that makes room, as its head is of more use.
+        Holds as many as the tier has room for. Blocks behind these may be evicted, as the head is of more use.
         """
         if self._leases is not None and tier not in self._rest:
             self._rest[tier] = _lease_own(tier, names[: tier.index.num_fitting(names)])
@@ -395,7 +395,7 @@ class Head:
     def let_go(self) -> None:
         """Hold nothing any more, nor what comes later."""
         leases, self._leases = self._leases or [], None
-        # The head is the most useful: it goes last. What is of the rest and is here by now is in one of the others too.
+        # The head is the most useful: release it last. Blocks of `_rest` that have come by now are in `leases` too.
         self._chain.release(*self._rest.values(), *reversed(leases))
 
 

@@ -194,9 +194,9 @@ class StorageMedium:
         """Close the backend, within the time for that. Never raises."""
         if self._retrying is not None:
             self._retrying.cancel()
-        if self._opening is not None:  # a medium is not opened and closed at once
+        if self._opening is not None:  # never open and close a medium at the same time
             await self._services.calls.aclose(0.0)
-        self._calls.is_over = True  # memory of the engine's may outlive this in one of them, which asks for no more
+        self._calls.is_over = True  # a hung call may hold engine memory beyond this: no other call is made
         limit_s = self._services.close_timeout_s
         await self._calls.make("close", self._backend.aclose, timeout_s=limit_s, until_late=True)
         self._end_pools()
@@ -216,7 +216,7 @@ class StorageMedium:
                 await self._backend.aclose()
             except KeyboardInterrupt:
                 raise  # the program's own, which happened to come while a backend ran
-            except BaseException as error:  # noqa: BLE001 - why it cannot be used says more than why it does not close
+            except BaseException as error:  # noqa: BLE001 - the error raised below says more
                 self.health.emit(TierFailed(self.health.name, "close", in_words(error), 0))
             raise
         return books
@@ -260,7 +260,7 @@ class StorageMedium:
         index = TierIndex(
             found.num_slots, max_slots=found.max_slots, policy=self._policy, ttl_s=ttl_s, clock=self.health.clock
         )
-        # A write that was given up may come through after the one that replaced it: the medium then has a block twice.
+        # A write that was given up may arrive after the write that replaced it: then the medium has a block twice.
         last = np.sort(len(found.names) - 1 - first_occurrences(found.names[::-1]))
         index.restore(found.names[last], found.slots[last])
         return index

@@ -28,8 +28,8 @@ twice as many as there can be in memory."""
 class Unwritten:
     """What one chain has not written yet: stores under way, and blocks that wait. For the event loop's thread.
 
-    Everything *came* at some time: time goes on at each `mark`. What is made of something, as the blocks that a store
-    lets wait, came when that did. What a tier was to take and failed to take came anew then.
+    Everything *came* at some time, and time goes on at each `mark`. What comes out of something else, as waiting blocks
+    come out of a store, came when that did. A block that a tier failed to take came anew at that time.
 
     Attributes:
         now: When what comes now comes.
@@ -50,7 +50,7 @@ class Unwritten:
         self.held: dict[object, Callable[[int], None]] = {}
         self.num_failed = 0
         self.has_lost = False
-        self._under_way: dict[int, int] = {}  # how much came when; not a Counter, which Python is slow to count with
+        self._under_way: dict[int, int] = {}  # by when it came, how much is under way; not a Counter, which is slow
         self._most_unwanted = _LEAST_UNWANTED + 2 * sum(tier.index.max_slots for tier in tiers)
         self._has_ended: asyncio.Event | None = None  # of those who wait, if anyone does
         self._unwanted: dict[str, dict[int, int]] = {}  # by tier and hash, the mark of when a block was evicted there

@@ -300,7 +300,7 @@ class Revocable:
         if not self.revoked:
             self.revoked = True
             self.revoke_copies()
-            if self._task is not None:  # after its first step: a task cancelled before that would never run and settle
+            if self._task is not None:  # once it has begun: cancelled before, it would never run, nor settle
                 asyncio.get_running_loop().call_soon(self._task.cancel)
 
     def revoke_copies(self) -> None:

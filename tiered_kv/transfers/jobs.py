@@ -323,7 +323,7 @@ class JobBook(ABC):
         """
         with self._polled.lock:
             if result is not None:
-                job.result = result  # before the plan: who sees a plan of nothing must not think that it is to be done
+                job.result = result  # before the plan: nobody may take an empty plan for one to carry out
                 del self._not_over[job.number]
             job.decided = plan or job.decided
             waiters = self._waiters.pop(job, {})

@@ -53,7 +53,7 @@ class _LoadPart:
 class InParts(InTask):
     """Base of loads that are made of other loads: it holds what memory has of their blocks while these run.
 
-    Each of those holds but its own, and would have the others' make room for it.
+    Each of these loads holds only its own blocks, and would evict those of the others to make room.
     """
 
     def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
@@ -74,7 +74,7 @@ class InParts(InTask):
                 head.hold_rest(tier, names)
             yield
             for tier in memory:
-                head.hold(tier, names)  # with what has come: whatever came last, the head is what goes last
+                head.hold(tier, names)  # also what has come: whatever came last, the head of the prefix is evicted last
         finally:
             head.let_go()
 
@@ -107,7 +107,7 @@ class BackLoad(InParts):
             first.handle.cancel()
             self._given_up.append(first.handle)
             self._begun = first.stop
-            if block < first.stop:  # what is behind the claim joins the read that is under way
+            if block < first.stop:  # blocks behind the claim join the read that is under way
                 self._begin_part(block, first.stop)
         self._claimed = max(self._claimed, min(block, self._begun))
         return self._claimed
@@ -241,7 +241,7 @@ class GapLoad(InParts):
             if not len(at):
                 return
             resident = np.logical_or.reduce([memory.index.ready(request.batch.names[at]) for memory in memories])
-            # Two of them: no medium delays what is in memory.
+            # One load of what is in memory, one of the rest: no medium delays what is in memory.
             each = [where for where in ((~resident).nonzero()[0], resident.nonzero()[0]) if len(where)]
             parts = [at[where] for where in each]
             results = await self._load_each(parts, [_of_each(said, where) for where in each])
@@ -254,7 +254,7 @@ class GapLoad(InParts):
             if any(fault.tier == "engine" for result in results for fault in result.faults):
                 return
             behind = [part[result.num_blocks + 1 :] for part, result in zip(parts, results, strict=True)]
-            at = np.sort(np.concatenate(behind))  # what ended these loads is lost
+            at = np.sort(np.concatenate(behind))  # the blocks that ended these loads are lost
         if len(at) and loop.time() >= request.deadline:
             raise TimeoutError
 
@@ -356,7 +356,7 @@ async def _bring_around_gaps(
 
 
 def _note(brought: Brought, faults: Sequence[TierFault], missing: NDArray[np.int64]) -> None:
-    """Take note of what kept blocks from being brought; the last fault befell the first one of these."""
+    """Note what kept blocks from being brought; the last fault is that of the first missing block."""
     brought.faults = _away_once([*brought.faults, *faults])
     if faults and len(missing) and brought.befell is not None:
         brought.befell[int(missing[0])] = faults[-1].reason
@@ -373,6 +373,6 @@ def _part_size(num_blocks: int, window_blocks: int, ahead: int) -> int:
 
 
 def _away_once(faults: Sequence[TierFault]) -> list[TierFault]:
-    """Name each tier that is away once, as it was first: every round passes over it."""
+    """Return the faults with one for each tier that is away, its first: every round reports the tier again."""
     first = {fault.tier: fault for fault in reversed(faults) if fault.reason is Reason.TIER_AWAY}
     return [fault for fault in faults if fault.reason is not Reason.TIER_AWAY or fault is first[fault.tier]]

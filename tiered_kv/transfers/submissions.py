@@ -216,7 +216,7 @@ class Submissions:
             waiting.discard(me)
             if not waiting:
                 self._waiting.pop(ticket, None)
-                if not has_it and ticket.result is not None:  # interrupted as it ended: whoever polls has to hear of it
+                if not has_it and ticket.result is not None:  # interrupted as it ended: `poll` must tell of it
                     self._polled.tell(ticket)
 
     def cancel(self, ticket: Ticket[Any]) -> None:

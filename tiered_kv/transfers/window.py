@@ -330,7 +330,7 @@ class Bringer:
         if reservation is None:
             if not may_wait:
                 return False
-            # Hold no slots of the host while we wait for some: they may be what others wait for. Leased again later.
+            # Lease no host slots while waiting for more: other loads may wait for just these. Leased again later.
             first = 0 if self._gpu is None else 1
             chain.release(*window.held[first:])
             del window.held[first:]

@@ -210,7 +210,7 @@ class WriteDown:
                 return
             passes, is_filled = None, np.zeros(n, np.bool_)
             while reservation is not None:
-                # What is there stays until the others are copied, and must not make room meanwhile: all go down then.
+                # Blocks that are there already stay until the others are copied: then all are written below together.
                 joined.callback(chain.release, host.index.lease(self._batch.names))
                 passes = host.index.is_bounce(reservation.slots)
                 if (filled := await self._fill(gpu, reservation, passes)) is None:
@@ -477,7 +477,7 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
     """
     prompt, batch = Prompt(chain.booked, batch.names), batch[storage.lacks(batch)]
     for each in (storage, chain.host) if storage.is_written_back else ():
-        chain.unwritten.want(each.name, batch.names, came)  # what waits already does so since before it was evicted
+        chain.unwritten.want(each.name, batch.names, came)  # blocks that wait already do so since before the eviction
     for tier in reversed(chain.memory):
         if not len(batch):
             return
@@ -541,7 +541,7 @@ class Cleaner:
     def __init__(self, chain: Chain) -> None:
         self._chain = chain
         self._woken = asyncio.Event()
-        self._turns = asyncio.Semaphore(_AT_ONCE)  # which is fair: else one who always writes would keep out the others
+        self._turns = asyncio.Semaphore(_AT_ONCE)  # fair: whoever always has blocks to write keeps no other out
         for tier, waiting in chain.waiting.items():
             waiting.on_add = partial(self._wake_if_due, tier, waiting)
 
@@ -654,9 +654,9 @@ class Cleaner:
         if not len(waiting):
             return 0
         goes_to_host = chain.host in chain.later(tier)
-        if goes_to_host:  # a whole window may never find room there
+        if goes_to_host:  # a whole window may be too large for the host ever to have room
             books = chain.host.index.statistics()
-            num_free = books.free + books.evictable - waiting.num_taken  # who were taken may have no slot there yet
+            num_free = books.free + books.evictable - waiting.num_taken  # those taken before may still need slots there
             most = max(0, min(most, num_free))
             if not most and not chain.through:
                 return 0
@@ -669,7 +669,7 @@ class Cleaner:
 
         def let_go() -> None:
             for prompt, n in prompts.items():
-                if prompt is not None and goes_to_host:  # where the next one may have them make room
+                if prompt is not None and goes_to_host:  # where the next window might evict them
                     prompt.line_up()
                 elif prompt is not None:
                     prompt.let_go(n)
@@ -679,7 +679,7 @@ class Cleaner:
             waiting.ended(num_blocks, came)
             loop.call_soon(let_go)  # once it has let go of the window
             if tier is chain.host and chain.gpu in chain.waiting:
-                self._woken.set()  # what waits in the GPU pool may have waited for this
+                self._woken.set()  # blocks in the GPU pool may have waited for this room
 
         down.start(written)
         return num_blocks

@@ -80,7 +80,7 @@ class GuardedPolicy(Policy):
     @override
     def victims(self, n: int, keep: Slots) -> Slots:
         try:
-            victims = np.array(self._policy.victims(n, keep), np.int64)  # a copy: it may be a part of what changes next
+            victims = np.array(self._policy.victims(n, keep), np.int64)  # a copy: it may be a view of what changes next
             self._check(victims, n, keep)
         except Exception as error:  # noqa: BLE001 - whatever it is
             self._give_up(error)
