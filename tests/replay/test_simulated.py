@@ -119,6 +119,22 @@ def test_tiers_are_read_from_the_command_line_or_from_settings() -> None:
             tier_plans(wrong, "lru")
 
 
+@pytest.mark.parametrize(
+    ("tier", "why"),
+    [
+        ("1GiB", r"no medium is called '1GiB': write NAME=SIZE, e\.g\. cpu=1GiB"),
+        ("1GiB:arc", r"write NAME=SIZE, e\.g\. cpu=1GiB:arc"),
+        ("ssd=1GiB", "no medium is called 'ssd': did you mean 'nvme'"),
+        ("ram", "no medium is called 'ram': did you mean 'cpu'"),
+        ("no_such:lru", "'no_such:lru' cannot be imported"),
+    ],
+)
+def test_a_tier_is_called_by_its_medium(tier: str, why: str) -> None:
+    """A size, or a name that nothing has, would be a tier without a bound, or one that is not memory."""
+    with pytest.raises(ConfigurationError, match=why):
+        tier_plans([tier], "lru")
+
+
 def test_what_cannot_be_imagined_is_refused() -> None:
     """Before anything is served."""
     with pytest.raises(ConfigurationError, match="no tier holds a block"):

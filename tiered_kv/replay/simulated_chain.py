@@ -19,7 +19,7 @@ from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
-from tiered_kv.settings.registry import OWN_MEDIA
+from tiered_kv.settings.registry import OWN_MEDIA, check_named
 from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
@@ -81,11 +81,15 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
     """Read tiers from ``NAME=SIZE`` or ``NAME=SIZE:POLICY``, fastest first: ``cpu=16GiB``, ``s3`` without a bound.
 
     Raises:
-        ConfigurationError: A size cannot be read, memory is given none or comes last, or two tiers have one name.
+        ConfigurationError: A name is no medium's, a size cannot be read, memory is given none or comes last, or two
+            tiers have one name.
     """
     plans = []
     for text in texts:
         name, _, rest = text.partition("=")
+        if not rest and name[:1].isdecimal():
+            raise ConfigurationError(f"--tier {text}: no medium is called {name!r}: write NAME=SIZE, e.g. cpu={name}")
+        check_named(name)
         size, _, own_policy = rest.partition(":")
         try:
             check_size(size or 0)

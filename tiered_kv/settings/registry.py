@@ -42,6 +42,16 @@ def known_media() -> tuple[str, ...]:
     return *OWN_MEDIA, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(OWN_MEDIA))
 
 
+def check_named(medium: str) -> None:
+    """Raise `ConfigurationError` for what is neither a medium's name, installed extra or not, nor a class's path."""
+    if ":" in medium:
+        resolve(medium)
+    elif medium not in known_media():
+        raise ConfigurationError(
+            f"no medium is called {medium!r}{hint(medium, known_media(), _MEANT)}, or 'package.module:Class'"
+        )
+
+
 def resolve(medium: str) -> type[Backend] | type[SlotBackend]:
     """Find the class that drives ``medium``, importing its module.
 
@@ -131,11 +141,8 @@ def _entry_point(medium: str) -> EntryPoint:
         raise ConfigurationError(
             f"medium {medium!r} is offered by several packages: write the class you want, one of {', '.join(found)}"
         )
-    if medium in OWN_MEDIA:
-        raise ConfigurationError(f"the tier {medium!r} is made by the cache itself and has no backend")
-    raise ConfigurationError(
-        f"no medium is called {medium!r}{hint(medium, known_media(), _MEANT)}, or 'package.module:Class'"
-    )
+    check_named(medium)
+    raise ConfigurationError(f"the tier {medium!r} is made by the cache itself and has no backend")
 
 
 def _import_path(path: str) -> object:
