@@ -48,6 +48,7 @@ def test_replay_shows_what_each_tier_would_do(trace: Path) -> None:
     text = run("replay", trace, *tiers).stdout
     assert "hit rate" in text
     assert "300 requests" in text
+    assert f"{found['loads']:,} requests found something in a tier, " in text
 
 
 def test_a_guessed_size_is_told(trace: Path) -> None:

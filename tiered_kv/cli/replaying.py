@@ -190,13 +190,14 @@ def show(report: ReplayReport) -> None:
 
 
 def _told(report: ReplayReport) -> str:
-    """Say how many loads had to wait for a slower tier."""
+    """Say how many of those that found something had to wait for a slower tier."""
     if report.is_real:
         return (
             f"so much was done and not imagined, by real tiers and bytes: loads took {report.load_s:,.2f} s, and "
             f"{report.wrong_blocks:,} blocks came back wrong"
         )
-    return f"{report.loads_in_memory / max(1, report.loads):.1%} of {report.loads:,} loads found all of it in memory"
+    in_memory = report.loads_in_memory / max(1, report.loads)
+    return f"{report.loads:,} requests found something in a tier, {in_memory:.1%} of them in memory alone"
 
 
 def read(where: str, block_size: int | None) -> Trace:
