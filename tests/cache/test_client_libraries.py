@@ -469,6 +469,25 @@ async def test_a_lookup_that_answers_no_outcomes_is_a_failed_call() -> None:
 
 
 @pytest.mark.parametrize(
+    ("answer", "num_answered"),
+    [(None, 0), ([], 0), ([Outcome.HIT], 1), ([Outcome.MISS], 1), ([Outcome.HIT] * 5, 5)],
+    ids=["none", "nothing", "a hit", "a miss", "one too many"],
+)
+async def test_a_lookup_that_answers_a_wrong_number_of_outcomes_is_a_failed_call(
+    answer: list[Outcome] | None, num_answered: int
+) -> None:
+    """Its first outcomes are not believed, nor the rest taken for absent, and what falls short is told why."""
+    engine, medium, emit = Engine(), ScriptedBackend(), Recorder()
+    async with open_cache(medium, engine=engine, emit=emit, limits=SMALL_LIMITS) as kv:
+        await keep(kv, engine, KEYS)
+        medium.on_lookup.change_next(partial(_instead, answer))
+        said = f"ValueError: lookup answered {num_answered} outcomes for 4 keys"
+        loaded = await kv.load(KEYS, INTO)
+        assert (loaded.num_blocks, [each.detail for each in loaded.faults]) == (0, [said])
+        assert [each.error for each in emit.of(TierFailed)] == [said]
+
+
+@pytest.mark.parametrize(
     ("change", "said"),
     [(lambda outcomes: outcomes[:-1], "3 outcomes for 4 blocks"), (lambda _: None, "no outcomes for 4 blocks")],
     ids=["one short", "none"],

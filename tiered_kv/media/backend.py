@@ -332,6 +332,8 @@ class Backend(_Tier):
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Count the leading keys that are there. Override it where asking costs: O(log n) questions will do."""
         outcomes = await self.lookup(keys)
+        if outcomes is None or len(outcomes) != len(keys):  # others' code may have forgotten some, or to answer
+            raise ValueError(f"lookup answered {len(outcomes or ())} outcomes for {len(keys)} keys")
         if odd := [each for each in outcomes if not isinstance(each, Outcome)]:
             raise TypeError(f"lookup answered {odd[0]!r:.80}, which is no Outcome")
         end = next((n for n, outcome in enumerate(outcomes) if outcome is not Outcome.HIT), len(outcomes))
