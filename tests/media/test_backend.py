@@ -1,5 +1,8 @@
 """What a class must have to be a backend."""
 
+from collections.abc import Awaitable
+from functools import wraps
+
 import pytest
 
 from tiered_kv import Backend, ConfigurationError, SlotBackend
@@ -8,6 +11,15 @@ from tiered_kv_backends.memory import MemoryBackend
 
 def _method(_: object) -> None:
     """Do nothing."""
+
+
+async def _awaited(_: object) -> None:
+    """Do nothing, and be awaited."""
+
+
+@wraps(_awaited)
+def _decorated(given: object) -> Awaitable[None]:
+    return _awaited(given)
 
 
 @pytest.mark.parametrize(
@@ -21,6 +33,14 @@ def test_what_looks_like_a_method_of_the_interface_is_refused(base: type[Backend
         type("Mine", (base,), {name: _method})
 
 
+@pytest.mark.parametrize("name", ["open", "lookup", "lookup_prefix", "locate", "read", "write", "delete", "aclose"])
+def test_what_is_awaited_is_async(name: str) -> None:
+    """Else each call would fail, by an error of Python's: the class says so when it is made."""
+    with pytest.raises(ConfigurationError, match=rf"^Mine\.{name} must be async def"):
+        type("Mine", (MemoryBackend,), {name: _method})
+    type("Mine", (MemoryBackend,), {name: _decorated})
+
+
 def test_a_slot_backend_is_held_to_its_own_names() -> None:
     """Those of the interface that it implements."""
     with pytest.raises(ConfigurationError, match="resized, which no cache calls: call it resize"):
@@ -32,5 +52,5 @@ def test_helpers_have_any_other_name() -> None:
     type(
         "Mine",
         (MemoryBackend,),
-        {"_close": None, "connect": None, "aclose": _method, "close": _method},
+        {"_close": None, "connect": None, "aclose": _awaited, "close": _method},
     )

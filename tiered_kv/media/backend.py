@@ -21,7 +21,9 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
+from inspect import iscoroutinefunction, unwrap
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ClassVar, Final, Protocol, TypeVar, overload
 
 import numpy as np
@@ -225,6 +227,11 @@ class BackendContext:
 _CLOSERS: Final = ("close", "shutdown", "stop", "dispose", "disconnect")
 
 
+def _is_plain(method: object) -> bool:
+    """Say whether it is a function of plain ``def``, and none that hands on what another one returns."""
+    return isinstance(method, FunctionType) and not iscoroutinefunction(unwrap(method))
+
+
 class _Tier(ABC):
     Settings: ClassVar[type[Any]]
     """The model of its settings, a `StorageTierSettings`; ``Backend(settings)`` is how the registry makes one.
@@ -234,11 +241,13 @@ class _Tier(ABC):
     """
 
     def __init_subclass__(cls) -> None:
-        """Refuse what looks like a method of the interface that is not overridden: it would never be called."""
+        """Refuse what looks like a method of the interface that is not overridden, or is one, and cannot be awaited."""
         super().__init_subclass__()
         interface = next((base for base in cls.__mro__[1:] if base.__module__ == __name__), cls)
         unused = [name for name in dir(interface) if name[0] != "_" and getattr(cls, name) == getattr(interface, name)]
         for name, value in vars(cls).items():
+            if iscoroutinefunction(getattr(interface, name, None)) and _is_plain(value):
+                raise ConfigurationError(f"{cls.__name__}.{name} must be async def: the cache awaits it")
             if name[0] == "_" or not callable(value) or hasattr(interface, name):
                 continue
             alike = ["aclose"] if name in _CLOSERS else get_close_matches(name, unused, 1, 0.85)
