@@ -37,6 +37,21 @@ def test_plan_says_what_to_buy_and_checks_it() -> None:
     assert "foretold hit rate" in text
 
 
+def test_what_a_plan_rests_on_is_said() -> None:
+    """Prices, rates and the speed of prefill: what is to be bought is as right as these are."""
+    found = answer(TRACE, "--no-check")
+    assert (found["token_bytes"], found["prefill_tokens_a_s"]) == (2**17, 10_000)
+    given = ("--medium", "cpu=1.5@9GB", "--engine-price", "3", "--prefill-rate", "7000", "--token-bytes", "64KiB")
+    rows = [" ".join(line.split()) for line in run(TRACE, *given, "--no-check").stdout.splitlines()]
+    at = rows.index("assumed value")
+    assert rows[at + 1 : at + 5] == [
+        "keys and values of a token 64 KiB",
+        "prefill 7,000 tokens/s",
+        "an hour of the engine 3, in the currency of all prices",
+        "cpu a GiB 1.5 a month, 9 GB/s, lru",
+    ]
+
+
 def test_what_to_buy_is_said_as_exactly_as_in_the_table(tmp_path: Path) -> None:
     """A small trace needs less than a GiB, and not none."""
     file = tmp_path / "trace.jsonl"

@@ -25,7 +25,7 @@ from tiered_kv.cli.replaying import (
     tell_if_guessed,
 )
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
-from tiered_kv.replay.pages import headline, page, picture
+from tiered_kv.replay.pages import assumed, headline, page, picture
 from tiered_kv.replay.report import gib
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
@@ -97,13 +97,15 @@ def plan_command(
             {
                 "trace": found.name,
                 "prices": costs.model_dump(mode="json"),
+                "token_bytes": cost.token_bytes,
+                "prefill_tokens_a_s": cost.prefill_tokens_a_s,
                 "curves": {name: _points(found, each) for name, each in curves.items()},
                 "choices": [asdict(each) | {"gain_a_month": each.gain_a_month} for each in options],
                 "checked_hit_rate": None if checked is None else checked.tiers_hit_rate,
             }
         )
         return
-    _show(found, curves, options, cost)
+    _show(found, curves, options, costs, cost)
     told = headline(best)
     if checked is not None:
         told += f": foretold hit rate {best.hit_rate:.3f}, replayed {checked.tiers_hit_rate:.3f}"
@@ -203,7 +205,7 @@ def _points(trace: Trace, curve: Curve) -> list[tuple[int, float]]:
     return [(size, curve.at(size)) for size in sizes]
 
 
-def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], cost: BlockCost) -> None:
+def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], prices: Prices, cost: BlockCost) -> None:
     block_bytes = cost.token_bytes * trace.block_size
     sizes = [size for size, _ in _points(trace, curves["lru"])]
     rows = [
@@ -224,3 +226,5 @@ def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], cos
             for each in options
         ],
     )
+    out.print()
+    print_table(("assumed", "value"), [(escape(what), escape(value)) for what, value in assumed(prices, cost)])

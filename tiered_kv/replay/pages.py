@@ -86,7 +86,7 @@ def page(
 time of loading it.</small></p>
 {_tiers(best)}{_check(best, checked)}
 <h2>What was assumed</h2>
-{_table([("what", "value"), *_assumed(prices, cost)], best=0)}
+{_table([("what", "value"), *assumed(prices, cost)], best=0)}
 <p><small>Not counted: requests that overlap, blocks of answers, what the engine's own prefix cache holds.</small></p>
 </body></html>
 """
@@ -139,11 +139,12 @@ def _check(best: Choice, checked: ReplayReport | None) -> str:
     )
 
 
-def _assumed(prices: Prices, cost: BlockCost) -> list[tuple[str, str]]:
+def assumed(prices: Prices, cost: BlockCost) -> list[tuple[str, str]]:
+    """Say what a plan rests on besides its trace: what, and how much."""
     return [
         ("keys and values of a token", f"{cost.token_bytes / 1024:,.0f} KiB"),
         ("prefill", f"{cost.prefill_tokens_a_s:,.0f} tokens/s"),
-        ("an hour of the engine", f"{prices.engine_price_per_hour:g}"),
+        ("an hour of the engine", f"{prices.engine_price_per_hour:g}, in the currency of all prices"),
         *(
             (
                 each.name,
