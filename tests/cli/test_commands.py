@@ -232,6 +232,41 @@ def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
     assert "geheim" not in run("config", "--config", str(file)).stdout + json.dumps(keys)
 
 
+def test_what_vllm_is_given_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its tiers, limits and codec, which go before the environment; what is the connector's own is told."""
+    file, limits = tmp_path / "kv.json", {"load_timeout_s": 5}
+    extra = {"tiers": [f"file://{tmp_path}/kv?capacity=4MiB"], "limits": limits, "store_when": "evicted"}
+    file.write_text(json.dumps({"kv_connector": "TieredKVConnector", "kv_connector_extra_config": extra}))
+    monkeypatch.setenv("TIERED_KV_LIMITS__LOAD_TIMEOUT_S", "7")
+    monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "8MiB")
+    keys = {each["key"]: each for each in answer("config", "--config", str(file))}
+    assert json.loads(keys["tiers[0]"]["value"])["path"] == f"{tmp_path}/kv"
+    assert keys["limits.load_timeout_s"] == {"key": "limits.load_timeout_s", "value": "5.0", "source": str(file)}
+    assert keys["limits.window"]["source"] == "TIERED_KV_LIMITS__WINDOW"
+    result = run("doctor", "--config", str(file))
+    assert (result.exit_code, "nvme" in result.stdout) == (0, True), result.output
+    assert "store_when: for the connector alone to read" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('{"tiers": []}', 'JSON is read as vLLM\'s connector has it, {"kv_connector_extra_config"'),
+        ('{"kv_connector_extra_config": 3}', "as vLLM's connector has it"),
+        ("[", "as vLLM's connector has it"),
+        ('{"kv_connector_extra_config": {"connect": "unix:///run/kv.sock"}}', "the file that `serve` has"),
+        ('{"kv_connector_extra_config": {"tiers": ["ssd://"]}}', "no medium takes URLs of ssd://: did you mean"),
+    ],
+)
+def test_what_vllm_would_refuse_is_refused(tmp_path: Path, text: str, why: str) -> None:
+    """In one line; so is what another program is to be asked about."""
+    file = tmp_path / "kv.json"
+    file.write_text(text)
+    result = run("doctor", "--config", str(file))
+    assert (result.exit_code, result.stderr.count("\n")) == (2, 1)
+    assert why in result.stderr
+
+
 def test_config_reads_what_the_library_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A table that the environment leaves to its defaults, and a file in UTF-8, whatever the locale."""
     monkeypatch.setenv("TIERED_KV_LIMITS", "null")

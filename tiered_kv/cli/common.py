@@ -6,10 +6,11 @@ Answers go to stdout, as tables or with ``--json`` as one line of JSON; all else
 import json
 import math
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 from rich.console import Console
@@ -25,8 +26,12 @@ _WIDTH: Final = 160
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Answer with one line of JSON.")]
 ConfigFile = Annotated[
-    Path | None, typer.Option("--config", help="A TOML file; else $TIERED_KV_CONFIG and TIERED_KV_* are read.")
+    Path | None,
+    typer.Option("--config", help="A TOML file, or vLLM's of JSON; else $TIERED_KV_CONFIG and TIERED_KV_* are read."),
 ]
+_OF_VLLM: Final = "kv_connector_extra_config"
+_OF_A_CACHE: Final = ("tiers", "limits", "codec")
+"""What vLLM's connector takes there for its cache; the rest is the connector's own."""
 
 out = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 err = Console(stderr=True)
@@ -36,7 +41,40 @@ def settings_of(config: Path | None) -> "TieredKVSettings":
     """Read the settings of a file, or of the environment."""
     from tiered_kv.settings.settings import TieredKVSettings  # noqa: PLC0415 - brings torch, which who only asks does without
 
-    return TieredKVSettings() if config is None else TieredKVSettings.from_toml(config)
+    if config is None:
+        return TieredKVSettings()
+    if not is_json(config):
+        return TieredKVSettings.from_toml(config)
+    return TieredKVSettings.of(said_in(config, tells=True))
+
+
+def is_json(config: Path) -> bool:
+    """Say whether it is what vLLM gets by ``--kv-transfer-config``: that goes before the environment, TOML after it."""
+    return config.suffix == ".json"
+
+
+def said_in(config: Path, *, tells: bool = False) -> dict[str, Any]:
+    """Return what a file says of a cache's settings; ``tells`` what of it is left out.
+
+    Raises:
+        ConfigurationError: It is no configuration of vLLM's connector, or one of a cache that a host's server keeps.
+        OSError: It cannot be read.
+    """
+    text = config.read_text(encoding="utf-8")
+    if not is_json(config):
+        return tomllib.loads(text)
+    try:
+        extra = json.loads(text)[_OF_VLLM]
+        found, others = {name: extra[name] for name in _OF_A_CACHE if name in extra}, sorted({*extra} - {*_OF_A_CACHE})
+    except (ValueError, LookupError, TypeError, RecursionError):
+        raise ConfigurationError(
+            f'{config}: JSON is read as vLLM\'s connector has it, {{"{_OF_VLLM}": {{"tiers": [...]}}}}'
+        ) from None
+    if "connect" in others:
+        raise ConfigurationError(f"{config} has vLLM connect to a host's server: ask with the file that `serve` has")
+    if others and tells:
+        tell(f"{config}: {', '.join(others)}: for the connector alone to read")
+    return found
 
 
 @contextmanager

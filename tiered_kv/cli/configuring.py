@@ -2,7 +2,6 @@
 
 import json
 import os
-import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -14,7 +13,17 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from rich.markup import escape
 
-from tiered_kv.cli.common import AsJSON, ConfigFile, one_line_errors, print_json, print_table, refuse_if, settings_of
+from tiered_kv.cli.common import (
+    AsJSON,
+    ConfigFile,
+    is_json,
+    one_line_errors,
+    print_json,
+    print_table,
+    refuse_if,
+    said_in,
+    settings_of,
+)
 from tiered_kv.settings.chain_settings import model_of
 from tiered_kv.settings.registry import known_media
 from tiered_kv.settings.settings import CONFIG, PREFIX, TieredKVSettings, tables_of
@@ -64,7 +73,7 @@ def in_force(settings: TieredKVSettings, path: Path | None) -> list[Key]:
     """Return every setting, and where it comes from: a variable, the file, or the default. Secrets are stars."""
     values = settings.model_dump(mode="json")
     path = path or (Path(given) if (given := os.environ.get(CONFIG)) else None)
-    file = tomllib.loads(path.read_text(encoding="utf-8")) if path is not None else {}
+    file = said_in(path) if path is not None else {}
     tables = {name: values.pop(name) for name in _TABLES}
     del values["tiers"]
     found = [Key(f"tiers[{n}]", _said(tier), _source("tiers", file, path)) for n, tier in enumerate(settings.tiers)]
@@ -115,11 +124,13 @@ def _models() -> dict[str, type[BaseModel]]:
 def _source(name: str, file: Mapping[str, Any], path: Path | None, key: str = "") -> str:
     """Return where a field, or a key of a table, comes from."""
     whole = f"{PREFIX}{name}".upper()
+    in_file = key in file.get(name, {}) if key else name in file
+    if in_file and path is not None and is_json(path):
+        return str(path)
     for variable in [f"{whole}__{key}".upper(), whole] if key else [whole]:
         is_set = next((each for each in os.environ if each.upper() == variable), "")
         if is_set and (variable != whole or not key or key in (json.loads(os.environ[is_set]) or ())):
             return is_set
-    in_file = key in file.get(name, {}) if key else name in file
     return str(path) if in_file else "default"
 
 
