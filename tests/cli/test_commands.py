@@ -219,9 +219,8 @@ def test_errors_are_one_line_with_a_remedy(where: str) -> None:
 def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From a variable, the file or the default, and secrets are stars."""
     file = tmp_path / "kv.toml"
-    file.write_text(
-        'codec = "fp8"\n[[tiers]]\nmedium = "redis"\nurl = "redis://u:geheim@host"\n[limits]\nwindow = "8MiB"\n'
-    )
+    tier = '[[tiers]]\nmedium = "redis"\nurl = "rediss://u:gehe%40im@host:7000/2"\n'
+    file.write_text(f'codec = "fp8"\n{tier}[limits]\nwindow = "8MiB"\n')
     monkeypatch.setenv("TIERED_KV_LIMITS__LOAD_TIMEOUT_S", "7")
     keys = {each["key"]: each for each in answer("config", "--config", str(file))}
     assert keys["codec"] == {"key": "codec", "value": '"fp8"', "source": str(file)}
@@ -229,7 +228,11 @@ def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
     assert keys["limits.load_timeout_s"]["value"] == "7.0"
     assert keys["limits.load_timeout_s"]["source"] == "TIERED_KV_LIMITS__LOAD_TIMEOUT_S"
     assert keys["limits.bounce"]["source"] == keys["metrics"]["source"] == "default"
-    assert "geheim" not in run("config", "--config", str(file)).stdout + json.dumps(keys)
+    assert json.loads(keys["tiers[0]"]["value"]) == {"medium": "redis", "url": "rediss://***@host:7000/2"}
+    assert "gehe" not in run("config", "--config", str(file)).stdout + json.dumps(keys)
+    file.write_text('tiers = ["redis://host,[::1]:7001?cluster=true"]')
+    shown = {each["key"]: each["value"] for each in answer("config", "--config", str(file))}
+    assert json.loads(shown["tiers[0]"])["url"] == "redis://host,[::1]:7001"
 
 
 def test_what_vllm_is_given_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple, Self
 from urllib.parse import unquote, urlencode, urlsplit, urlunsplit
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import Field, SecretStr, field_serializer, field_validator, model_validator
 from redis.asyncio import Redis, RedisCluster
 from redis.asyncio.cluster import ClusterNode
 from redis.asyncio.connection import Connection, DefaultParser, SSLConnection
@@ -131,6 +131,13 @@ class RedisSettings(StorageTierSettings):
     def _check_url(cls, url: SecretStr) -> SecretStr:
         _Target.of(url)
         return url
+
+    @field_serializer("url", when_used="json")
+    def _shown(self, url: SecretStr) -> str:
+        """Show where it leads, for people; whoever logs in there, and how, is stars."""
+        parts = split_url(url.get_secret_value())
+        login, _, hosts = parts.netloc.rpartition("@")
+        return urlunsplit(parts._replace(netloc=f"***@{hosts}" if login else hosts))
 
     @model_validator(mode="after")
     def _check_topology(self) -> Self:
