@@ -9,12 +9,12 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Final, cast
+from typing import Any, Final, Self, cast
 from urllib.parse import urlsplit
 
 from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 from obstore.store import ObjectStore, from_url
-from pydantic import Field, SecretStr, field_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 
 from tiered_kv.settings.tier_settings import Size, StorageTierSettings, default_size, split_url
 from tiered_kv.values.errors import (
@@ -43,7 +43,13 @@ _TRANSPORT = re.compile(
 _TLS = ("InvalidContentType", "InvalidCertificate")
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
 _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
-_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
+_ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY")
+_AZURE: Final = ("az", "azure", "adl", "abfs", "abfss")
+_LOGINS: Final = dict.fromkeys(_S3_SCHEMES, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") | {
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS to the file of a service account"
+}
+"""What obstore reads in the environment; of all others Azure's."""
+_OF_S3: Final = ("endpoint", "region", "virtual_hosted", "access_key_id", "secret_access_key", "session_token")
 _LAST_CALLS_S = 0.3
 """How long the client's threads may take to let go of Python's objects after the last call."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -65,7 +71,8 @@ class S3Settings(StorageTierSettings):
     ca_file: Path | None = None
     """PEM certificates to trust beside the system's."""
     access_key_id: SecretStr | None = None
-    """Left out: ``AWS_*`` of the environment, web identity, then the container's or the instance's role."""
+    """Left out: ``AWS_*`` of the environment, web identity, then the container's or the instance's role. Other stores
+    take ``options`` instead."""
     secret_access_key: SecretStr | None = None
     session_token: SecretStr | None = None
     options: dict[str, SecretStr] = Field(default_factory=dict)
@@ -97,7 +104,7 @@ class S3Settings(StorageTierSettings):
             raise ValueError("write s3://bucket/prefix")
         if parts.scheme not in _SCHEMES:
             raise ValueError(f"no store has URLs of {parts.scheme}://: write s3://bucket/prefix, gs:// or az://")
-        if parts.username or parts.password:
+        if parts.password or (parts.username and parts.scheme not in _AZURE):  # abfss://container@account...
             raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
         if parts.query or parts.fragment:  # where a key may be, which messages would show
             raise ValueError("nothing comes behind the path of a store: give its settings beside url")
@@ -118,6 +125,14 @@ class S3Settings(StorageTierSettings):
         if parts.username or parts.password:
             raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
         return endpoint
+
+    @model_validator(mode="after")
+    def _is_of_its_store(self) -> Self:
+        scheme = urlsplit(self.url).scheme
+        unread = [name for name in _OF_S3 if name in self.model_fields_set]
+        if unread and scheme in {"gs", *_AZURE}:
+            raise ValueError(f"{', '.join(unread)}: for s3:// alone, {scheme}:// has options, by obstore's names")
+        return self
 
     @property
     def place(self) -> str:
@@ -173,7 +188,9 @@ def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool
         config |= {name: value.get_secret_value() for name, value in settings.options.items()}
         return cast("ObjectStore", make(settings.url, config=config, client_options=client, retry_config=retry))
     except (BaseError, OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"no client for {settings.place}: {_reason(error)}") from None  # it may hold a secret
+        advice = f": set {_login(settings)}" if "Account must be specified" in str(error) else ""
+        what = f"no client for {settings.place}: {_reason(error)}{advice}"
+        raise ConfigurationError(what) from None  # it may hold a secret
 
 
 @functools.cache
@@ -221,15 +238,19 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
     if any(word in text for word in _NO_CREDENTIALS):  # the last of the chain, after settings and environment
         return ConfigurationError(
             f"no credentials for {settings.place}: none are set, no role gives any ({reason}): set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or give this machine a role that may use it"
+            f"{_login(settings)}, or give this machine a role that may use it"
         )
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        advice = "check the keys; s3:ListBucket is needed too, or what is absent cannot be told from what is forbidden"
+        advice = "check the keys; to list is needed too (s3:ListBucket), or what is absent looks as what is forbidden"
         return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice}")
     if any(word in text for word in _TLS):
         advice = "use http:// for a server without TLS, and ca_file for a certificate of your own"
         return ConfigurationError(f"{settings.place} fails the TLS handshake ({reason}): {advice}")
     return BackendUnavailableError(f"{settings.place} does not answer: {reason}")
+
+
+def _login(settings: S3Settings) -> str:
+    return _LOGINS.get(urlsplit(settings.url).scheme, "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY")
 
 
 def _reason(error: Exception) -> str:

@@ -9,8 +9,10 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
+from obstore.exceptions import GenericError
+
 from tiered_kv_backends.s3 import S3Backend, collect_epochs
-from tiered_kv_backends.s3.s3_client import S3Settings, make_store
+from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate_opening
 
 
 def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium
@@ -74,6 +76,37 @@ def test_a_folder_is_made(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "b").is_dir()
     assert S3Settings(url="memory:///").is_private is True
     assert S3Settings(url=f"file://{tmp_path}").is_private is False
+
+
+@pytest.mark.parametrize(
+    ("url", "login"),
+    [
+        ("s3://bucket/kv", "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or"),
+        ("gs://bucket/kv", "set GOOGLE_APPLICATION_CREDENTIALS to the file of a service account, or"),
+        ("abfss://container@account.dfs.core.windows.net/kv", "set AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_AC"),
+    ],
+)
+def test_credentials_are_those_of_the_store(url: str, login: str) -> None:
+    """Where none are found: what obstore would read of the environment for it."""
+    none = GenericError("Error performing GET http://169.254.169.254/token: status code: 403 Forbidden")
+    assert login in str(translate_opening(none, S3Settings(url=url)))
+
+
+def test_an_account_that_azure_needs_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the variable that names it, or by obstore's own option."""
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    with pytest.raises(ConfigurationError, match="Account must be specified: set AZURE_STORAGE_ACCOUNT_NAME and "):
+        make_store(S3Settings(url="az://container/kv"))
+    settings = {"url": "az://container/kv", "options": {"account_name": "mine", "account_key": "a2V5"}}
+    assert make_store(S3Settings.of(settings)).prefix == "kv"
+
+
+@pytest.mark.parametrize("url", ["gs://bucket/kv", "az://container/kv"])
+def test_what_another_store_would_not_read_is_refused(url: str) -> None:
+    """Else the client would go to another place, or ask for credentials that have been given."""
+    given = {"url": url, "endpoint": "https://store.example", "access_key_id": "id"}
+    with pytest.raises(ConfigurationError, match=r"endpoint, access_key_id: for s3:// alone, .* has options"):
+        S3Settings.of(given)
 
 
 async def test_jobs_say_that_a_store_does_not_answer() -> None:
