@@ -329,6 +329,8 @@ def test_unknown_settings_are_refused_with_the_closest_known() -> None:
     assert complaint(load_timeout_s=1).endswith("no such setting: did you mean 'limits.load_timeout_s'?")
     assert "tires: there is no such setting: did you mean 'tiers'?" in complaint(tires=[])
     assert "did you mean 'load_timeout_s'?" in complaint(limits={"load_timeout": 1})
+    timeouts = "'close_timeout_s' or 'load_timeout_s' or 'open_timeout_s' or 'store_timeout_s'"
+    assert f"did you mean {timeouts}?" in complaint(limits={"timeout": 1})
 
 
 def test_records_of_redis_may_live_for_good_whoever_says_so() -> None:

@@ -24,6 +24,8 @@ from tiered_kv.values.errors import ConfigurationError
 Where = tuple[int | str, ...]
 """A place in settings: names of fields and positions in lists."""
 
+_LEAST_PART, _MOST_MEANT = 4, 4
+"""Letters that are taken for a part of a name, and names that are suggested for it."""
 _NUMBERS = {f"{kind}_{failed}" for kind in ("int", "float", "bool") for failed in ("type", "parsing")}
 _BOUNDS = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
@@ -198,8 +200,9 @@ def hint(word: str, known: Iterable[str], others: Mapping[str, str] = MappingPro
     names = sorted(known)
     small = {name.lower(): name for name in names}
     word = others.get(word.lower(), word.lower())
-    close = difflib.get_close_matches(word, small, n=1)
-    meant = f": did you mean {small[close[0]]!r}?" if close else ":"
+    longer = [name for name in small if word in name] if len(word) >= _LEAST_PART and word not in small else []
+    close = longer[:_MOST_MEANT] or difflib.get_close_matches(word, small, n=1)
+    meant = f": did you mean {' or '.join(repr(small[each]) for each in close)}?" if close else ":"
     return f"{meant} known are {', '.join(names)}"
 
 
