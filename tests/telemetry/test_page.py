@@ -190,6 +190,22 @@ async def test_what_cannot_be_asked_is_refused_in_words(question: dict[str, Any]
         assert answer.json()["error"]
 
 
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        ({"group": 3}, "group is one of this cache's KV groups, 0 to 0, got 3"),
+        ({"group": "0"}, "group is one of this cache's KV groups, 0 to 0, got '0'"),
+        ({"salt": 7}, "salt is a string, got 7"),
+    ],
+)
+async def test_what_is_wrong_in_a_question_is_named(asked: dict[str, object], why: str) -> None:
+    """The group or the salt, and what was given."""
+    page = Page()
+    async with open_cache(CPU, page=page), asking(page) as client:
+        answer = await client.post("/explain.json", json={"tokens": [], **asked})
+        assert answer.json()["error"] == why
+
+
 async def test_it_reads_only_and_runs_nothing_of_others() -> None:
     """No method but GET changes or shows anything, no path leads elsewhere, and no script but its own is run."""
     page = Page()

@@ -299,8 +299,12 @@ def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKe
             raise ConfigurationError('ask with {"tokens": [...]} or {"hashes": ["hex", ...]}, "salt" and "group"')
         group, salt = asked.get("group", 0), asked.get("salt", "")
         sizes = watch.watched.block_sizes
-        if not isinstance(group, int) or not 0 <= group < len(sizes) or not isinstance(salt, str):
-            raise ConfigurationError(f"group is a number below {len(sizes)}, and salt a string")
+        if not isinstance(group, int) or not 0 <= group < len(sizes):
+            raise ConfigurationError(
+                f"group is one of this cache's KV groups, 0 to {len(sizes) - 1}, got {group!r:.80}"
+            )
+        if not isinstance(salt, str):
+            raise ConfigurationError(f"salt is a string, got {salt!r:.80}")
         if "hashes" in asked:
             if odd := [each for each in asked["hashes"] if not isinstance(each, str)]:
                 raise ConfigurationError(f"hashes are strings of hexadecimal digits, got {odd[0]!r:.80}")
