@@ -231,6 +231,56 @@ async def test_what_is_read_for_nobody_is_stored(how: str, way: str) -> None:
         assert slots.num_records == 3 + num_others
 
 
+@pytest.mark.parametrize("num_slots", [32, 5])
+async def test_what_has_come_of_a_read_for_nobody_stays(num_slots: int) -> None:
+    """From one tier, while another one hangs: a store finds it there, and takes the rest on itself."""
+    keys = prompt(4)
+    engine, shared, slots = Engine(), ScriptedBackend(timeout_s=60), ScriptedSlotBackend()
+    cpu = {"medium": "cpu", "capacity": num_slots * PAYLOAD_BYTES}
+    async with open_cache(cpu, shared, slots, engine=engine) as kv:
+        await (await kv.store(keys, engine.compute(keys))).settled()
+        await kv.evict(keys, tier="cpu")
+        await kv.evict(keys[:2], tier="slots")
+        await shared.delete(shared.keys()[2:])
+        shared.on_read.hold()
+        assert (await kv.load(keys, GPULoadStoreSpec(range(4)), deadline_s=0.01)).num_blocks == 0
+        await until(lambda: kv.stats().tiers[0].ready == 2)
+        stored = await kv.store(keys, engine.compute(keys))
+        assert (stored.num_stored, stored.num_present) == (2, 2)
+        assert kv.stats().tiers[0].ready == (4 if num_slots > 5 else 2)
+        shared.on_read.release()
+        await until_idle(kv)
+
+
+async def test_slots_that_others_have_by_now_are_theirs_alone() -> None:
+    """Once a read that hangs in one tier, and had come from another into these, ends too."""
+    keys, others = prompt(4), prompt(2, seed=1)
+    engine, shared, slots = Engine(), ScriptedBackend(timeout_s=60), ScriptedSlotBackend()
+    cpu = {"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}
+    async with open_cache(cpu, shared, slots, engine=engine) as kv:
+        for each in (others, keys):
+            await (await kv.store(each, engine.compute(each))).settled()
+            await kv.evict(each, tier="cpu")
+        await kv.evict(keys[:2], tier="slots")
+        held = shared.keys()
+        await shared.delete([*held[:2], *held[4:]])
+        shared.on_read.hold()
+        assert (await kv.load(keys, GPULoadStoreSpec(range(4)), deadline_s=0.01)).num_blocks == 0
+        await until(lambda: kv.stats().tiers[0].ready == 2)
+        slots.on_read.hold()
+        loading = kv.start_load(others, GPULoadStoreSpec(range(10, 12)))
+        await until(lambda: slots.on_read.num_held == 1)
+        shared.on_read.release()
+        await until(lambda: kv.stats().tiers[0].ready == 2)
+        too, num_read = kv.start_load(others, GPULoadStoreSpec(range(12, 14))), slots.on_read.num_blocks
+        for _ in range(20):
+            await checkpoint()
+        slots.on_read.release()
+        assert [(await each).num_blocks for each in (loading, too)] == [2, 2]
+        assert slots.on_read.num_blocks == num_read
+        await until_idle(kv)
+
+
 async def test_what_a_load_waits_for_is_left_to_its_read() -> None:
     """It comes for both; who waits for it is not sent away."""
     engine, shared = Engine(), ScriptedBackend()

@@ -214,13 +214,17 @@ class Fills:
 
     def conclude(self, fill: Fill, reservation: Reservation) -> None:
         """End a fill: give back what did not arrive, wake who joined."""
-        slots = reservation.slots[reservation.slots >= 0]
-        for slot in slots.tolist():
-            self._pending.pop(slot, None)
-        self._sources[slots] = -1
+        self.forget(fill, reservation.slots)
         reservation.close()
         self._room.changed()
         fill.finish()
+
+    def forget(self, fill: Fill, slots: Slots) -> None:
+        """Take note that none of these slots is on its way in a fill any more: others may have them. -1 is none."""
+        mine = [slot for slot in slots.tolist() if self._pending.get(slot) is fill]
+        for slot in mine:
+            del self._pending[slot]
+        self._sources[mine] = -1
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""
@@ -319,6 +323,7 @@ class _TierRead:
         if report.refused:
             fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
         lease = self._reservation.commit(arrived)
+        self._fills.forget(fill, lease.slots)  # though it goes on: what nobody holds may be evicted
         if host.index.num_slots:
             kept = (lease.slots >= 0) & ~host.index.is_bounce(lease.slots)
             host.counters.promoted += len(kept.nonzero()[0])
