@@ -231,6 +231,33 @@ async def test_what_is_read_for_nobody_is_stored(how: str, way: str) -> None:
         assert slots.num_records == 3 + num_others
 
 
+@pytest.mark.parametrize("layerwise", [False, True])
+async def test_what_is_read_for_nobody_is_left_to_its_read_where_no_slots_are_free(*, layerwise: bool) -> None:
+    """Neither own ones nor those that others pass by: a store that gave up the read would end with nothing at all."""
+    engine, shared, slots = Engine(), ScriptedBackend(timeout_s=60), ScriptedSlotBackend()
+    others = prompt(40, seed=1)
+    async with open_cache({"medium": "cpu", "capacity": 4 * PAYLOAD_BYTES}, shared, slots, engine=engine) as kv:
+        await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        for tier in ("cpu", "slots"):
+            await kv.evict(KEYS, tier=tier)
+        shared.on_read.hold()
+        assert (await kv.load(KEYS, GPULoadStoreSpec(range(3)), deadline_s=0.01)).num_blocks == 0
+        shared.on_write.hold()
+        slots.on_write.hold()
+        storing = kv.start_store(others, engine.compute(others, range(20, 60)))
+        await until(lambda: slots.on_write.num_held > 0 and not storing.done)
+        handle = kv.start_store(KEYS, engine.compute(KEYS), layerwise=layerwise)
+        for layer in range(len(engine.caches)) if layerwise else ():
+            handle.store_layer(layer)
+        stored = await handle
+        assert (stored.num_stored, stored.num_present) == (0, 3)
+        for held in (shared.on_read, shared.on_write, slots.on_write):
+            held.release()
+        await storing
+        await until_idle(kv)
+        assert (await kv.lookup(KEYS)).by_tier == {"cpu": 3}
+
+
 @pytest.mark.parametrize("num_slots", [32, 5])
 async def test_what_has_come_of_a_read_for_nobody_stays(num_slots: int) -> None:
     """From one tier, while another one hangs: a store finds it there, and takes the rest on itself."""

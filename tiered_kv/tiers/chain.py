@@ -327,12 +327,15 @@ class Chain:
             return reservation
         if keep and not may_pass:
             return None
-        index = self.host.index
-        kept = 0 if waiter.priority is Priority.LOAD else index.num_bounce // 2
-        usable = index.bounce_free.num - max(kept, self._set_aside(source))
-        if usable < min(len(batch.names), self.most_window):
+        if not self.can_pass(len(batch.names), waiter, source):
             return None
         return self.reserve(self.host, batch, bounce=True, source=source)
+
+    def can_pass(self, num_blocks: int, waiter: Waiter, source: int = FROM_ENGINE) -> bool:
+        """Say whether so many blocks may have bounce slots now; see `reserve_host_now`."""
+        index = self.host.index
+        kept = 0 if waiter.priority is Priority.LOAD else index.num_bounce // 2
+        return index.bounce_free.num - max(kept, self._set_aside(source)) >= min(num_blocks, self.most_window)
 
     async def reserve_host(self, batch: Batch, waiter: Waiter, *, keep: bool, source: int = FROM_ENGINE) -> Reservation:
         """Wait for host slots, see `reserve_host_now`, in a line of its own for each source.

@@ -163,7 +163,7 @@ class Fills:
         if len(pending):
             index.remove(pending[~self.are_coming(pending)])
 
-    def overtake(self, names: Names, *, workers: bool = False, passing: bool = False) -> None:
+    def overtake(self, names: Names, *, workers: bool = False, may_pass: Callable[[], bool] | None = None) -> None:
         """Have blocks be stored though they are being read for nobody: a tier too slow for a load may hang, or fail.
 
         What that brings to these is dropped, if there are other slots for all of them now; else it is to bring them.
@@ -171,7 +171,8 @@ class Fills:
         Args:
             names: Theirs.
             workers: Do so too where a worker has slots to copy them out to.
-            passing: Those that are read may have bounce slots: the tiers below get them, whatever room there is.
+            may_pass: Where they may go by bounce slots to the tiers below, says whether there are such for all of
+                them now. Of what is read into bounce slots nothing would stay: that is left to no read then.
         """
         index = self._host.index
         slots, states = index.find(names)
@@ -180,8 +181,10 @@ class Fills:
         is_read = self._sources[slots] >= 0
         is_read[is_read] = [not self._pending[slot].is_wanted for slot in slots[is_read].tolist()]
         is_other = is_read | (is_pending & ~self.are_coming(names)) if workers else is_read
-        fits = index.fits(names, int(np.count_nonzero(is_other)))
-        index.remove(names[is_other if fits else is_read & passing])
+        if index.fits(names, int(np.count_nonzero(is_other))):
+            index.remove(names[is_other])
+        elif may_pass is not None and is_read.any():
+            index.remove(names[is_read if may_pass() else is_read & index.is_bounce(slots)])
 
     def coming_from(self, batch: Batch) -> NDArray[np.int8]:
         """By position, the number of the storage tier that a pending block is being read from; -1 for none."""

@@ -203,4 +203,8 @@ class LayerStore(Store):
         """
         if (placing := super()._place_now(part)) is not None:
             return placing
-        return None if self._chain.room.num_waiting else self._pass_now(part)
+        return self._pass_now(part) if self._may_pass(part) else None
+
+    @override
+    def _may_pass(self, part: Batch) -> bool:
+        return not self._chain.room.num_waiting and super()._may_pass(part)

@@ -315,7 +315,8 @@ class Store(Revocable):
         for tier in self._memory:
             room = self._may_keep[tier.name]
             if tier is chain.host:
-                chain.fills.overtake(names, workers=room >= len(names), passing=bool(chain.through))
+                may_pass = partial(self._may_pass, part) if chain.through else None
+                chain.fills.overtake(names, workers=room >= len(names), may_pass=may_pass)
             is_short = room < len(names) and len((tier.index.find(names)[0] < 0).nonzero()[0]) > room
             if not is_short and (reservation := chain.reserve(tier, part)) is not None:
                 self._may_keep[tier.name] -= len((reservation.slots >= 0).nonzero()[0])
@@ -329,6 +330,11 @@ class Store(Revocable):
             return None
         reservation = chain.reserve_host_now(part, Waiter(Kind.STORE), keep=False)
         return None if reservation is None else (chain.host, reservation)
+
+    def _may_pass(self, part: Batch) -> bool:
+        """Say whether `_pass_now` would find slots."""
+        chain = self._chain
+        return not chain.room.is_wanted((FROM_ENGINE,)) and chain.can_pass(len(part.names), Waiter(Kind.STORE))
 
     def _unknown_below(self) -> tuple[Batch, NDArray[np.int64]]:
         """Return the blocks that some tier below lacks, as far as is known, and their pages."""
