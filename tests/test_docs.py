@@ -24,6 +24,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
+import tiered_kv
 from tests.support import programs
 from tiered_kv import CacheLimits, ConfigurationError, StorageTierSettings, TierStatistics
 from tiered_kv.catalog.policies import make_policy
@@ -210,6 +211,13 @@ def test_who_comes_from_other_caches_finds_every_setting() -> None:
     for names, section in ((_LMCACHE, lmcache), (_VLLM_OFFLOADING, vllm)):
         code = [word for span in re.findall(r"`([^`]+)`", section) for word in re.findall(r"[\w*]+", span)]
         assert [name for name in names.split() if not any(fnmatch(name, each) for each in code)] == []
+
+
+def test_the_readme_says_which_version_this_is() -> None:
+    """And what state that is in: nobody takes it for more."""
+    assert f"Version {tiered_kv.__version__}, not released yet, alpha." in (REPOSITORY / "README.md").read_text()
+    assert "Development Status :: 3 - Alpha" in (REPOSITORY / "pyproject.toml").read_text()
+    assert "## Unreleased" in (REPOSITORY / "CHANGELOG.md").read_text()
 
 
 @pytest.mark.parametrize("page", PAGES)
