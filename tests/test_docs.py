@@ -220,6 +220,25 @@ def test_the_readme_says_which_version_this_is() -> None:
     assert "## Unreleased" in (REPOSITORY / "CHANGELOG.md").read_text()
 
 
+def test_the_readmes_figures_are_the_results() -> None:
+    """Each row has one figure of ours and one beside it, says which is better, and by what both were measured."""
+    text = (REPOSITORY / "README.md").read_text()
+    results = (REPOSITORY / "benchmarks" / "RESULTS.md").read_text()
+    section = text.partition("## What was measured\n")[2].partition("\n## ")[0]
+    rows = [row.strip("| ").split(" | ") for row in section.splitlines() if row.startswith("| ")][1:]
+    assert len(rows) > 10
+    for _, ours, beside, verdict, command in rows:
+        figures = [re.findall(r"(?<![\w.])\d[\d.,]*(?= |$)", each) for each in (ours, beside.partition(" vLLM")[0])]
+        assert len(figures[0]) == 1
+        assert len(figures[1]) <= 1
+        assert verdict in {"better", "**worse**"}
+        program = command.strip("`").split()[0]
+        assert program == "make" or (REPOSITORY / program).exists()
+        if program != "make":  # the demo prints its own
+            found = [re.search(rf"(?<![\d.]){re.escape(each)}(?!\.?\d)", results) for each in figures[0] + figures[1]]
+            assert all(found), (ours, beside)
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_powers_are_code(page: str) -> None:
     """Two bare ``2**30`` in a paragraph are bold text for Markdown, without their stars."""
