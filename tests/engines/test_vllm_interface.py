@@ -87,7 +87,7 @@ def test_who_is_told_of_sleep_lets_go_and_binds_again(vllm_sources: pathlib.Path
 
 
 def test_hooks_that_do_not_pay_are_not_claimed(vllm_sources: pathlib.Path) -> None:
-    """VLLM has them, in each version; why we do without is said in its guide, at "Which models"."""
+    """VLLM has them, in each version; why we do without is said in the guide to models."""
     theirs = methods_of(class_of(vllm_sources / BASES["TieredKVConnector"][1], "KVConnectorBase_V1"))
     ours = methods_of(class_of(OURS / "connector.py", "TieredKVConnector"))
     unused = {"supports_divergent_local_hybrid_hits", "register_finished_partial_tail"}
