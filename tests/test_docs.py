@@ -26,10 +26,11 @@ from structlog.testing import capture_logs
 
 import tiered_kv
 from tests.support import programs
-from tiered_kv import CacheLimits, ConfigurationError, StorageTierSettings, TierStatistics
+from tiered_kv import CacheLimits, ConfigurationError, StorageTierSettings, TieredKVSettings, TierStatistics
 from tiered_kv.catalog.policies import make_policy
 from tiered_kv.cli.configuring import all_keys
 from tiered_kv.media.record import SEALED_VERSION
+from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.values.events import Event
 from tiered_kv.values.layout import FORMAT_VERSION
 
@@ -181,6 +182,24 @@ def test_every_limit_says_what_it_trades() -> None:
     """Whoever changes a limit can read what it costs."""
     page = (DOCS / "how-to" / "configure.md").read_text()
     assert [name for name in CacheLimits.model_fields if f"| `{name}` |" not in page] == []
+
+
+def test_engines_start_without_a_tier_that_is_shared() -> None:
+    """Whatever settings the guides to engines show: a server that is away must not keep an engine from starting."""
+    pages = ["vllm", "prefill-decode", "sglang", "coming-from"]
+    texts = [(DOCS / "how-to" / f"{page}.md").read_text() for page in pages]
+    shown = [
+        found for text in texts for found in re.findall(r"\"tiers\": (\[.*?\])\s|\btiers=(\[.*?\])", text, re.DOTALL)
+    ]
+    tiers = [TieredKVSettings(tiers=ast.literal_eval(one or other)).tiers for one, other in shown]
+    shared = [
+        tier
+        for each in tiers
+        for tier in each
+        if isinstance(tier, StorageTierSettings) and not isinstance(tier, OwnedTierSettings)
+    ]
+    assert len(shared) >= 2
+    assert [tier for tier in shared if tier.required] == []
 
 
 _LMCACHE = """
