@@ -139,3 +139,22 @@ def test_the_reference_is_made_of_what_there_is() -> None:
     found = [f"{page.relative_to(REPOSITORY)} {name}" for page, name in named if house.has(name) is not True]
     assert named
     assert not found, "\n".join(found)
+
+
+def test_the_reference_says_in_which_files_it_is() -> None:
+    """Who reads it in the repository, where a directive shows nothing, is sent to the docstrings."""
+    missing = [
+        f"{page.relative_to(REPOSITORY)} {file}"
+        for page in PAGES
+        for text in [page.read_text()]
+        for file in map(_file_of, REFERENCE.findall(text))
+        if f"`{file}`" not in text
+    ]
+    assert not missing, "\n".join(missing)
+
+
+def _file_of(name: str) -> Path:
+    """Return the file of the module that a full name begins with."""
+    while name not in MODULES:
+        name = name.rpartition(".")[0]
+    return MODULES[name].relative_to(REPOSITORY)
