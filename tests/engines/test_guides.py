@@ -1,4 +1,7 @@
-"""The commands of docs/how-to/vllm.md and docs/how-to/sglang.md, run one after the other with real engines."""
+"""The commands of docs/how-to/vllm.md and docs/how-to/sglang.md, run one after the other with real engines.
+
+And the programs of docs/how-to/why-a-miss.md, which print the names that engines give blocks.
+"""
 
 import json
 import os
@@ -10,7 +13,7 @@ from typing import Any, Final
 
 import pytest
 
-from environments import HERE, ROOT, EngineFailedError, Environment
+from environments import HERE, ROOT, EngineFailedError, Environment, answer_of
 from ports import free_port
 
 OURS: Final = (ROOT, ROOT / "backends")
@@ -122,3 +125,31 @@ def test_sglangs_guide_leads_to_a_hit_after_a_restart(
     cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, second)]
     assert cached[0] == 0
     assert cached[1] >= 20 * 64
+
+
+def printed_by(environment: Environment, folder: pathlib.Path, name: str, *arguments: str) -> list[str]:
+    """Return the hashes that a program of the guide to misses prints in an engine's environment."""
+    text = (ROOT / "docs" / "how-to" / "why-a-miss.md").read_text()
+    (program,) = re.findall(rf'```python title="{name}"\n(.*?)```', text, re.DOTALL)
+    (folder / name).write_text(program)
+    words = [environment.python, name, *arguments]
+    path = os.pathsep.join(map(str, (HERE / "sglang_site", HERE)))
+    done = subprocess.run(
+        words, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True
+    )
+    return [str(each) for each in answer_of(done.stdout)]
+
+
+@pytest.mark.parametrize("salt", ["", "tenant-7"])
+def test_vllms_hashes_are_those_of_its_requests(vllm: Environment, tmp_path: pathlib.Path, salt: str) -> None:
+    """What `explain --hashes` is given names the blocks that the connector stores."""
+    (tmp_path / "prompt.json").write_text(json.dumps(list(range(40))))
+    hashes = printed_by(vllm, tmp_path, "vllm_hashes.py", "prompt.json", *([salt] if salt else []))
+    assert hashes == vllm.run("vllm_names.py", json.dumps([list(range(40)), salt]))
+
+
+def test_sglangs_hashes_are_those_of_its_tree(sglang: Environment, tmp_path: pathlib.Path) -> None:
+    """As vLLM's: of whole pages, each chained to the one before."""
+    (tmp_path / "prompt.json").write_text(json.dumps(list(range(130))))
+    hashes = printed_by(sglang, tmp_path, "sglang_hashes.py", "prompt.json")
+    assert hashes == sglang.run("sglang_names.py", json.dumps(list(range(130))))
