@@ -23,6 +23,7 @@ from tiered_kv.cli.app import app
 from tiered_kv.telemetry import Metrics
 
 DASHBOARD = Path(__file__).parents[1] / "deploy" / "grafana" / "tiered-kv.json"
+DEPLOY = DASHBOARD.parents[1]
 OF_PROMETHEUS = {"instance", "le"}
 NEEDS_TROUBLE = {"tier", "call", "reason"}
 """Labels of counters that have no samples before something goes wrong."""
@@ -64,6 +65,38 @@ async def test_each_panel_asks_for_labels_that_exist() -> None:
         assert set(said) <= labels | OF_PROMETHEUS | NEEDS_TROUBLE, each
 
 
+def alerts() -> list[dict[str, Any]]:
+    """Return the rules of the alerts."""
+    (group,) = yaml.safe_load((DEPLOY / "alerts.yml").read_text())["groups"]
+    return list(group["rules"])
+
+
+async def test_each_alert_is_about_metrics_that_exist() -> None:
+    """By their names and labels; whoever is woken by one is told what it is, and finds its metric in the guide."""
+    names, labels = await scraped()
+    guide = (DEPLOY.parent / "docs" / "how-to" / "observe.md").read_text().partition("## All metrics")[0]
+    assert len({each["alert"] for each in alerts()}) == len(alerts())
+    for each in alerts():
+        asked = set(re.findall(r"\btiered_kv_\w+", each["expr"]))
+        assert asked
+        assert asked <= names, asked - names
+        said = re.findall(r"\$labels\.(\w+)", each["annotations"]["summary"])
+        said += [label for part in re.findall(r"by \(([^)]*)\)", each["expr"]) for label in part.split(", ")]
+        assert set(said) <= labels | OF_PROMETHEUS | NEEDS_TROUBLE
+        shown = {re.sub("_bucket$", "", name.removeprefix("tiered_kv_")) for name in asked}
+        assert any(f"`{name}`" in guide for name in shown), shown
+        assert each["labels"]["severity"] in {"warning", "critical"}
+
+
+def test_prometheus_takes_the_alerts() -> None:
+    """Rules, and the configuration that names them."""
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("promtool is missing: apt-get install prometheus")
+    for what in (["config", DEPLOY / "prometheus.yml"], ["rules", DEPLOY / "alerts.yml"]):
+        said = subprocess.run([promtool, "check", *what], capture_output=True, text=True, check=False)
+        assert said.returncode == 0, said.stdout + said.stderr
+
+
 def test_panels_do_not_overlap() -> None:
     """Each has its place, its title and what it means."""
     board = json.loads(DASHBOARD.read_text())
@@ -74,7 +107,7 @@ def test_panels_do_not_overlap() -> None:
 
 def test_the_compose_file_fits_what_is_there() -> None:
     """What is mounted exists, the services find each other, and nobody but this host reaches them."""
-    folder = DASHBOARD.parents[1]
+    folder = DEPLOY
     services = yaml.safe_load((folder / "compose.yaml").read_text())["services"]
     mounts = [mount.split(":") for service in services.values() for mount in service["volumes"]]
     assert all((folder / source).exists() for source, *_ in mounts)
@@ -95,7 +128,6 @@ def test_the_compose_file_fits_what_is_there() -> None:
 
 # The server of one cache for a host.
 
-DEPLOY = DASHBOARD.parents[1]
 SOCKET = "/run/tiered-kv/kv.sock"
 
 

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry
 from ports import free_port
 from tests.support.caches import Recorder, keep, open_cache
 from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tests.test_deploy import expressions
+from tests.test_deploy import alerts, expressions
 from tiered_kv import CPUTier, PageServed
 from tiered_kv.telemetry import Metrics
 
@@ -78,3 +78,4 @@ async def test_prometheus_answers_every_panel(tmp_path: Path) -> None:
                     await asyncio.sleep(0.2)  # it scrapes once a second
             answered = [bool(await ask(each)) for each in expressions()]
             assert sum(answered) > len(answered) / 2
+            assert [each["alert"] for each in alerts() if await ask(each["expr"])] == []  # nothing is wrong here
