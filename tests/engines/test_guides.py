@@ -132,7 +132,7 @@ def printed_by(environment: Environment, folder: pathlib.Path, name: str, *argum
     text = (ROOT / "docs" / "how-to" / "why-a-miss.md").read_text()
     (program,) = re.findall(rf'```python title="{name}"\n(.*?)```', text, re.DOTALL)
     (folder / name).write_text(program)
-    words = [environment.python, name, *arguments]
+    words = [str(environment.python), name, *arguments]
     path = os.pathsep.join(map(str, (HERE / "sglang_site", HERE)))
     done = subprocess.run(
         words, cwd=folder, env={**os.environ, "PYTHONPATH": path}, check=True, capture_output=True, text=True
