@@ -92,8 +92,8 @@ def test_prometheus_takes_the_alerts() -> None:
     """Rules, and the configuration that names them."""
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("promtool is missing: apt-get install prometheus")
-    for what in (["config", DEPLOY / "prometheus.yml"], ["rules", DEPLOY / "alerts.yml"]):
-        said = subprocess.run([promtool, "check", *what], capture_output=True, text=True, check=False)
+    for kind, name in (("config", "prometheus.yml"), ("rules", "alerts.yml")):
+        said = subprocess.run([promtool, "check", kind, DEPLOY / name], capture_output=True, text=True, check=False)
         assert said.returncode == 0, said.stdout + said.stderr
 
 
