@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tiered_kv.cli.app import app
-from tiered_kv.testing.simulation.disk import DiskFaults, SimulatedDisk, SimulatedFiles
+from tiered_kv.testing.simulation.disk import RECORD_BYTES, DiskFaults, SimulatedDisk, SimulatedFiles
 from tiered_kv.testing.simulation.known import Known, Name, WrongAnswer
 from tiered_kv.testing.simulation.run import in_words, shrink, simulate
 from tiered_kv.testing.simulation.scenes import CLIENTS, DIRECTORIES, HANDS, PLANNERS, RANKS, SCRUBS, Scene, drawn_theme
@@ -248,6 +248,31 @@ def test_a_checkpoint_of_what_was_there_before_enters_no_record() -> None:
     files.pwrite(ledger, before, 0)
     assert len(disk.unentered) == 1
     files.pwrite(ledger, after, 0)
+    assert not disk.unentered
+
+
+def test_a_checkpoint_enters_no_record_that_is_not_written_to_its_end() -> None:
+    """It names what is being written, too: who is killed then leaves half a record, and the entry of it: no finding.
+
+    Seed 5171 had such an end, where a disk stood still.
+    """
+    tape = Tape(0, {})
+    turns = Turns(tape)
+    files, entry = SimulatedFiles(turns), b"TKVSLOT2" + b"a" * 32 + bytes(24)
+
+    class NotedMeanwhile(SimulatedDisk):
+        def check_room(self, node: object, end: int) -> None:
+            super().check_room(node, end)  # type: ignore[arg-type]  # a file of its own
+            if end == RECORD_BYTES:  # of the slab
+                files.pwrite(ledger, entry, 0)
+                assert len(self.unentered) == 1
+
+    disk = NotedMeanwhile(Path("/sim/disk"), 1 << 20, tape, turns)
+    files.mount(disk)
+    slab, ledger = (files.open(f"/sim/disk/{name}", os.O_RDWR | os.O_CREAT) for name in ("slab", "ledger"))
+    files.pwritev(slab, [memoryview(bytes(RECORD_BYTES))], 0)
+    assert len(disk.unentered) == 1
+    files.pwrite(ledger, entry, 0)
     assert not disk.unentered
 
 

@@ -155,6 +155,8 @@ class SimulatedDisk:
         self._names_come_along = names_come_along
         self._num_nodes = 1
         self.unentered: dict[tuple[int, int], bytes] = {}
+        self.half_written: set[tuple[int, int]] = set()
+        """Slots to which a write has begun and not ended: a checkpoint may enter them before it has."""
         self.entered: dict[tuple[int, int], bytes] = {}
         """Under which name the ledger has the record of a slot."""
         self.root = _Node(1, {})
@@ -565,11 +567,24 @@ class SimulatedFiles(Files):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `os.pwritev`. Who is killed meanwhile leaves a part."""
-        each, wanted, start = self._of(fd), sum(map(len, buffers)), offset
-        if each.name == "slab":
-            for slot in self._slots(each, start, wanted, RECORD_BYTES):
-                name = self._entered(each, slot[1])
-                each.disk.unentered.setdefault(slot, name if each.disk.entered.get(slot) == name else b"")
+        each, wanted = self._of(fd), sum(map(len, buffers))
+        if each.name != "slab":
+            return self._write(each, buffers, offset)
+        disk, slots = each.disk, self._slots(each, offset, wanted, RECORD_BYTES)
+        for slot in slots:
+            name = self._entered(each, slot[1])
+            disk.unentered.setdefault(slot, name if disk.entered.get(slot) == name else b"")
+        disk.half_written |= slots
+        try:
+            moved = self._write(each, buffers, offset)
+        except OSError:  # and not where the process has ended meanwhile
+            disk.half_written -= slots
+            raise
+        disk.half_written -= slots
+        return moved
+
+    def _write(self, each: _Open, buffers: Sequence[memoryview], offset: int) -> int:
+        wanted, start = sum(map(len, buffers)), offset
         lent = list(map(bytes, buffers))
         each.disk.spend(wanted, each.name)
         if each.disk.faults.takes_no_note and each.name == "member":
@@ -588,7 +603,7 @@ class SimulatedFiles(Files):
         if each.name == "ledger":
             for slot in self._slots(each, start, moved, _ENTRY_BYTES):
                 name = self._entered(each, slot[1])
-                if each.disk.unentered.get(slot, name) != name:
+                if each.disk.unentered.get(slot, name) != name and slot not in each.disk.half_written:
                     del each.disk.unentered[slot]
                     each.disk.entered[slot] = name
         return moved
