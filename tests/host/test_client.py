@@ -49,6 +49,7 @@ from tiered_kv.host.connection import Attempts, Begun, FarSide
 from tiered_kv.host.protocol import Answered, Attach, Attached, Health, Keys, Slab
 from tiered_kv.memory.cpu import CPUDevice
 from tiered_kv.values.events import BlocksPrefetched, BlocksSettled, HostMemoryReady
+from tiered_kv.values.keys import stored_keys
 from tiered_kv.values.loop_calls import LoopCalls
 
 KEYS = prompt(12)
@@ -69,14 +70,22 @@ async def test_what_one_stores_another_loads(tmp_path: Path) -> None:
             assert loaded.by_tier == {"cpu": 24, "nvme": 16}
 
 
-@pytest.mark.parametrize("keys", [None, "prompt", 7], ids=repr)
+@pytest.mark.parametrize(
+    "keys", [None, "prompt", 7, stored_keys([prompt(1), prompt(1, seed=1)])], ids=lambda keys: type(keys).__name__
+)
 async def test_what_are_no_keys_is_said_without_the_server(keys: Any, tmp_path: Path) -> None:  # noqa: ANN401 - anything
-    """A client refuses them as a cache of one's own does, in calls that block and in those that are awaited."""
+    """A client refuses them as a cache of one's own does, in calls that block and in those that are awaited.
+
+    And those of several prompts, which only a planner takes.
+    """
     with serving(tmp_path, cpu(24)) as server:
         async with attached(server, AnyEngine()) as kv:
             for call in (kv.touch, kv.prefetch, kv.lookup_nowait, kv.membership, kv.unpin):
                 with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
                     call(keys)
+            for start in (kv.start_load, kv.start_store, kv.submit_load, kv.submit_store):
+                with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
+                    start(keys, AnyEngine().spec([]))
             for each in (kv.lookup, kv.evict, kv.explain):
                 with pytest.raises(ConfigurationError, match="keys must be BlockKeys"):
                     await each(keys)

@@ -77,9 +77,9 @@ def check_group(group: int, num_groups: int) -> None:
         raise ConfigurationError(f"KV group {group} of {num_groups}: the layout has no such group")
 
 
-def check_are_keys(keys: object) -> None:
-    """Raise `ConfigurationError` unless they are keys of blocks."""
-    if not isinstance(keys, StoredKeys):
+def check_are_keys(keys: object, *, of_one_prompt: bool = False) -> None:
+    """Raise `ConfigurationError` unless they are keys of blocks, of several prompts at most where those will do."""
+    if not isinstance(keys, BlockKeys if of_one_prompt else StoredKeys):
         raise ConfigurationError(
             f"keys must be BlockKeys, from hash_blocks() or BlockKeys.from_hashes(), got {type(keys).__name__}"
         )

@@ -140,8 +140,8 @@ class FarSide(EngineSide):
         return self.groups[group]
 
     def check(self, keys: BlockKeys) -> None:
-        """Raise unless these are keys of this layout."""
-        check_are_keys(keys)
+        """Raise unless these are keys of this layout, of one prompt: others have no form on the wire."""
+        check_are_keys(keys, of_one_prompt=True)
         check_keys(keys, self.group(keys.group).group)
 
     def check_server(self, attached: Attached) -> None:
