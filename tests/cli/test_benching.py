@@ -3,9 +3,12 @@
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from tests.support.command_line import answer, run
-from tiered_kv.cli.benching import Direction, Move, by_turns
+from tiered_kv.cli import benching
+from tiered_kv.cli.app import app
+from tiered_kv.cli.benching import Direction, Measured, Move, by_turns
 
 
 @pytest.mark.slow
@@ -34,6 +37,19 @@ async def test_each_tier_is_measured_beside_its_ceiling(tmp_path: Path) -> None:
     failed = await answer("bench", *few, code=1)
     assert all("127.0.0.1:1" in each["problem"] for each in failed)
     assert "through a cache" in (await run("bench", *few)).stdout
+
+
+def test_a_ratio_above_1_is_explained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is bare is no bound, and is not called one: below the table it says why."""
+
+    async def measured(*_: object) -> list[Measured]:
+        return [Measured("nvme", "load", 114.0, 100.0, 1.14, "a plain file")]
+
+    monkeypatch.setattr(benching, "measure", measured)
+    head, row, why = CliRunner().invoke(app, ["bench"]).stdout.splitlines()
+    assert head.split()[-4:] == ["bare", "ratio", "which", "is"]
+    assert row.split()[-4:] == ["1.14", "a", "plain", "file"]
+    assert why.startswith("Above 1: bare files take a call a block")
 
 
 async def test_few_blocks_are_moved_until_the_time_says_something() -> None:
