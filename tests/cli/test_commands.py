@@ -17,8 +17,8 @@ from typer.testing import CliRunner, Result
 
 import tiered_kv
 from tests.support.caches import keep, open_cache
-from tests.support.engine import PAYLOAD_BYTES, Engine, prompt
-from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings
+from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, Engine, prompt
+from tiered_kv import ConfigurationError, CPUTier, TieredKV, TieredKVSettings, hash_blocks
 from tiered_kv.cli.app import app
 
 CPU = CPUTier(capacity=16 * PAYLOAD_BYTES)
@@ -80,6 +80,28 @@ async def test_inspect_counts_what_lies_there(tier: dict[str, Any]) -> None:
     url = f"{scheme}://{tier['path']}?capacity=16MiB"
     assert answer("inspect", url)[0]["num_blocks"] == NUM_BLOCKS
     assert f"{NUM_BLOCKS}" in run("inspect", tier["path"]).stdout
+
+
+async def test_digests_lead_back_to_names(tier: dict[str, Any]) -> None:
+    """Of the tenants and weights that are asked for, as inspect and a running cache show them."""
+    engine = Engine()
+    async with open_cache(CPU, tier, engine=engine) as kv:
+        await keep(kv, engine, hash_blocks(range(BLOCK_SIZE), block_size=BLOCK_SIZE, salt="tenant-b"))
+    (shelf,) = answer("inspect", tier["path"])
+    found = answer("digest", "--salt", "tenant-a", "--salt", "tenant-b", "--weights", MODEL.weights)
+    named = {each["digest"]: each["name"] for each in found}
+    assert [name for digest, name in named.items() if digest.startswith(shelf["tenant"])] == ["tenant-b"]
+    assert [name for digest, name in named.items() if digest.startswith(shelf["epoch"])] == [MODEL.weights]
+    assert "say of what" in run("digest").stderr
+
+
+def test_digests_are_as_a_tier_with_keys_hides_them(tmp_path: Path) -> None:
+    """Where the tier is named: others are of use to nobody there."""
+    file = tmp_path / "kv.toml"
+    tier = f'[[tiers]]\nmedium = "shared_fs"\npath = "{tmp_path}/kv"\ncapacity = "1MiB"\n'
+    file.write_text(f'{tier}encryption = {{ keys = ["{"ab" * 32}"] }}\n')
+    plain, hidden = (answer("digest", *where, "--salt", "a") for where in ((), ("shared_fs", "--config", str(file))))
+    assert plain[0]["digest"] != hidden[0]["digest"]
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])

@@ -21,6 +21,7 @@ _MODULES: Final = {
     "inspect": "shelving",
     "verify": "shelving",
     "delete": "shelving",
+    "digest": "shelving",
     "replay": "replaying",
     "plan": "planning",
     "simulate": "simulating",

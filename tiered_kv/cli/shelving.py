@@ -1,4 +1,4 @@
-"""``tiered-kv inspect``, ``verify`` and ``delete``: what lies in a tier's medium. No cache is opened."""
+"""``tiered-kv inspect``, ``verify``, ``delete`` and ``digest``: what lies in a tier's medium. No cache is opened."""
 
 import asyncio
 import sys
@@ -232,6 +232,31 @@ def delete_command(
     else:
         done = "would be deleted" if dry_run else "deleted"
         out.print(f"{num_blocks:,} blocks, {num_bytes / 2**20:,.1f} MiB, {done}", highlight=False)
+
+
+def digest_command(
+    where: Annotated[
+        str, typer.Argument(help="A tier's URL, or its name in the settings: as it hides them if it has keys.")
+    ] = "",
+    config: ConfigFile = None,
+    *,
+    salt: Annotated[list[str] | None, typer.Option(help="Of a tenant; as often as there are some.")] = None,
+    weights: Annotated[list[str] | None, typer.Option(help="As ModelIdentity has them; likewise.")] = None,
+    as_json: AsJSON = False,
+) -> None:
+    """Show the digests of tenants and weights: what inspect, status, explain, metrics and the log call them."""
+    with one_line_errors():
+        refuse_if((not (salt or weights), "say of what: --salt or --weights"))
+        tier = tier_at(where, config) if where else None
+        named = [("tenant", each, salt_digest(each)) for each in salt or ()]
+        named += [("weights", each, epoch_digest(each)) for each in weights or ()]
+        rows = [
+            (what, name, (digest if tier is None else _on_medium(tier, digest)).hex()) for what, name, digest in named
+        ]
+    if as_json:
+        print_json([dict(zip(("what", "name", "digest"), row, strict=True)) for row in rows])
+    else:
+        print_table(("what", "name", "digest"), [tuple(map(escape, row)) for row in rows])
 
 
 def inventory_at(tier: TierSettings) -> AbstractAsyncContextManager[Inventory]:
