@@ -17,7 +17,7 @@ from tiered_kv.media.backend import Missing, Recovered
 from tiered_kv.testing import ScriptedDevice
 from tiered_kv.tiers import owned
 from tiered_kv.tiers.gate import Kind, Waiter
-from tiered_kv.tiers.shared import Tombstones
+from tiered_kv.tiers.tombstones import Tombstones
 from tiered_kv.values.events import TierFailed
 
 T = TypeVar("T")

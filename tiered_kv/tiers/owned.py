@@ -26,9 +26,9 @@ from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import CLOSED, Answer, Turn
 from tiered_kv.tiers.journal import Journal
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.shared import Tombstones
 from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, ReadReport, WriteReport, which
+from tiered_kv.tiers.tombstones import Tombstones
 from tiered_kv.values.errors import (
     BackendUnavailableError,
     CapacityError,
