@@ -6,8 +6,9 @@ from dataclasses import replace
 import numpy as np
 
 from tests.tiers.test_health import Clock
-from tiered_kv.tiers.shared import FailedWrites, Tombstones
+from tiered_kv.tiers.shared import FailedWrites
 from tiered_kv.tiers.tier import Batch
+from tiered_kv.tiers.tombstones import Tombstones
 from tiered_kv.values.keys import Namespace
 
 SPACE = Namespace(b"f" * 32, b"e" * 32, b"s" * 32)
