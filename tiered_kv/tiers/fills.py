@@ -224,10 +224,10 @@ class Fills:
 
     def forget(self, fill: Fill, slots: Slots) -> None:
         """Take note that none of these slots is on its way in a fill any more: others may have them. -1 is none."""
-        mine = [slot for slot in slots.tolist() if self._pending.get(slot) is fill]
-        for slot in mine:
-            del self._pending[slot]
-        self._sources[mine] = -1
+        for slot in slots.tolist():
+            if self._pending.get(slot) is fill:
+                del self._pending[slot]
+                self._sources[slot] = -1
 
     def start(self, batch: Batch, sources: NDArray[np.int8], reservation: Reservation, waiter: Waiter) -> Fill:
         """Start to read blocks into reserved host slots, each from its tier. The fill is the cache's, whoever waits."""

@@ -66,7 +66,7 @@ class OwnedTier(StorageTier, BookedTier):
     """
 
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
-        super().__init__(parts)
+        super().__init__(parts, index)
         self.backend = backend
         self._maker = backend if isinstance(backend, RecordBackend) else None
         self.index = index
@@ -84,11 +84,6 @@ class OwnedTier(StorageTier, BookedTier):
         self.index.on_left = self._left
         if self.health.is_open:  # else `opened` comes first
             self._see_missing()
-
-    @property
-    @override
-    def books(self) -> TierIndex:
-        return self.index
 
     @property
     @override

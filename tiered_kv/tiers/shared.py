@@ -302,7 +302,7 @@ class SharedTier(StorageTier):
     """
 
     def __init__(self, parts: TierParts, backend: Backend) -> None:
-        super().__init__(parts)
+        super().__init__(parts, None)
         self.backend = backend
         self.suspects = Suspects(parts.health.clock)
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)

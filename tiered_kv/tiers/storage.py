@@ -89,10 +89,16 @@ class BlockIO(Generic[R]):
 
 
 class StorageTier(Tier):
-    """One kind of block in one storage tier."""
+    """One kind of block in one storage tier.
 
-    def __init__(self, parts: TierParts) -> None:
+    Attributes:
+        books: Of an owned tier, which say what can be read here; None of a shared tier.
+        is_shared: Whether others may write to the tier's medium.
+    """
+
+    def __init__(self, parts: TierParts, books: TierIndex | None) -> None:
         super().__init__(parts.health.name)
+        self.books, self.is_shared = books, books is None
         self.health = parts.health
         self.calls = parts.calls
         self.settings = parts.settings
@@ -105,16 +111,6 @@ class StorageTier(Tier):
         self._spare_blocks = SpareBlocks(parts.shape)
         self._tasks = parts.tasks
         self._writing: dict[object, tuple[NDArray[np.uint64], asyncio.Future[None]]] = {}
-
-    @property
-    def books(self) -> TierIndex | None:
-        """The books of an owned tier, which say what can be read here; None of a shared tier."""
-        return None
-
-    @property
-    def is_shared(self) -> bool:
-        """Whether others may write to the tier's medium."""
-        return self.books is None
 
     @property
     @override
