@@ -119,7 +119,7 @@ def test_what_no_file_of_prices_has_is_said_with_what_it_may_have(tmp_path: Path
         ("engine_price = 2", "engine_price: there is no such setting: did you mean 'engine_price_per_hour'?"),
         (
             '[[media]]\nname = "cpu"\nprice = 1\nread_bandwidth = "1GB"',
-            "media[0].price: there is no such setting: known are most",
+            "media[0].price: there is no such setting: did you mean 'price_per_gib_month' or 'price_per_tib_written'?",
         ),
     ):
         file.write_text(text)
