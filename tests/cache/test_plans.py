@@ -463,6 +463,23 @@ async def test_a_planner_that_is_gone_at_once_holds_nothing_of_what_is_brought_f
         assert kv.stats()["cpu"].leased == 0
 
 
+async def test_what_workers_answered_before_the_planner_was_gone_counts() -> None:
+    """Even in the same turn of the loop: a server may hear of both at once."""
+    engine = AnyEngine()
+    async with open_any(engine, CPU) as kv:
+        seat = inside(kv)
+        jobs = seat.cache.new_jobs(1)
+        jobs.workers.register(0, os.getpid())
+        spec, deadline = engine.spec(range(N)), seat.deadline(None)
+        job = jobs.begin(JobRequest("store", KEYS, seat.batches(KEYS), spec, lambda: True, deadline))
+        plan = await job.planned()
+        jobs.complete(Outcomes(plan.job, 0, N))
+        jobs.leave()
+        assert (await job.ended()).num_blocks == N
+        assert (await kv.lookup(KEYS)).num_blocks == N
+        await until_idle(kv)
+
+
 async def test_plans_that_cannot_be() -> None:
     """What is missing is said before anything is held: workers, a CPU tier, ids, ranks, answers."""
     engine = AnyEngine()

@@ -442,7 +442,6 @@ class Jobs(JobBook):
         What workers may be writing to yet stays reserved for good: what else is under way must not get these slots.
         """
         self._begin_no_more()
-        self._loop_calls.catch_up()  # what was answered before the end counts
         for job in list(self._underway):
             self._end_early(job, "closed", may_be_writing=True)
         self.workers.close()
@@ -450,6 +449,7 @@ class Jobs(JobBook):
     def _begin_no_more(self) -> None:
         with self._polled.lock:
             self._is_open = False
+        self._loop_calls.catch_up()  # what was answered before the end counts
 
     def _start(self, job: Job) -> None:
         if (underway := self._underway.get(job)) is None:
