@@ -22,6 +22,11 @@ def _decorated(given: object) -> Awaitable[None]:
     return _awaited(given)
 
 
+@wraps(_method)
+async def _in_a_thread(given: object) -> None:
+    _method(given)
+
+
 @pytest.mark.parametrize(
     ("name", "meant"),
     [("close", "aclose"), ("shutdown", "aclose"), ("lookup_prefixes", "lookup_prefix"), ("locates", "locate")],
@@ -38,7 +43,8 @@ def test_what_is_awaited_is_async(name: str) -> None:
     """Else each call would fail, by an error of Python's: the class says so when it is made."""
     with pytest.raises(ConfigurationError, match=rf"^Mine\.{name} must be async def"):
         type("Mine", (MemoryBackend,), {name: _method})
-    type("Mine", (MemoryBackend,), {name: _decorated})
+    for decorated in (_decorated, _in_a_thread):
+        type("Mine", (MemoryBackend,), {name: decorated})
 
 
 def test_a_slot_backend_is_held_to_its_own_names() -> None:

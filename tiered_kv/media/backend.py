@@ -229,7 +229,7 @@ _CLOSERS: Final = ("close", "shutdown", "stop", "dispose", "disconnect")
 
 def _is_plain(method: object) -> bool:
     """Say whether it is a function of plain ``def``, and none that hands on what another one returns."""
-    return isinstance(method, FunctionType) and not iscoroutinefunction(unwrap(method))
+    return isinstance(method, FunctionType) and not iscoroutinefunction(unwrap(method, stop=iscoroutinefunction))
 
 
 class _Tier(ABC):
