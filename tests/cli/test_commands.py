@@ -260,12 +260,12 @@ def test_config_says_where_each_setting_comes_from(tmp_path: Path, monkeypatch: 
 def test_what_vllm_is_given_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tiers, limits and codec, which go before the environment; what is the connector's own is told."""
     file, limits = tmp_path / "kv.json", {"load_timeout_s": 5}
-    extra = {"tiers": [f"file://{tmp_path}/kv?capacity=4MiB"], "limits": limits, "store_when": "evicted"}
+    extra = {"tiers": [f"file://{tmp_path}/kv-{{dp_rank}}?capacity=4MiB"], "limits": limits, "store_when": "evicted"}
     file.write_text(json.dumps({"kv_connector": "TieredKVConnector", "kv_connector_extra_config": extra}))
     monkeypatch.setenv("TIERED_KV_LIMITS__LOAD_TIMEOUT_S", "7")
     monkeypatch.setenv("TIERED_KV_LIMITS__WINDOW", "8MiB")
     keys = {each["key"]: each for each in answer("config", "--config", str(file))}
-    assert json.loads(keys["tiers[0]"]["value"])["path"] == f"{tmp_path}/kv"
+    assert json.loads(keys["tiers[0]"]["value"])["path"] == f"{tmp_path}/kv-0"
     assert keys["limits.load_timeout_s"] == {"key": "limits.load_timeout_s", "value": "5.0", "source": str(file)}
     assert keys["limits.window"]["source"] == "TIERED_KV_LIMITS__WINDOW"
     result = run("doctor", "--config", str(file))

@@ -64,7 +64,7 @@ def said_in(config: Path, *, tells: bool = False) -> dict[str, Any]:
     if not is_json(config):
         return tomllib.loads(text)
     try:
-        extra = json.loads(text)[_OF_VLLM]
+        extra = json.loads(text.replace("{dp_rank}", "0"))[_OF_VLLM]  # as the first replica has it
         found, others = {name: extra[name] for name in _OF_A_CACHE if name in extra}, sorted({*extra} - {*_OF_A_CACHE})
     except (ValueError, LookupError, TypeError, RecursionError):
         raise ConfigurationError(
