@@ -86,6 +86,27 @@ async def test_what_a_shared_tier_lacks_is_sent_once_however_often_it_is_stored(
 
 
 @pytest.mark.parametrize("write", ["through", "back"])
+async def test_what_is_evicted_while_it_is_written_is_sent_again(write: str) -> None:
+    """The write ends well, and what evicted the blocks deletes them behind it."""
+    engine, below = Engine(), ScriptedBackend(name="below", write=write)
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, below, engine=engine) as kv:
+        below.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        flushing = asyncio.ensure_future(kv.flush())
+        await until(lambda: below.on_write.num_held == 1)
+        evicting = asyncio.ensure_future(kv.evict(KEYS, tier="below"))
+        await checkpoint()
+        below.on_write.release()
+        await asyncio.gather(evicting, flushing)
+        await until_idle(kv)
+        assert below.num_records == 0
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (await stored.settled())[-1] == TierStore("below", deferred=3)
+        assert await kv.flush()
+        assert below.num_records == 3
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("is_use_enough", [False, True])
 async def test_a_tier_below_gets_what_the_gpu_pool_alone_has(write: str, *, is_use_enough: bool) -> None:
     """As the CPU tier, above which nothing waits for storage, had no room for it any more: by a store, or by a use."""

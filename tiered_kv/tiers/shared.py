@@ -494,11 +494,12 @@ class SharedTier(StorageTier):
             dropped[at] = [outcome is Outcome.REFUSED for outcome in outcomes]
             self._failed_writes.add(batch.names[wanted & ~written & ~dropped])
             self.suspects.wrote(batch.names[written])
-            self.take_missed(batch[written])
             self._tombstones.lift(batch[written], serial)
             self._asking.clear()  # what is asked from now on is not to be answered as of before
             # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
-            self.answers.forget(batch.names[written & ~self._tombstones.holds(batch)])
+            is_there = written & ~self._tombstones.holds(batch)
+            self.take_missed(batch[is_there])
+            self.answers.forget(batch.names[is_there])
             end_writing()
             io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
 
