@@ -85,6 +85,26 @@ async def test_what_a_shared_tier_lacks_is_sent_once_however_often_it_is_stored(
         assert below.num_records == 3
 
 
+async def test_what_a_shared_tier_lacks_is_not_sent_beside_a_write_that_brings_it() -> None:
+    """As its use has just brought it on its way, where a tier wants some, or a store of what was evicted everywhere."""
+    engine, below = Engine(), ScriptedBackend(name="below", admit_after=2)
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, below, engine=engine) as kv:
+        below.on_write.fail_next(OSError("once"))
+        for _ in range(3):
+            await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+            await until_idle(kv)
+        assert (below.on_write.num_calls, below.num_records) == (2, 3)
+        await kv.evict(KEYS)
+        below.on_write.hold()
+        await kv.store(KEYS, engine.compute(KEYS))
+        await until(lambda: below.on_write.num_held == 1)
+        stored = await kv.store(KEYS, engine.compute(KEYS))
+        assert (await stored.settled())[-1] == TierStore("below", present=3)
+        below.on_write.release()
+        await until_idle(kv)
+        assert (below.on_write.num_calls, below.num_records) == (3, 3)
+
+
 @pytest.mark.parametrize("write", ["through", "back"])
 async def test_what_is_evicted_while_it_is_written_is_sent_again(write: str) -> None:
     """The write ends well, and what evicted the blocks deletes them behind it."""
@@ -102,6 +122,46 @@ async def test_what_is_evicted_while_it_is_written_is_sent_again(write: str) -> 
         assert below.num_records == 0
         stored = await kv.store(KEYS, engine.compute(KEYS))
         assert (await stored.settled())[-1] == TierStore("below", deferred=3)
+        assert await kv.flush()
+        assert below.num_records == 3
+
+
+@pytest.mark.parametrize("write", ["through", "back"])
+@pytest.mark.parametrize(
+    ("tier", "above"), [("below", ["cpu"]), ("below", ["gpu", "cpu"]), ("cpu", ["cpu"]), ("cpu", ["gpu", "cpu"])]
+)
+async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(write: str, tier: str, above: list[str]) -> None:
+    """Wherever it is then: on its way out of the engine or to the CPU tier, waiting there, or being written."""
+    for num_steps in range(16):
+        engine, below = Engine(), ScriptedBackend(name="below", write=write)
+        memory = [{"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in above]
+        async with open_cache(*memory, below, engine=engine) as kv:
+            storing = kv.start_store(KEYS, engine.compute(KEYS))
+            for _ in range(num_steps):
+                await checkpoint()
+            await kv.evict(KEYS, tier=tier)
+            await (await storing).settled()
+            assert await kv.flush()
+            await kv.store(KEYS, engine.compute(KEYS))
+            assert await kv.flush()
+            assert below.num_records == 3, num_steps
+
+
+async def test_what_a_shared_tier_lacks_is_sent_once_memory_has_it() -> None:
+    """A store that finds it on its way from another tier sends nothing, and leaves it to the next."""
+    engine, other, below = Engine(), ScriptedBackend(name="other"), ScriptedBackend(name="below")
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, other, below, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        for tier in ("below", "cpu"):
+            await kv.evict(KEYS, tier=tier)
+        other.on_read.hold()
+        loading = kv.start_load(KEYS, GPULoadStoreSpec(range(3)))
+        await until(lambda: other.on_read.num_held == 1)
+        stored = await kv.store(KEYS, engine.compute(KEYS, range(3, 6)))
+        assert (stored.num_present, (await stored.settled())[-1]) == (3, TierStore("below", deferred=3))
+        other.on_read.release()
+        assert (await loading).num_blocks == 3
+        await kv.store(KEYS, engine.compute(KEYS, range(3, 6)))
         assert await kv.flush()
         assert below.num_records == 3
 

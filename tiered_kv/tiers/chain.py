@@ -277,8 +277,8 @@ class Chain:
         if len(lacking) and tier.can_keep and not tier.health.is_shedding:
             # What is on its way is not sent twice, nor what the store's use has sent, for which there was no room.
             waits = self._admission.waits(self.tiers.index(tier), lacking.names)
-            sent = lacking[self.admitted([tier], lacking) & ~waits]
-            self.on_admitted(self, tier, sent[tier.take_missed(sent)], came)
+            is_sent = self.admitted([tier], lacking) & ~tier.is_coming(lacking) & ~waits
+            self.on_admitted(self, tier, lacking[is_sent], came)
         return len(lacking)
 
     def later(self, tier: MemoryTier) -> list[Tier]:

@@ -324,10 +324,6 @@ class OwnedTier(StorageTier, BookedTier):
         return self.lacks(batch)
 
     @override
-    def take_missed(self, batch: Batch) -> Mask:
-        return ~self.is_coming(batch)
-
-    @override
     def announce(self, names: Names, is_wanted: Callable[[], Mask]) -> Callable[[], None]:
         coming = _Coming(hash_names(names), is_wanted)
         hashes: list[int] = coming.hashes.tolist()
@@ -342,8 +338,8 @@ class OwnedTier(StorageTier, BookedTier):
 
         return over
 
+    @override
     def is_coming(self, batch: Batch) -> Mask:
-        """Say which blocks are being written here, or are to be once their turn comes."""
         _, states = self.index.find(batch.names)
         return np.equal(states, SlotState.PENDING) | self._is_announced(batch.names)
 

@@ -498,7 +498,7 @@ class SharedTier(StorageTier):
             self._asking.clear()  # what is asked from now on is not to be answered as of before
             # What was evicted here meanwhile is deleted by who did it, after this; what left memory is not.
             is_there = written & ~self._tombstones.holds(batch)
-            self.take_missed(batch[is_there])
+            self.miss_no_more(batch.names[is_there])
             self.answers.forget(batch.names[is_there])
             end_writing()
             io.then(WriteReport(written, np.zeros(n, np.bool_), dropped, self._refusal, ~wanted))
@@ -527,11 +527,9 @@ class SharedTier(StorageTier):
         return np.array([name in self._missed for name in rows_of(batch.names)], np.bool_)
 
     @override
-    def take_missed(self, batch: Batch) -> Mask:
-        taken = self.missed(batch)
-        for name in rows_of(batch.names[taken]):
+    def miss_no_more(self, names: Names) -> None:
+        for name in rows_of(names) if self._missed else ():
             self._missed.pop(name, None)
-        return taken
 
     def forget(self, batch: Batch) -> Coroutine[Any, Any, bool]:
         """Make blocks unfindable at once. What the medium does not delete stays so here, and it is tried again.

@@ -289,9 +289,12 @@ class StorageTier(Tier):
     def missed(self, batch: Batch) -> Mask:
         """Say which blocks it is known to lack: of those that memory has it was to have all that it takes."""
 
-    @abstractmethod
-    def take_missed(self, batch: Batch) -> Mask:
-        """Say which of the blocks that it lacks nobody sends here yet: whoever asks does so now."""
+    def miss_no_more(self, names: Names) -> None:
+        """Take note that blocks are here, or on their way, until `miss` says otherwise."""
+
+    def is_coming(self, batch: Batch) -> Mask:
+        """Say which blocks are being written here, or are to be once their turn comes: of those that are `missed`."""
+        return np.zeros(len(batch), np.bool_)
 
     def hint(self, batch: Batch, hint: ReuseHint) -> None:
         """Note what a caller says of the blocks."""

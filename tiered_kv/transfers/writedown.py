@@ -128,6 +128,8 @@ class WriteDown:
         Args:
             ended: Called when each has the blocks or is given up, perhaps before this returns.
         """
+        for storage in self._chain.through if self._to is None else self._to:
+            storage.miss_no_more(self._batch.names)  # what does not come there is missed again
         gpu = self._chain.gpu
         if gpu is None or self._tier is not gpu:
             self._write(ended)
@@ -223,7 +225,10 @@ class WriteDown:
             held = host.index.lease(self._batch.names)
         there = held.slots >= 0
         failed = ~there & self._goes_down(gpu, passes)
-        num_removed = int(np.count_nonzero(~there & ~failed))
+        is_removed = ~there & ~failed
+        num_removed = int(np.count_nonzero(is_removed))
+        for storage in chain.written if self._to is None else self._to:
+            storage.miss(self._batch.names[is_removed])  # the pool may have it yet
         num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
@@ -402,6 +407,7 @@ class WriteDown:
         if len(lost.nonzero()[0]):
             wanted = self._is_wanted(storage, batch[lost], slots[lost])
             self._chain.unwritten.has_lost |= bool(wanted.any())
+            storage.miss(batch.names[lost])
             self._chain.has_missed(storage, batch[lost][wanted])
             self._chain.fates.note(batch.names[report.dropped], Fate.DROPPED, storage.name)
             self._chain.fates.note(batch.names[report.failed], Fate.FAILED, storage.name)
