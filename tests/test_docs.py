@@ -45,6 +45,7 @@ BLOCK = re.compile(
 STARTED_ANEW = ("how-to/custom-backend.md", "how-to/transformers.md")
 """Pages whose programs import much that no other does, or, as pytest, rewrite what they import."""
 SNIPPET = re.compile(r"^--8<-- \"(?P<file>[^\"]+)\"\n", re.MULTILINE)
+LOGGED = re.compile(r"\blog\(\s*\"\w+\",\s*\"([a-z_]+\.[a-z_]+)\"")
 TEST = re.compile(r"`(?P<file>tests/[\w/]+\.py)(?:::(?P<name>\w+))?`")
 
 
@@ -135,9 +136,12 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_operators_find_every_event_and_number() -> None:
-    """Each event and each field of a tier's statistics is explained."""
+    """Each event, all else that is logged, and each field of a tier's statistics is explained."""
     page = (DOCS / "how-to" / "operate.md").read_text()
+    sources = [path.read_text() for root in ("tiered_kv", "backends") for path in (REPOSITORY / root).rglob("*.py")]
     wanted = [event.name for event in Event.__subclasses__()] + [field.name for field in fields(TierStatistics)]
+    wanted += [name for source in sources for name in LOGGED.findall(source)]
+    assert "host.ready" in wanted
     assert [name for name in wanted if f"`{name}`" not in page] == []
 
 
