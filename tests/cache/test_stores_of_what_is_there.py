@@ -130,7 +130,9 @@ async def test_what_is_evicted_while_it_is_written_is_sent_again(write: str) -> 
 @pytest.mark.parametrize(
     ("tier", "above"), [("below", ["cpu"]), ("below", ["gpu", "cpu"]), ("cpu", ["cpu"]), ("cpu", ["gpu", "cpu"])]
 )
-async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(write: str, tier: str, above: list[str]) -> None:
+async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(
+    write: str, tier: str, above: list[str]
+) -> None:
     """Wherever it is then: on its way out of the engine or to the CPU tier, waiting there, or being written."""
     for num_steps in range(16):
         engine, below = Engine(), ScriptedBackend(name="below", write=write)

@@ -58,6 +58,26 @@ async def test_every_call_runs_once_and_in_the_order_of_its_thread() -> None:
         assert [call for thread, call in ran if thread == number] == list(range(5000))
 
 
+@pytest.mark.both_loops
+async def test_many_calls_leave_turns_to_others() -> None:
+    """Threads may give in more while these run than these were: who is to stop them has a turn all the same."""
+    loop_calls, num_ran, num_turns = LoopCalls(asyncio.get_running_loop()), 0, 0
+
+    def twice() -> None:
+        nonlocal num_ran
+        num_ran += 1
+        for _ in range(2 if num_ran < 10_000 else 0):
+            loop_calls.call(twice)
+
+    loop_calls.call(twice)
+    while num_ran < 19_999:
+        before = num_ran
+        await asyncio.sleep(0)
+        num_turns += 1
+        assert num_ran - before <= 256
+    assert num_turns >= 19_999 / 256
+
+
 def test_many_calls_share_one_wakeup() -> None:
     """All that is queued before the loop runs; the next call wakes it again."""
     loop = CountingLoop()

@@ -7,11 +7,13 @@ all that is queued before the loop gets to run shares one wake-up.
 import asyncio
 from collections import deque
 from collections.abc import Callable
-from typing import TypeVarTuple
+from typing import Final, TypeVarTuple
 
 from tiered_kv.values.errors import in_words
 
 Ts = TypeVarTuple("Ts")
+_MOST_A_TURN: Final = 256
+"""Others on the loop have turns between so many: threads may give in more than it runs, for as long as it runs them."""
 
 
 class LoopCalls:
@@ -64,11 +66,11 @@ class LoopCalls:
         In the thread of the loop, which may have called and not had a turn since; not from a signal's handler.
         """
         if self._calls:
-            self._run()
+            self._run(len(self._calls))
 
-    def _run(self) -> None:
+    def _run(self, most: int = _MOST_A_TURN) -> None:
         self._waking = False
-        for _ in range(len(self._calls)):  # those that come meanwhile wake the loop again
+        for _ in range(min(most, len(self._calls))):  # those that come meanwhile wake the loop again
             if not self._calls:
                 return  # one of them has caught up
             function, args = self._calls.popleft()
@@ -79,6 +81,9 @@ class LoopCalls:
                 raise
             except BaseException as error:  # noqa: BLE001 - as the loop itself deals with one
                 self._loop.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
+        if self._calls and not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._run)
 
 
 def carried(error: BaseException, whose: str) -> Exception:
