@@ -206,7 +206,7 @@ class WriteDown:
                     chain.waiting[gpu].put_back(self._batch, self._slots, self._lease, self._came)
                 else:
                     self._lose(self._batch)
-                    self._count_below(dropped={Reason.NO_ROOM: n})
+                    self._count_below(self._batch, dropped={Reason.NO_ROOM: n})
                     self._tally.add(host, dropped={Reason.NO_ROOM: n})
                 self._batch, self._slots = self._batch[:0], self._slots[:0]
                 return
@@ -225,10 +225,7 @@ class WriteDown:
             held = host.index.lease(self._batch.names)
         there = held.slots >= 0
         failed = ~there & self._goes_down(gpu, passes)
-        is_removed = ~there & ~failed
-        num_removed = int(np.count_nonzero(is_removed))
-        for storage in chain.written if self._to is None else self._to:
-            storage.miss(self._batch.names[is_removed])  # the pool may have it yet
+        num_removed = int(np.count_nonzero(~there & ~failed))
         num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
@@ -243,7 +240,7 @@ class WriteDown:
             dropped={Reason.NO_ROOM: num_passing, **removed},
             failed=num_failed,
         )
-        self._count_below(dropped=removed, failed=num_failed)
+        self._count_below(self._batch[~there], dropped=removed, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
         if self._head is not None:
             self._head.hold(host, self._batch.names)
@@ -263,10 +260,11 @@ class WriteDown:
         finally:
             chain.fills.conclude(fill, reservation)
 
-    def _count_below(self, *, dropped: Mapping[Reason, int], failed: int = 0) -> None:
+    def _count_below(self, lost: Batch, *, dropped: Mapping[Reason, int], failed: int = 0) -> None:
         """Count what goes no further in the tiers that were to get it now: for others it was counted as deferred."""
         for storage in self._chain.storage if self._to is None else self._to:
             self._tally.add(storage, dropped=dropped, failed=failed)
+            storage.miss(lost.names)  # the pool may have it yet
 
     def _wait_again(self, gpu: MemoryTier, at: NDArray[np.intp]) -> int:
         """Let blocks that waited, and were not copied to the host, wait for another try; say how many do.
@@ -304,10 +302,8 @@ class WriteDown:
         """Take note that blocks go no further: perhaps a tier below was to get one of them, and may at its next use."""
         chain = self._chain
         to = chain.written if self._to is None else self._to
-        if self._to is None and chain.host.can_keep:
-            is_lost = len(batch) > 0
-        else:
-            is_lost = any(self._is_for(each, batch).any() for each in to)
+        is_for_host = self._to is None and chain.host.can_keep
+        is_lost = len(batch) > 0 if is_for_host else any(self._is_for(each, batch).any() for each in to)
         chain.unwritten.has_lost |= is_lost
         for storage in to:
             chain.has_missed(storage, batch)
