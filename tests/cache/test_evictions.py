@@ -57,6 +57,17 @@ async def test_a_tier_that_opens_late_has_nothing_that_was_evicted_before(how: s
         assert (await kv.lookup(KEYS)).num_blocks == 0
 
 
+async def test_a_load_from_a_tier_that_opened_late_begins_in_its_call() -> None:
+    """As from one that opened in time: it goes by the books that were found on the medium."""
+    engine, others = Engine(), prompt(2, seed=1)
+    slots = await late_with(engine, others)
+    async with open_cache(CPU, slots, engine=engine) as kv:
+        await until(lambda: not kv.stats()["slots"].is_bypassed)
+        loading = kv.start_load(others, GPULoadStoreSpec(range(2)))
+        assert not [task for task in asyncio.all_tasks() if task.get_name().startswith("load ")]
+        assert (await loading).num_blocks == 2
+
+
 @pytest.mark.parametrize("how", ["evict", "clear"])
 async def test_what_is_evicted_as_a_tier_opens_is_evicted_for_good(how: str) -> None:
     """While it is told what was evicted before: it is told of this too, and says so when it is done."""

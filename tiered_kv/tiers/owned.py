@@ -110,7 +110,7 @@ class OwnedTier(StorageTier, BookedTier):
         elif (names := evicted.names()) is not None:
             index.remove(names)
         index.on_change, index.on_left = self.index.on_change, self._left
-        self.index = index
+        self.index = self.books = index
         self._is_fresh = np.zeros(index.max_slots, np.bool_)
         self._missing = None
         self._see_missing()
