@@ -270,20 +270,45 @@ def test_what_vllm_is_given_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert keys["limits.window"]["source"] == "TIERED_KV_LIMITS__WINDOW"
     result = run("doctor", "--config", str(file))
     assert (result.exit_code, "nvme" in result.stdout) == (0, True), result.output
-    assert "store_when: for the connector alone to read" in result.stderr
+    assert "store_when: for the adapter alone to read" in result.stderr
+
+
+def test_what_is_below_vllms_own_tier_is_read(tmp_path: Path) -> None:
+    """Of vLLM's secondary tiers the one that is ours."""
+    file, ours = tmp_path / "kv.json", {"type": "TieredKVTier", "tiers": [f"file://{tmp_path}/kv?capacity=4MiB"]}
+    extra = {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": "fs"}, ours]}
+    file.write_text(json.dumps({"kv_connector": "OffloadingConnector", "kv_connector_extra_config": extra}))
+    keys = {each["key"]: each for each in answer("config", "--config", str(file))}
+    assert json.loads(keys["tiers[0]"]["value"])["medium"] == "nvme"
+
+
+def test_what_sglang_is_given_is_read(tmp_path: Path) -> None:
+    """All settings in its key ``tiered_kv``, for the first rank; what is the adapter's own is told."""
+    file = tmp_path / "kv.json"
+    ours = {"tiers": [f"file://{tmp_path}/{{rank}}?capacity=4MiB"], "prefill_tokens_per_s": 900, "weights": "v1"}
+    file.write_text(json.dumps({"backend_name": "tiered_kv", "interface_v1": 1, "tiered_kv": ours}))
+    keys = {each["key"]: each for each in answer("config", "--config", str(file))}
+    assert json.loads(keys["tiers[0]"]["value"])["path"] == f"{tmp_path}/0-0-0-0"
+    assert (keys["prefill_tokens_per_s"]["value"], keys["prefill_tokens_per_s"]["source"]) == ("900.0", str(file))
+    result = run("doctor", "--config", str(file))
+    assert (result.exit_code, "weights: for the adapter alone to read" in result.stderr) == (0, True), result.output
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ('{"tiers": []}', 'JSON is read as vLLM\'s connector has it, {"kv_connector_extra_config"'),
-        ('{"kv_connector_extra_config": 3}', "as vLLM's connector has it"),
-        ("[", "as vLLM's connector has it"),
-        ('{"kv_connector_extra_config": {"connect": "unix:///run/kv.sock"}}', "the file that `serve` has"),
+        ('{"tiers": []}', 'JSON is read as an engine\'s adapter has it: {"kv_connector_extra_config"'),
+        ('{"kv_connector_extra_config": 3}', "as an engine's adapter has it"),
+        ('{"kv_connector_extra_config": {"secondary_tiers": [3]}}', "as an engine's adapter has it"),
+        ('{"tiered_kv": 3}', '{"tiered_kv": {"tiers": [...]}} of SGLang'),
+        ('{"tiered_kv": {"connect": "unix:///run/kv.sock"}}', "the file `serve` has"),
+        ('{"tiered_kv": {"teirs": []}}', "teirs"),
+        ("[", "as an engine's adapter has it"),
+        ('{"kv_connector_extra_config": {"connect": "unix:///run/kv.sock"}}', "the file `serve` has"),
         ('{"kv_connector_extra_config": {"tiers": ["ssd://"]}}', "no medium takes URLs of ssd://: did you mean"),
     ],
 )
-def test_what_vllm_would_refuse_is_refused(tmp_path: Path, text: str, why: str) -> None:
+def test_what_an_engine_would_refuse_is_refused(tmp_path: Path, text: str, why: str) -> None:
     """In one line; so is what another program is to be asked about."""
     file = tmp_path / "kv.json"
     file.write_text(text)

@@ -27,11 +27,20 @@ _WIDTH: Final = 160
 AsJSON = Annotated[bool, typer.Option("--json", help="Answer with one line of JSON.")]
 ConfigFile = Annotated[
     Path | None,
-    typer.Option("--config", help="A TOML file, or vLLM's of JSON; else $TIERED_KV_CONFIG and TIERED_KV_* are read."),
+    typer.Option(
+        "--config", help="A TOML file, or an engine's of JSON; else $TIERED_KV_CONFIG and TIERED_KV_* are read."
+    ),
 ]
 _OF_VLLM: Final = "kv_connector_extra_config"
+_OF_SGLANG: Final = "tiered_kv"
+_BELOW_VLLMS: Final = "TieredKVTier"
+"""A tier below vLLM's own CPU tier."""
 _OF_A_CACHE: Final = ("tiers", "limits", "codec")
 """What vLLM's connector takes there for its cache; the rest is the connector's own."""
+_OF_AN_ADAPTER: Final = ("connect", "tokens_per_state", "weights")
+"""What SGLang's takes there for itself; the rest is its cache's."""
+_FIRST_RANK: Final = {_OF_VLLM: ("{dp_rank}", "0"), _OF_SGLANG: ("{rank}", "0-0-0-0")}
+"""What stands in for a rank there, and what it is in the first process."""
 
 out = Console() if sys.stdout.isatty() else Console(width=_WIDTH)
 err = Console(stderr=True)
@@ -49,7 +58,7 @@ def settings_of(config: Path | None) -> "TieredKVSettings":
 
 
 def is_json(config: Path) -> bool:
-    """Say whether it is what vLLM gets by ``--kv-transfer-config``: that goes before the environment, TOML after it."""
+    """Say whether it is what an engine is given: that goes before the environment, and TOML after it."""
     return config.suffix == ".json"
 
 
@@ -57,23 +66,29 @@ def said_in(config: Path, *, tells: bool = False) -> dict[str, Any]:
     """Return what a file says of a cache's settings; ``tells`` what of it is left out.
 
     Raises:
-        ConfigurationError: It is no configuration of vLLM's connector, or one of a cache that a host's server keeps.
+        ConfigurationError: It is nothing that an engine's adapter reads, or is of a cache that a host's server keeps.
         OSError: It cannot be read.
     """
     text = config.read_text(encoding="utf-8")
     if not is_json(config):
         return tomllib.loads(text)
     try:
-        extra = json.loads(text.replace("{dp_rank}", "0"))[_OF_VLLM]  # as the first replica has it
-        found, others = {name: extra[name] for name in _OF_A_CACHE if name in extra}, sorted({*extra} - {*_OF_A_CACHE})
-    except (ValueError, LookupError, TypeError, RecursionError):
+        said = json.loads(text)
+        engine = _OF_VLLM if _OF_VLLM in said else _OF_SGLANG
+        extra = json.loads(text.replace(*_FIRST_RANK[engine]))[engine]
+        ours = [each for each in extra.get("secondary_tiers", ()) if each["type"] == _BELOW_VLLMS]
+        extra = {**(ours[0] if ours else extra)}
+        others = sorted({*extra} - {*_OF_A_CACHE} if engine == _OF_VLLM else {*extra} & {*_OF_AN_ADAPTER})
+        found = {name: value for name, value in extra.items() if name not in others}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
         raise ConfigurationError(
-            f'{config}: JSON is read as vLLM\'s connector has it, {{"{_OF_VLLM}": {{"tiers": [...]}}}}'
+            f"{config}: JSON is read as an engine's adapter has it: "
+            f'{{"{_OF_VLLM}": {{"tiers": [...]}}}} of vLLM, or {{"{_OF_SGLANG}": {{"tiers": [...]}}}} of SGLang'
         ) from None
     if "connect" in others:
-        raise ConfigurationError(f"{config} has vLLM connect to a host's server: ask with the file that `serve` has")
+        raise ConfigurationError(f"{config} has an engine connect to a host's server: ask with the file `serve` has")
     if others and tells:
-        tell(f"{config}: {', '.join(others)}: for the connector alone to read")
+        tell(f"{config}: {', '.join(others)}: for the adapter alone to read")
     return found
 
 
