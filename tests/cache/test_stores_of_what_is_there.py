@@ -8,6 +8,7 @@ from anyio.lowlevel import checkpoint
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
+from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import GPULoadStoreSpec, Outcomes, Reason, TierStore, Worker
 from tiered_kv.testing import ScriptedDevice
 
@@ -147,6 +148,33 @@ async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(
             await kv.store(KEYS, engine.compute(KEYS))
             assert await kv.flush()
             assert below.num_records == 3, num_steps
+
+
+@pytest.mark.parametrize("how", ["resized", "expired"])
+@pytest.mark.parametrize("medium", [ScriptedSlotBackend, ScriptedBackend])
+def test_what_went_while_it_waited_in_the_cpu_tier_is_sent_by_the_next_store(
+    medium: type[ScriptedSlotBackend | ScriptedBackend], how: str
+) -> None:
+    """As that became smaller while the tier below failed, or it grew too old there: the GPU pool has it yet."""
+
+    async def work() -> None:
+        device, engine, below = CountingDevice(), Engine(), medium(name="below", write="back")
+        gpu, cpu = ({"medium": each, "capacity": 16 * PAYLOAD_BYTES} for each in ("gpu", "cpu"))
+        async with open_cache(gpu, cpu | {"ttl_s": 5}, below, engine=engine, device=device) as kv:
+            watch(device, pools_of(kv))
+            await kv.store(KEYS, engine.compute(KEYS))
+            if how == "resized":
+                below.on_write.fail_next(OSError("once"))
+                await kv.resize("cpu", PAYLOAD_BYTES)
+                await kv.resize("cpu", 16 * PAYLOAD_BYTES)
+            else:
+                await asyncio.sleep(10)
+            assert (await kv.lookup(KEYS)).by_tier == {"gpu": 3}
+            await kv.store(KEYS, engine.compute(KEYS))
+            assert await kv.flush()
+            assert below.num_records == 3
+
+    run(work)
 
 
 async def test_what_a_shared_tier_lacks_is_sent_once_memory_has_it() -> None:

@@ -182,9 +182,9 @@ def test_dirty_blocks_are_not_evicted(policy: str) -> None:
 
 
 def test_it_is_told_what_is_dirty_no_more_though_nobody_took_it() -> None:
-    """Once for each slot, with the reason; and who marks blocks hears which of them were not dirty."""
-    index, told = TierIndex(6, write_back=True), list[tuple[list[int], Change]]()
-    index.on_undirtied = lambda slots, why: told.append((slots.tolist(), why))
+    """Once for each block, with its slot and the reason; and who marks blocks hears which of them were not dirty."""
+    index, told = TierIndex(6, write_back=True), list[tuple[list[int], list[int], Change]]()
+    index.on_undirtied = lambda names, slots, why: told.append((ids_of(names), slots.tolist(), why))
     with index.reserve(names_of(*range(6))) as reservation, reservation.commit() as lease:
         assert index.mark_dirty(lease, lease.slots[:2]).tolist() == [0, 1]
         assert index.mark_dirty(lease).tolist() == [2, 3, 4, 5]
@@ -192,7 +192,11 @@ def test_it_is_told_what_is_dirty_no_more_though_nobody_took_it() -> None:
     index.remove(names_of(0, 1))
     index.resize(4)
     index.clear()
-    assert told == [([1], Change.REMOVED), ([5, 4], Change.EVICTED), ([2, 3], Change.CLEARED)]
+    assert told == [
+        ([1], [1], Change.REMOVED),
+        ([5, 4], [5, 4], Change.EVICTED),
+        ([2, 3], [2, 3], Change.CLEARED),
+    ]
 
 
 def test_only_leased_blocks_are_marked() -> None:

@@ -60,7 +60,8 @@ class TierIndex(Books):
         on_left: Takes over the slots of blocks that leave, if not None, whatever they leave for: until it has let go of
             them nothing is put there. Not of those that make room for others, whose slots are filled at once, nor of
             those whose slots are withheld, nor of all that `clear` removes.
-        on_undirtied: Is told of slots whose blocks are dirty no more though nobody took them, and why, if not None.
+        on_undirtied: Is told which blocks are dirty no more though nobody took them, in which slots, and why, if not
+            None.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class TierIndex(Books):
         self.ttl_s = ttl_s
         self.on_change: OnChange | None = None
         self.on_left: OnLeft | None = None
-        self.on_undirtied: Callable[[Slots, Change], object] | None = None
+        self.on_undirtied: Callable[[Names, Slots, Change], object] | None = None
         self._policy = guarded_policy(policy, max_slots)
         self._policy.resize(num_slots)
         self._clock = clock or system().monotonic
@@ -711,7 +712,7 @@ class TierIndex(Books):
         idle = dirty[self._num_leases[dirty] == 0]
         self._leased -= len(idle)
         if self.on_undirtied is not None and len(dirty):
-            self.on_undirtied(dirty, why)
+            self.on_undirtied(self._table.names(dirty), dirty, why)
 
     def _free_doomed(self, slots: Slots) -> None:
         self._states[slots] = FREE

@@ -8,6 +8,7 @@ somebody leases them. One fill per block at a time: whoever else wants the block
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -127,6 +128,8 @@ class Chain:
         clock = asyncio.get_running_loop().time
         self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
         self.waiting = self.unwritten.waiting
+        for tier, line in self.waiting.items():
+            line.on_lost = partial(self._come_no_more, tier)
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.room)
         num_bounce, num_takers = self.host.index.num_bounce, len(self.storage) + 1
@@ -286,6 +289,12 @@ class Chain:
         if tier is self.gpu and self.host.index.max_slots:
             return [self.host, *self.written] if self.host.write_back else []
         return list(self.back)
+
+    def _come_no_more(self, tier: MemoryTier, names: Names) -> None:
+        """Take note that blocks come to no tier for which they waited in ``tier``, but by another store or use."""
+        for each in self.later(tier):
+            if isinstance(each, StorageTier):
+                each.miss(names)
 
     def admitted(self, tiers: Sequence[Tier], batch: Batch) -> Mask:
         """Say which blocks at least one of the tiers is to have."""

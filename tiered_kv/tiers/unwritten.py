@@ -164,6 +164,9 @@ class Waiting:
         self._num_by_came = Counter[int]()
         self.on_add: Callable[[], object] = lambda: None
         """Called when blocks have come, once there is someone who writes them."""
+        self.on_lost: Callable[[Names], object] = lambda _: None
+        """Called with blocks that left the line and were not taken, unless all were cleared: another tier of memory may
+        have them yet."""
 
     def __len__(self) -> int:
         return self._index.num_dirty
@@ -243,13 +246,15 @@ class Waiting:
         self._came[fresh] = came
         self._num_by_came[came] += len(fresh)
 
-    def _forgotten(self, slots: Slots, why: Change) -> None:
+    def _forgotten(self, names: Names, slots: Slots, why: Change) -> None:
         """Take note that blocks left the line and were not taken."""
         self._prompts[slots] = None
         for came, n in Counter(self._came[slots].tolist()).items():
             _take(self._num_by_came, came, n)
         if why is Change.EVICTED:  # by resizing: need evicts no dirty block
             self._unwritten.has_lost = True
+        if why is not Change.CLEARED:
+            self.on_lost(names)
 
 
 def _take(counts: Counter[int], came: int, n: int) -> None:

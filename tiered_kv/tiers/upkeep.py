@@ -79,8 +79,6 @@ def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine
     elif tier != chain.memory[0].name:  # else what has it no more writes nothing down
         chain.unwritten.evict(tier, batch.names[_may_go_down(chain, batch)])
     for memory in (each for each in chain.memory if tier in (None, each.name)):
-        for below in chain.back:
-            below.miss(batch.names[memory.index.is_dirty(batch.names)])  # what waits here comes there no more
         memory.index.remove(batch.names)
         memory.left.forget(batch.names)
     storage = [each for each in chain.storage if tier in (None, each.name)]
