@@ -78,6 +78,23 @@ async def test_many_calls_leave_turns_to_others() -> None:
     assert num_turns >= 19_999 / 256
 
 
+@pytest.mark.both_loops
+async def test_who_catches_up_leaves_as_many_turns_to_others() -> None:
+    """However often that was: the wake-up that the loop has had stays the only one."""
+    loop_calls, ran = LoopCalls(asyncio.get_running_loop()), list[int]()
+    for number in range(8):
+        loop_calls.call(ran.append, number)
+        loop_calls.catch_up()
+    for number in range(8, 1008):
+        loop_calls.call(ran.append, number)
+    assert ran == list(range(8))
+    while len(ran) < 1008:
+        before = len(ran)
+        await asyncio.sleep(0)
+        assert len(ran) - before <= 256
+    assert ran == list(range(1008))
+
+
 def test_many_calls_share_one_wakeup() -> None:
     """All that is queued before the loop runs; the next call wakes it again."""
     loop = CountingLoop()

@@ -65,12 +65,17 @@ class LoopCalls:
 
         In the thread of the loop, which may have called and not had a turn since; not from a signal's handler.
         """
-        if self._calls:
-            self._run(len(self._calls))
+        self._run_first(len(self._calls))  # who was to wake the loop for the rest does
 
-    def _run(self, most: int = _MOST_A_TURN) -> None:
+    def _run(self) -> None:
         self._waking = False
-        for _ in range(min(most, len(self._calls))):  # those that come meanwhile wake the loop again
+        self._run_first(min(_MOST_A_TURN, len(self._calls)))  # those that come meanwhile wake the loop again
+        if self._calls and not self._waking:
+            self._waking = True
+            self._loop.call_soon(self._run)
+
+    def _run_first(self, num_calls: int) -> None:
+        for _ in range(num_calls):
             if not self._calls:
                 return  # one of them has caught up
             function, args = self._calls.popleft()
@@ -81,9 +86,6 @@ class LoopCalls:
                 raise
             except BaseException as error:  # noqa: BLE001 - as the loop itself deals with one
                 self._loop.call_exception_handler({"message": f"exception in {function!r}", "exception": error})
-        if self._calls and not self._waking:
-            self._waking = True
-            self._loop.call_soon(self._run)
 
 
 def carried(error: BaseException, whose: str) -> Exception:
