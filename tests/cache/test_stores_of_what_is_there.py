@@ -150,6 +150,24 @@ async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(
             assert below.num_records == 3, num_steps
 
 
+async def test_what_waits_in_the_gpu_pool_again_is_not_sent_to_a_shared_tier_beside_that() -> None:
+    """As its copy to the CPU tier failed."""
+    device, engine, below = ScriptedDevice(), Engine(), ScriptedBackend(name="below")
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    async with open_cache(gpu, cpu | {"write": "back"}, below, engine=engine, device=device) as kv:
+        storing = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: storing.done, on_wait=device.step)
+        device.fail_next(OSError("once"))
+        flushing = asyncio.ensure_future(kv.flush())
+        await until(lambda: not kv.stats()["gpu"].dirty)
+        await until(lambda: kv.stats()["gpu"].dirty == 3, on_wait=device.step)
+        again = kv.start_store(KEYS, engine.compute(KEYS))
+        await until(lambda: flushing.done() and again.done, on_wait=device.step)
+        draining = asyncio.ensure_future(kv.drain())
+        await until(draining.done, on_wait=device.step)
+        assert (below.num_records, below.on_write.num_blocks) == (3, 3)
+
+
 @pytest.mark.parametrize("how", ["resized", "expired"])
 @pytest.mark.parametrize("medium", [ScriptedSlotBackend, ScriptedBackend])
 def test_what_went_while_it_waited_in_the_cpu_tier_is_sent_by_the_next_store(

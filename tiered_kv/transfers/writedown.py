@@ -225,7 +225,8 @@ class WriteDown:
             held = host.index.lease(self._batch.names)
         there = held.slots >= 0
         failed = ~there & self._goes_down(gpu, passes)
-        num_removed = int(np.count_nonzero(~there & ~failed))
+        is_removed = ~there & ~failed
+        num_removed = int(np.count_nonzero(is_removed))
         num_again = self._wait_again(gpu, failed.nonzero()[0])
         chain.release(self._lease)
         num_failed = n - int(np.count_nonzero(there)) - num_again - num_removed
@@ -240,7 +241,7 @@ class WriteDown:
             dropped={Reason.NO_ROOM: num_passing, **removed},
             failed=num_failed,
         )
-        self._count_below(self._batch[~there], dropped=removed, failed=num_failed)
+        self._count_below(self._batch[is_removed], dropped=removed, failed=num_failed)
         self._tier, self._lease, self._slots, self._batch = host, held, held.slots[there], self._batch[there]
         if self._head is not None:
             self._head.hold(host, self._batch.names)
