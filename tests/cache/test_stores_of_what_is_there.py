@@ -150,6 +150,19 @@ async def test_what_is_evicted_on_its_way_down_is_sent_by_the_next_store(
             assert below.num_records == 3, num_steps
 
 
+async def test_what_waits_in_the_gpu_pool_is_not_sent_to_a_shared_tier_beside_that() -> None:
+    """Which is known to lack it, as it was evicted there: it comes by the CPU tier, once that takes it."""
+    engine, below = Engine(), ScriptedBackend(name="below")
+    gpu, cpu = ({"medium": medium, "capacity": 16 * PAYLOAD_BYTES} for medium in ("gpu", "cpu"))
+    async with open_cache(gpu, cpu | {"write": "back"}, below, engine=engine) as kv:
+        for num_times in (1, 2):
+            for _ in range(3):
+                await kv.store(KEYS, engine.compute(KEYS))
+            assert await kv.flush()
+            assert (below.num_records, below.on_write.num_blocks) == (3, num_times * 3)
+            await kv.evict(KEYS)
+
+
 async def test_what_waits_in_the_gpu_pool_again_is_not_sent_to_a_shared_tier_beside_that() -> None:
     """As its copy to the CPU tier failed."""
     device, engine, below = ScriptedDevice(), Engine(), ScriptedBackend(name="below")

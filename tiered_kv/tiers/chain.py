@@ -129,7 +129,7 @@ class Chain:
         self.unwritten = Unwritten([tier for tier in self.memory if tier.index.max_slots and self.later(tier)], clock)
         self.waiting = self.unwritten.waiting
         for tier, line in self.waiting.items():
-            line.on_lost = partial(self._come_no_more, tier)
+            line.on_wait, line.on_lost = partial(self._are_to_come, tier), partial(self._come_no_more, tier)
         sources = [*[None for _ in self.memory], *self.storage]
         self.fills = Fills(self.host, sources, self.room)
         num_bounce, num_takers = self.host.index.num_bounce, len(self.storage) + 1
@@ -290,8 +290,14 @@ class Chain:
             return [self.host, *self.written] if self.host.write_back else []
         return list(self.back)
 
+    def _are_to_come(self, tier: MemoryTier, names: Names) -> None:
+        """Take note that blocks wait in ``tier`` for those below it: nobody else need send them there."""
+        for each in self.later(tier):
+            if isinstance(each, StorageTier):
+                each.miss_no_more(names)
+
     def _come_no_more(self, tier: MemoryTier, names: Names) -> None:
-        """Take note that blocks come to no tier for which they waited in ``tier``, but by another store or use."""
+        """Take note that blocks wait in ``tier`` no more, and go nowhere but by another store or use."""
         for each in self.later(tier):
             if isinstance(each, StorageTier):
                 each.miss(names)

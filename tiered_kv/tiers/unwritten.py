@@ -164,6 +164,8 @@ class Waiting:
         self._num_by_came = Counter[int]()
         self.on_add: Callable[[], object] = lambda: None
         """Called when blocks have come, once there is someone who writes them."""
+        self.on_wait: Callable[[Names], object] = lambda _: None
+        """Called with blocks that wait now."""
         self.on_lost: Callable[[Names], object] = lambda _: None
         """Called with blocks that left the line and were not taken, unless all were cleared: another tier of memory may
         have them yet."""
@@ -245,6 +247,7 @@ class Waiting:
         self._since_s[fresh] = self._clock()  # what waits already keeps its place, and its time
         self._came[fresh] = came
         self._num_by_came[came] += len(fresh)
+        self.on_wait(batch.names if len(fresh) == len(batch) else batch.names[self._index.is_dirty(batch.names)])
 
     def _forgotten(self, names: Names, slots: Slots, why: Change) -> None:
         """Take note that blocks left the line and were not taken."""
