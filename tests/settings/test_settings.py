@@ -414,6 +414,14 @@ def test_a_directory_is_the_same_by_a_link(tmp_path: Path) -> None:
     assert "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme'" in complaint(tiers=tiers)
 
 
+def test_where_a_link_leads_is_for_the_tier_to_find_out(tmp_path: Path) -> None:
+    """Settings that name one which leads to itself are settings: the tier says so when it opens, or is not required."""
+    (tmp_path / "link").symlink_to("link")
+    tiers = [f"file://{tmp_path}/link?capacity=1GiB", f"shared-fs://{tmp_path}/link/kv?capacity=1GiB&required=false"]
+    assert "has the directory of tier 'nvme', or one in it" in complaint(tiers=tiers)
+    assert len(TieredKVSettings(tiers=tiers[1:]).tiers) == 1
+
+
 @pytest.mark.parametrize(
     "service", ["TIERED_KV", "TIEREDKV", *(f"TIERED_KV_{field.upper()}" for field in TieredKVSettings.model_fields)]
 )

@@ -4,6 +4,7 @@
 reads none of them.
 """
 
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -178,6 +179,11 @@ def paths_of(tier: TierSettings) -> tuple[Path, ...]:
     given = getattr(tier, "path", ())
     paths = given if isinstance(given, tuple) else (given,)
     return paths if all(isinstance(each, Path) for each in paths) else ()
+
+
+def place_of(path: Path) -> Path:
+    """Return where a path leads, through links; a link that leads back to itself is left as it is."""
+    return Path(os.path.realpath(path))  # `Path.resolve` raises there before Python 3.13
 
 
 class BookedTierSettings(TierSettings):
