@@ -101,7 +101,7 @@ def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Pat
     """Before anybody attaches; of several disks, only if that is so of all. Nothing is made where it can have one."""
     (tmp_path / "file").touch()
     bad, good = tmp_path / "file" / "kv", tmp_path / "new" / "kv"
-    for paths in ((bad,), (bad, tmp_path / "file")):
+    for paths in ((bad,), (bad, tmp_path / "file" / "more")):
         refused = pytest.raises(ConfigurationError, match=rf"tier 'nvme': no directory can be made at {bad}: Not a dir")
         with refused, serving(tmp_path, cpu(32), {**nvme(bad), "path": paths}):
             pass

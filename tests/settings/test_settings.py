@@ -216,6 +216,10 @@ def test_a_cpu_tier_may_be_empty_and_a_gpu_tier_may_not() -> None:
             "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme', or one in it: each needs its own",
         ),
         (
+            [{"medium": "nvme", "path": ["/kv/more", "/kv"], "capacity": "1GiB"}],
+            "tiers[0]: path names a directory twice, or one in another: each needs its own",
+        ),
+        (
             [TierSettings(medium="cpu")],
             "tiers[0]: medium 'cpu' takes tiered_kv.CPUTier, not TierSettings",
         ),
@@ -412,6 +416,8 @@ def test_a_directory_is_the_same_by_a_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("kv")
     tiers = [f"file://{tmp_path}/kv?capacity=1GiB", f"shared-fs://{tmp_path}/link?capacity=1GiB"]
     assert "tiers[1]: tier 'shared_fs' has the directory of tier 'nvme'" in complaint(tiers=tiers)
+    one = {"medium": "nvme", "path": [f"{tmp_path}/kv", f"{tmp_path}/link"], "capacity": "1GiB"}
+    assert "tiers[0]: path names a directory twice" in complaint(tiers=[one])
 
 
 def test_where_a_link_leads_is_for_the_tier_to_find_out(tmp_path: Path) -> None:
