@@ -411,7 +411,7 @@ def test_doctor_tries_each_tier(tmp_path: Path) -> None:
 
 
 def test_doctor_refuses_what_a_disk_tier_would(tmp_path: Path) -> None:
-    """A path that is a file, a directory that others may write to, keys that cannot be read: a cache would not open."""
+    """A file, a link that leads nowhere, a directory that others may write to, keys that cannot be read."""
     file, kv = tmp_path / "kv.toml", tmp_path / "kv"
     (tmp_path / "keys").write_text("a passphrase\n")
 
@@ -425,6 +425,10 @@ def test_doctor_refuses_what_a_disk_tier_would(tmp_path: Path) -> None:
 
     assert found(file) == (f"{file} is no directory", "choose another path")
     assert found(file / "kv") == (f"{file} is no directory", "choose another path")
+    kv.symlink_to("gone")
+    away = (f"{kv} is a link that leads nowhere", "mount what it leads to, or choose another path")
+    assert found(kv) == found(kv / "more") == away
+    kv.unlink()
     kv.mkdir()
     kv.chmod(0o777)
     assert found(kv) == (f"{kv} has mode 0777: others may write to it", f"chmod go-w {kv}")

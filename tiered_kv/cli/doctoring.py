@@ -142,7 +142,11 @@ def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
 
 
 def _of_directory(name: str, path: Path, capacity: int, direct: str) -> Iterator[Finding]:
-    there = next(each for each in (path, *path.parents) if each.exists())
+    there = next(each for each in (path, *path.parents) if os.path.lexists(each))
+    if not there.exists():
+        advice = "mount what it leads to, or choose another path"
+        yield Finding("bad", name, f"{there} is a link that leads nowhere", advice)
+        return
     if refusal := _refusal(path, there):
         yield Finding("bad", name, *refusal)
         return

@@ -508,10 +508,12 @@ def explained(
     try:
         yield
     except OSError as error:
-        name = f"{path}" if error.filename in {None, str(path)} else f"{path}/{error.filename}"
+        name = f"{path}" if error.filename in {None, str(path)} else f"{path / str(error.filename)}"
         if error.errno in {errno.EACCES, errno.EROFS} and name != str(path):
             name = f"{path}: no {error.filename!r} can be opened or made in it"
-        why = "it is a file" if isinstance(error, FileExistsError) else error.strerror
+        why = error.strerror
+        if isinstance(error, FileExistsError):
+            why = "it is a file" if Path(name).exists() else "it is a link that leads nowhere"
         raise ConfigurationError(f"{name}: {why}; {advice}") from error
 
 

@@ -305,6 +305,15 @@ async def test_a_directory_that_cannot_be_written_to_is_named(
             pass
 
 
+@pytest.mark.parametrize("path", ["link", "link/kv", "link/more/kv"])
+async def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, path: str) -> None:
+    """As that, and not as a file: what it leads to may be a disk that is not mounted."""
+    (tmp_path / "link").symlink_to("gone")
+    with pytest.raises(ConfigurationError, match=f"^{tmp_path}/link: it is a link that leads nowhere; "):
+        async with open_tier(tmp_path / path):
+            pass
+
+
 @pytest.mark.parametrize("path", ["kv", "mnt/nvme/kv"])
 async def test_parents_that_are_made_are_told(tmp_path: Path, path: str) -> None:
     """Once, and from which on: a mount point that is misspelt fills another disk."""
