@@ -106,13 +106,20 @@ async def test_a_store_replaces_what_a_removed_key_wrote(tmp_path: Path) -> None
         assert engine.count_right(prefix, range(N)) == N
 
 
-async def test_an_owned_tier_whose_key_is_lacking_does_not_open(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("lacking", "said"), [((NEW,), "which is not among the keys"), ((), "and there are no keys")], ids=["other", "none"]
+)
+async def test_an_owned_tier_whose_key_is_lacking_does_not_open(
+    tmp_path: Path, lacking: Sequence[str], said: str
+) -> None:
     """It says which key that is, and forgets nothing: a start that has the key serves all of it."""
     engine, prefix = AnyEngine(), prompt(N)
     async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(OLD))) as kv:
         await kv.store(prefix, engine.fill(prefix, range(N)))
-    with pytest.raises(ConfigurationError, match=r"nvme holds blocks that its keys do not open: .* not among the keys"):
-        async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(NEW))):
+    id_of_old = keys(OLD).make_seal().key_id.hex()
+    found = f"nvme holds blocks that its keys do not open: .* sealed by key {id_of_old}, {said}"
+    with pytest.raises(ConfigurationError, match=found):
+        async with open_any(engine, cpu(0), medium("nvme", tmp_path, keys(*lacking))):
             pass
     async with open_any(engine, cpu(4), medium("nvme", tmp_path, keys(NEW, OLD))) as kv:
         engine.wipe()

@@ -263,7 +263,7 @@ def test_a_wrong_key_is_a_miss_with_its_reason() -> None:
     assert outcome is Outcome.MISS
     assert [*reasons, reason] == [
         f"sealed by key {Seal([OLD]).key_id.hex()}, which is not among the keys",
-        "sealed, and there are no keys",
+        f"sealed by key {Seal([OLD]).key_id.hex()}, and there are no keys",
         "not sealed",
     ]
 

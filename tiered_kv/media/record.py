@@ -231,7 +231,7 @@ def _refusal(fields: _Fields, seal: "Seal | None") -> str:
     if not fields.is_sealed:
         return "not sealed" if seal else ""
     if seal is None:
-        return "sealed, and there are no keys"
+        return f"sealed by key {fields.key_id.hex()}, and there are no keys"
     if not seal.knows(fields.key_id):
         return f"sealed by key {fields.key_id.hex()}, which is not among the keys"
     return ""

@@ -309,9 +309,9 @@ class Records:
         return key if key is None or self._names is None else self._names.show_key(key)
 
     @property
-    def seals(self) -> bool:
-        """Whether records are written, and read, with keys."""
-        return self._seal is not None
+    def hides(self) -> bool:
+        """Whether names on the medium are hidden, as they are wherever records are sealed."""
+        return self._names is not None
 
     def making(
         self,

@@ -240,7 +240,7 @@ class StorageMedium:
         """
         refused, num_seen = dict[str, None](), 0
         for group, (index, shape) in enumerate(zip(books, self._services.shapes, strict=True)):
-            names, slots = index.names_in_order() if self._records.seals else (_NOTHING.names, _NOTHING.slots)
+            names, slots = index.names_in_order() if self._records.hides else (_NOTHING.names, _NOTHING.slots)
             some = np.unique(np.linspace(0, len(slots) - 1, _LOOKED_AT).astype(np.int64)) if len(slots) else slots
             blocks = [Block.empty(shape.payload_bytes) for _ in some]
             if blocks:
