@@ -109,6 +109,26 @@ def test_a_tier_that_can_have_no_directory_is_refused_at_the_start(tmp_path: Pat
         assert {each.name for each in tmp_path.iterdir()} == {"file", "kv.sock", "kv.sock.lock"}
 
 
+async def test_a_directory_of_a_cache_that_is_no_servers_is_refused_at_the_start(tmp_path: Path) -> None:
+    """What lies there would count nowhere, and stay; nor does such a cache take a server's. Each goes on as it was."""
+    engine, keys, disk, served = AnyEngine(), prompt(8), tmp_path / "own", tmp_path / "served"
+    async with open_any(engine, cpu(32), nvme(disk)) as kv:
+        await kv.store(keys, engine.fill(keys, range(8)))
+    why = f"tier 'nvme': {disk} has the blocks of a cache that is no server's"
+    with pytest.raises(ConfigurationError, match=why), serving(tmp_path, cpu(32), nvme(disk)):
+        pass
+    async with open_any(engine, cpu(32), nvme(disk)) as kv:
+        assert (await kv.lookup(keys)).num_blocks == 8
+    for num_found in (0, 8):
+        with serving(tmp_path, cpu(32), nvme(served)) as server:
+            async with attached(server, engine, model=ONE) as kv:
+                assert (await kv.lookup(keys)).num_blocks == num_found
+                await (await kv.store(keys, engine.fill(keys, range(8)))).settled()
+        with pytest.raises(ConfigurationError, match=f"{served} is above {served}/[0-9a-f]*, which is an NVMe tier's"):
+            async with open_any(engine, cpu(32), nvme(served)):
+                pass
+
+
 def test_a_disk_that_the_filesystem_can_never_hold_is_refused_at_the_start(tmp_path: Path) -> None:
     """Else a server says that it is ready, and refuses every client."""
     why = rf"tier 'nvme': capacity \(1.0 EiB\) is more than the filesystem of {tmp_path}/kv has \([0-9.]+ [GT]iB\)"

@@ -186,7 +186,16 @@ class DividedTier:
         return cls(tier_name(settings), facts["capacity"], tuple(map(Path, paths)), settings)
 
     def check_place(self) -> None:
-        """Raise `ConfigurationError` if it can have no directory, or none of its size; of several, one will do."""
+        """Raise `ConfigurationError` if it can have no directory, or none of its size; of several, one will do.
+
+        One that a cache of its own has used is refused: what that has left counts nowhere, and nobody would delete it.
+        """
+        for path in self.paths:
+            if self._medium().has_left(path):
+                raise ConfigurationError(
+                    f"tier {self.name!r}: {path} has the blocks of a cache that is no server's, which a server neither "
+                    "serves nor counts: choose another directory, or delete that one"
+                )
         refusals = [why for path in self.paths if (why := _why_no_folder(path) or _why_too_large(path, self.capacity))]
         if refusals and len(refusals) == len(self.paths):
             raise ConfigurationError(f"tier {self.name!r}: {'; '.join(refusals)}")

@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.settings.setting_errors import size_in_words
+from tiered_kv.settings.tier_settings import place_of
 from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES, blocks_within
@@ -334,14 +335,15 @@ def taken(path: Path) -> Iterator[int]:
     """Take a directory for this process alone, and yield its descriptor; it is made if need be, for its owner only.
 
     Raises:
-        ConfigurationError: It is none, not this user's alone, not writable, a shared_fs tier's, or held by another
-            process.
+        ConfigurationError: It is none, not this user's alone, not writable, a shared_fs tier's, held by another
+            process, or another tier's is above it or in it.
     """
     with contextlib.ExitStack() as opened:
         with explained(path):
             fd = open_root(path)
             opened.callback(files().close, fd)
             opened.callback(DirectoryLock(path, fd).release)
+            _check_apart(path, fd)
             if is_new := not files().exists(path / HOLDER):
                 _check_not_shared(path)
             _name_holder(fd)
@@ -352,6 +354,24 @@ def taken(path: Path) -> Iterator[int]:
                     files().unlink(HOLDER, dir_fd=fd)
                     raise
         yield fd
+
+
+def _check_apart(path: Path, fd: int) -> None:
+    """Refuse a directory right above or in another tier's, as a host's server has them: neither counts the other's."""
+    above = place_of(path).parent
+    folders = [path / each.name for each in files().entries(fd) if each.is_folder]
+    if nested := next((each for each in (above, *folders) if _is_a_tiers(each)), None):
+        where = "in" if nested == above else "above"
+        raise ConfigurationError(
+            f"{path} is {where} {nested}, which is an NVMe tier's too, and neither would count what the other keeps: "
+            "choose another directory, or delete that one if it is not used any more"
+        )
+
+
+def _is_a_tiers(folder: Path) -> bool:
+    with contextlib.suppress(OSError):  # what is another user's, such as lost+found, is not looked into
+        return all(files().exists(folder / name) for name in (HOLDER, PROBE))
+    return False
 
 
 def _check_not_shared(path: Path) -> None:

@@ -181,6 +181,21 @@ async def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
             assert tier.recovered(1) == {0: 0}
 
 
+@pytest.mark.parametrize(("first", "then", "how"), [("kv", "kv/more", "in"), ("kv/more", "kv", "above")])
+async def test_neither_of_two_lies_in_the_other(tmp_path: Path, first: str, then: str, how: str) -> None:
+    """Neither counts what the other keeps. A folder that nobody may look into is no tier's."""
+    async with open_tier(tmp_path / first) as tier:
+        await tier.write(count_up(2))
+    (tmp_path / "kv" / "lost+found").mkdir(mode=0, exist_ok=True)
+    here, there = tmp_path / then, tmp_path / first
+    with pytest.raises(ConfigurationError, match=f"^{here} is {how} {there}, which is an NVMe tier's too"):
+        async with open_tier(here):
+            pass
+    assert not (here / "holder").exists()
+    async with open_tier(there) as tier:
+        assert len(tier.recovered(2)) == 2
+
+
 async def test_nobody_can_delete_the_lock(tmp_path: Path) -> None:
     """With the file deleted that names the holder, the directory is still held."""
     async with open_tier(tmp_path):
