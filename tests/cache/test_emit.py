@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import structlog
+from structlog.testing import capture_logs
 
 from tests.support.caches import Recorder, open_cache
 from tests.support.engine import MODEL, Engine, contents, prompt, small_layout
@@ -33,6 +34,21 @@ async def test_an_emit_that_raises_reaches_no_transfer() -> None:
         engine.poison()
         assert (await kv.load(keys, spec)).num_blocks == 6
         assert engine.read(spec) == contents(keys)
+
+
+async def test_an_emit_that_raises_at_every_event_does_not_fill_the_log() -> None:
+    """There is an event for each operation: of a receiver that takes none it is said once in a while."""
+
+    def emit(event: Event) -> None:
+        raise RuntimeError(event.name)
+
+    engine, keys = Engine(), prompt(6)
+    with capture_logs() as logs:
+        async with open_cache(CPU, engine=engine, emit=[emit, emit]) as kv:
+            spec = engine.compute(keys)
+            for _ in range(20):
+                await kv.load(keys, spec)
+    assert [each["event"] for each in logs] == ["event.not_taken"] * 2
 
 
 async def test_several_receivers_hear_of_every_event() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from tests.support.serving import serving
 from tests.support.shelf import Shelf
@@ -289,6 +290,18 @@ def test_closing_overtakes_a_call(opened: Open) -> None:
         storage.batch_set_v1(KEYS[:2], at(0, 1))
         arguments = (Closing(KEYS[:2]), *([at(0, 1)] if call != "batch_exists" else []))
         assert getattr(storage, call)(*arguments) == answer, call
+
+
+def test_a_fault_that_lasts_is_not_logged_with_every_call(opened: Open) -> None:
+    """SGLang calls for each request: a log that has an entry for each fills a disk."""
+    pool = host_pool("layer_first")
+    storage = opened(pool)
+    with capture_logs() as logs:
+        for _ in range(20):
+            assert storage.batch_exists(["no hash"]) == 0
+            assert storage.batch_get_v1(["no hash"], at(0)) == [False]
+            assert storage.batch_set_v1(["no hash"], at(0)) == [False]
+    assert [(each["event"], each["task"]) for each in logs] == [("background.failed", "HiCache")]
 
 
 def test_what_is_dropped_is_said_page_by_page(opened: Open) -> None:

@@ -146,6 +146,18 @@ def test_whatever_a_request_brings_its_engine_goes_on(params: Any) -> None:  # n
     assert [(each["event"], each["task"]) for each in logs] == [("background.failed", "KV hints")]
 
 
+def test_requests_that_cannot_be_read_do_not_fill_the_log() -> None:
+    """Whoever sends them decides how many there are; all of them are counted."""
+    with opened(SMALL, hint_share=0.5) as engine, capture_logs() as logs:
+        for number in range(20):
+            engine.ask(f"r{number}", PROMPT, 1, params="kv_hints")
+            engine.settle()
+        assert counted(engine, "hints_ignored") == [20]
+    assert [(each["event"], each["task"]) for each in logs if each["log_level"] == "error"] == [
+        ("background.failed", "KV hints")
+    ]
+
+
 @pytest.mark.parametrize("delay", [{}, {"delay_seconds": 0.01}], ids=["as it comes", "as it ends"])
 def test_hints_that_cannot_be_acted_on_cost_themselves(
     monkeypatch: pytest.MonkeyPatch, delay: dict[str, float]

@@ -16,7 +16,7 @@ from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.hints import HintAction, ReuseHint, delay_of
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.layout import KVLayout
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 
 MOST_WAITING: Final = 1024
 """Prompts whose hints are not done yet, delays included: of more they are passed over."""
@@ -60,6 +60,7 @@ class Hints:
         self._num_ranks = num_ranks
         self._each = each
         self._together = together
+        self._seldom = Seldom()
         self._favours = [Favours(0, 0) for _ in layout.groups]
         self._seen_s = -inf
         self._favoured = favoured
@@ -127,7 +128,7 @@ class Hints:
             except ClosedError:
                 return
             except Exception as error:  # noqa: BLE001 - what somebody has sent must not end the others
-                log("error", "background.failed", exc_info=error, task="KV hints")
+                self._seldom.failed("KV hints", error)
 
     async def _act(self, action: HintAction, keys: BlockKeys, salt: str) -> None:
         favours, blocks = self._favours[keys.group], list(keys)

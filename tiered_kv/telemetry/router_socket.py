@@ -19,7 +19,7 @@ import zmq
 from tiered_kv.telemetry.kv_event_values import SocketSettings
 from tiered_kv.telemetry.router_books import END, Batch, RouterBooks, encode
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 
 Work = Callable[[], Iterable[Batch]]
 
@@ -53,6 +53,7 @@ class RouterSocket:
         self._work: deque[Work] = deque()
         self._is_stopping = self._is_snapshot_wanted = False
         self._next_snapshot = 0.0
+        self._seldom = Seldom()
         self._context = zmq.Context()
         try:
             self._pub = self._context.socket(zmq.XPUB)  # to a subscriber a PUB, which is told when one joins
@@ -142,7 +143,7 @@ class RouterSocket:
         try:
             act()
         except Exception as error:  # noqa: BLE001 - a fault of ours must not end the stream
-            log("error", "background.failed", exc_info=error, task="KV events")
+            self._seldom.failed("KV events", error)
             self._is_snapshot_wanted = True
 
     def _send(self, batches: Iterable[Batch]) -> None:

@@ -11,7 +11,7 @@ may be under way, and the breaker lets it. With that `Turn` it makes its call, o
 """
 
 import asyncio
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.tasks import Tasks, is_being_cancelled
 from tiered_kv.values.errors import Reason, TierFault, in_words
 from tiered_kv.values.events import TierFailed
+from tiered_kv.values.log import Seldom
 
 T = TypeVar("T")
 _FIRST_CALLS: Final = 16
@@ -34,8 +35,6 @@ _MOVES: Final = {"read": 0, "write": 1}
 own. All others are made one at a time by whoever makes them."""
 CLOSED: Final = "the cache was closed"
 """The error of a call that the end of the cache has ended: nobody knows what the medium did."""
-_SILENT_S: Final = 60.0
-"""A method that answers at once may be asked for every block, and fail each time: it is told once in so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +89,7 @@ class Calls:
         self._turns |= {doing: _Turns(health, doing, budget.room) for doing in _MOVES}
         self._limits: dict[float, _TimeLimit] = {}
         self.late = set[_Underway]()
-        self._told_at: dict[str, float] = {}
-        self._untold = Counter[str]()
+        self._seldom = defaultdict[str, Seldom](partial(Seldom, health.clock))
         health.on_stall += [room.changed for room in self._rooms]
 
     @property
@@ -144,12 +142,9 @@ class Calls:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without its answer
             error = in_words(caught)
-        now = self.health.clock()
-        if now - self._told_at.get(doing, -_SILENT_S) < _SILENT_S:
-            self._untold[doing] += 1
+        if (num_untold := self._seldom[doing].due()) is None:
             return default
-        self._told_at[doing] = now
-        if num_untold := self._untold.pop(doing, 0):
+        if num_untold:
             error = f"{error} (and {num_untold} times since it was last told)"
         self.health.emit(TierFailed(self.health.name, doing, error, 0))
         return default

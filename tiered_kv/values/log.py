@@ -6,7 +6,8 @@ pipe or a processor that raises costs the entry and no transfer.
 """
 
 import logging
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal
 
@@ -16,6 +17,7 @@ from tiered_kv.values.events import Emit, Event
 
 Level = Literal["debug", "info", "warning", "error"]
 _NAME: Final = "tiered_kv"
+_SILENT_S: Final = 60.0
 _NUMBERS: Final = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -49,6 +51,31 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
         pass
 
 
+class Seldom:
+    """Says when to tell of what may come again with every call: at once, and then at most once a minute.
+
+    Any thread may ask; of two at one moment both may be told to tell.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._told_at = float("-inf")
+        self._num_untold = 0
+
+    def due(self) -> int | None:
+        """Return how often it came since it was last told, if it is to be told now; else None, and count it."""
+        if (now := self._clock()) - self._told_at < _SILENT_S:
+            self._num_untold += 1
+            return None
+        num_untold, self._told_at, self._num_untold = self._num_untold, now, 0
+        return num_untold
+
+    def failed(self, task: str, error: BaseException) -> None:
+        """Log a fault of what goes on in the background, if it is due."""
+        if (num_untold := self.due()) is not None:
+            log("error", "background.failed", exc_info=error, task=task, untold=num_untold)
+
+
 def _is_wanted(level: Level) -> bool:
     if structlog.is_configured():
         return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level])
@@ -78,14 +105,17 @@ def log_event(event: Event) -> None:
 def guarded(receivers: Sequence[Emit]) -> Emit:
     """Return what gives each event to every receiver, and cannot fail.
 
-    An error in a program's own must reach neither a transfer nor another receiver.
+    An error in a program's own must reach neither a transfer nor another receiver. It is logged, of each receiver at
+    most once a minute: some events come with every call.
     """
+    seldom = [Seldom() for _ in receivers]
 
     def emit(event: Event) -> None:
-        for receiver in receivers:
+        for receiver, told in zip(receivers, seldom, strict=True):
             try:
                 receiver(event)
             except Exception as error:  # noqa: BLE001 - whatever a program's own code raises
-                log("error", "event.not_taken", exc_info=error, name=event.name)
+                if (num_untold := told.due()) is not None:
+                    log("error", "event.not_taken", exc_info=error, name=event.name, untold=num_untold)
 
     return emit

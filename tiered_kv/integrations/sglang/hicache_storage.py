@@ -34,7 +34,7 @@ from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
 from tiered_kv.values.layout import KVLayout
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 from tiered_kv.values.results import BlockState, StoreResult
 from tiered_kv.values.specs import CPULoadStoreSpec
 
@@ -98,6 +98,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         self.kv: BlockingTieredKV | None = None
         self._stack = ExitStack()
         self._changing = threading.Lock()
+        self._seldom = Seldom()
 
     # What SGLang calls to begin and to end.
 
@@ -189,7 +190,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         """
         if (kv := self.kv) is None:
             return 0
-        with _passed_over():
+        with self._passed_over():
             asked = self._pools[KV].keys(keys, _start(extra_info))
             return kv.call(self._leading, kv.cache, asked) if asked else 0
         return 0
@@ -230,7 +231,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         nothing = PoolTransferResult(0, {}, [])
         if (kv := self.kv) is None:
             return nothing
-        with _passed_over():
+        with self._passed_over():
             start, whole, ends = _start(extra_info), {}, {}
             if main := self._pools[KV].keys(keys, start):
                 whole[KV] = main
@@ -356,7 +357,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
     def _load(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Load pages of several pools, all at once; say of each pool which are in place."""
         if (kv := self.kv) is not None:
-            with _passed_over(), _none_left() as tickets:
+            with self._passed_over(), _none_left() as tickets:
                 answers = []
                 begun = [self._begin(kv.submit_load, each, _start(extra_info), tickets) for each in wanted]
                 for (_, hashes, _), moves in zip(wanted, begun, strict=True):
@@ -369,7 +370,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
     def _store(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Store pages of several pools, all at once; say of each pool which are kept."""
         if (kv := self.kv) is not None:
-            with _passed_over(), _none_left() as tickets:
+            with self._passed_over(), _none_left() as tickets:
                 answers = []
                 # What another rank has as well is written by one of them, for all.
                 is_writer = self._config.is_storage_writer
@@ -385,6 +386,16 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
                     answers.append(is_kept.tolist())
                 return answers
         return [[False] * len(hashes) for _, hashes, _ in wanted]
+
+    @contextmanager
+    def _passed_over(self) -> Iterator[None]:
+        """Go on behind this block after a fault of ours, which is logged, and where the cache was closed."""
+        try:
+            yield
+        except ClosedError:
+            pass
+        except Exception as error:  # noqa: BLE001 - SGLang's threads take nothing that is raised at them
+            self._seldom.failed("HiCache", error)
 
     def _pool_of(self, wanted: _Pages) -> HostPool | None:
         return self._pools.get(wanted[0])
@@ -426,17 +437,6 @@ def _by_pool(transfers: Sequence[Any], answers: Sequence[list[bool]]) -> dict[An
     for transfer, answer in zip(transfers, answers, strict=True):
         by_pool.setdefault(transfer.name, []).extend(answer)
     return by_pool
-
-
-@contextmanager
-def _passed_over() -> Iterator[None]:
-    """Go on behind this block after a fault of ours, which is logged, and where the cache was closed."""
-    try:
-        yield
-    except ClosedError:
-        pass
-    except Exception as error:  # noqa: BLE001 - SGLang's threads take nothing that is raised at them
-        log("error", "background.failed", exc_info=error, task="HiCache")
 
 
 @contextmanager

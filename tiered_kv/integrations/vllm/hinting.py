@@ -16,7 +16,7 @@ from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.hints import HintAction, blocks_meant, delay_of, read_hints
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 
 _NAMES: Final = ("kv_hints", "kv_hint")
 """In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
@@ -50,6 +50,7 @@ class Hinting:
         self._call = call
         self._wanted: dict[str, list[HintAction]] = {}
         self._ended: list[tuple[Tracked, list[HintAction]]] = []
+        self._seldom = Seldom()
         self._has_hinted = False  # until then nobody need know what is asked for
 
     def come(self, request: Any) -> None:
@@ -102,7 +103,7 @@ class Hinting:
             yield
         except Exception as error:  # noqa: BLE001 - what somebody has sent must not end the engine
             self._counts.hints(0, num_actions)
-            log("error", "background.failed", exc_info=error, task="KV hints")
+            self._seldom.failed("KV hints", error)
 
     def _use(self, request: Any) -> None:
         """Say which blocks a request asks for: hints that said so were right."""

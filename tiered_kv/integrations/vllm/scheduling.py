@@ -36,7 +36,7 @@ from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.hints import evicts
 from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.layout import KVLayout
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import SlabHandle
 
@@ -57,6 +57,7 @@ class SchedulingSide:
         self._planner: Planner | None = None
         self._loop_calls: LoopCalls  # once it is open
         self._events: TierEvents | None = None
+        self._seldom = Seldom()
         self._slabs: tuple[SlabHandle, ...] | None = None
         self._step = Step()
         self._coming: dict[str, Tracked] = {}  # those that have not had their turn
@@ -486,7 +487,7 @@ class SchedulingSide:
         try:
             self._events.describe(request, keys, request.block_hashes[each - 1 :: each])
         except Exception as error:  # noqa: BLE001 - a step is under way, and needs none of this
-            log("error", "background.failed", exc_info=error, task="KV events")
+            self._seldom.failed("KV events", error)
 
     def _open_planner(self) -> Planner:
         if self._planner is None:

@@ -23,7 +23,7 @@ from tiered_kv.telemetry.router_feed import RouterFeed
 from tiered_kv.telemetry.router_socket import Work
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.keys import BlockKeys
-from tiered_kv.values.log import log
+from tiered_kv.values.log import Seldom
 
 _TOLD_AGAIN_S: Final = 1.0
 """No more often is everything told anew after errors: there may be one in each piece of work."""
@@ -106,6 +106,7 @@ class EventQueue:
         self._told: dict[tuple[EventMedium, int], set[int]] = {}
         self._changed = threading.Condition()
         self._is_stopping = False
+        self._seldom = Seldom()
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Start the thread; it calls ``on_end`` when it has ended."""
@@ -143,7 +144,7 @@ class EventQueue:
                     for batch in work():
                         self._tell(batch)
                 except Exception as error:  # noqa: BLE001 - a fault of ours must not end the stream
-                    log("error", "background.failed", exc_info=error, task="KV events")
+                    self._seldom.failed("KV events", error)
                     self._is_incomplete = True
         finally:
             on_end()
