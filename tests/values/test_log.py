@@ -1,4 +1,7 @@
-from tiered_kv.values.log import Seldom
+from structlog.testing import capture_logs
+
+from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
+from tiered_kv.values.log import Seldom, log_event
 
 
 def test_what_comes_with_every_call_is_told_once_a_minute() -> None:
@@ -14,3 +17,16 @@ def test_what_comes_with_every_call_is_told_once_a_minute() -> None:
     assert seldom.due() == 2
     now_s += 60.0
     assert seldom.due() == 0
+
+
+def test_events_that_come_with_every_call_do_not_fill_the_log() -> None:
+    """A warning a minute of each tier and kind; the others are there for who looks at loads and stores, too."""
+    with capture_logs() as logs:
+        for _ in range(20):
+            for tier in ("one of this test", "another"):
+                log_event(BlocksCorrupted(tier, 1, ("key",)))
+                log_event(RecordsRefused(tier, 1, "no key"))
+                log_event(BlocksNotEncoded(tier, 1, "exponent"))
+    told = [each["tier"] for each in logs if each["log_level"] != "debug"]
+    assert told == ["one of this test"] * 3 + ["another"] * 3
+    assert len(logs) == 120

@@ -12,10 +12,15 @@ Level = Literal["debug", "info", "warning", "error"]
 
 @dataclass(frozen=True)
 class Event:
-    """Base of all events. ``name`` is the log event's, ``level`` its log level."""
+    """Base of all events. ``name`` is the log event's, ``level`` its log level.
+
+    What may come with every call, as ``may_come_often`` says, is logged so once a minute for each tier, and else below
+    what is printed as a rule: at level debug, as loads and stores are.
+    """
 
     name: ClassVar[str]
     level: ClassVar[Level] = "debug"
+    may_come_often: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -200,6 +205,7 @@ class BlocksCorrupted(Event):
 
     name: ClassVar[str] = "blocks.corrupted"
     level: ClassVar[Level] = "warning"
+    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     keys: tuple[str, ...] = ()
@@ -215,6 +221,7 @@ class RecordsRefused(Event):
 
     name: ClassVar[str] = "records.refused"
     level: ClassVar[Level] = "error"
+    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     reason: str
@@ -226,6 +233,7 @@ class BlocksNotEncoded(Event):
 
     name: ClassVar[str] = "blocks.not_encoded"
     level: ClassVar[Level] = "warning"
+    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     codec: str

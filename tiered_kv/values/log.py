@@ -7,6 +7,7 @@ pipe or a processor that raises costs the entry and no transfer.
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Final, Literal
@@ -76,6 +77,10 @@ class Seldom:
             log("error", "background.failed", exc_info=error, task=task, untold=num_untold)
 
 
+_seldom = defaultdict[tuple[str, str], Seldom](Seldom)
+"""By an event's name and tier."""
+
+
 def _is_wanted(level: Level) -> bool:
     if structlog.is_configured():
         return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level])
@@ -97,9 +102,13 @@ def _drops(wrapper: type[Any], number: int) -> bool:
 
 
 def log_event(event: Event) -> None:
-    """Log an event under its name, its fields as values."""
-    if _is_wanted(event.level):  # to gather what there is to say takes longer
-        log(event.level, event.name, **vars(event))
+    """Log an event under its name, its fields as values; one that comes too often, at level debug."""
+    level, values = event.level, vars(event)
+    if event.may_come_often:
+        num_untold = _seldom[event.name, values.get("tier", "")].due()
+        level, values = ("debug", values) if num_untold is None else (level, values | {"untold": num_untold})
+    if _is_wanted(level):  # to gather what there is to say takes longer
+        log(level, event.name, **values)
 
 
 def guarded(receivers: Sequence[Emit]) -> Emit:
