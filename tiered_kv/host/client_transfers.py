@@ -26,20 +26,19 @@ from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import REVOKED, Keys, Part
 from tiered_kv.memory.device import attempt
 from tiered_kv.memory.lanes import Lane, LaneCopy, RevokedError, submit_copy
-from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tier import prefix_of
 from tiered_kv.transfers.engine_memory import Binding
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle
 from tiered_kv.transfers.store import StoreHandle
-from tiered_kv.transfers.transfer_requests import Order, is_copied_at_once
+from tiered_kv.transfers.transfer_requests import is_copied_at_once
 from tiered_kv.values.errors import Reason, TieredKVError, TierFault, in_words
 from tiered_kv.values.events import BlocksLoaded, BlocksSettled, BlocksStored, Emit
-from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.integers import Ids
 from tiered_kv.values.keys import BlockKeys, epoch_digest
 from tiered_kv.values.log import log
 from tiered_kv.values.results import LoadResult, StoreResult, TierStore
 
+C = TypeVar("C", bound=LoadCall | StoreCall)
 R = TypeVar("R")
 _GRACE_S: Final = 0.25
 """What a server may take to say how a transfer ended whose time is up."""
@@ -47,90 +46,45 @@ _WHOSE: Final = {Reason.DEADLINE: "", Reason.REVOKED: "", Reason.DEVICE_UNUSABLE
 """What ends a load here and is not the server's."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MovingRequest:
-    """A checked load or store of a client: what both have in common, in any thread.
+@dataclass(frozen=True)
+class MovingRequest(Generic[C]):
+    """A load or store of a client that was checked, in any thread.
 
     Attributes:
+        call: Its arguments.
         side: What this process has.
-        keys: What to move.
-        said: The same, for the server, with the weights that they are of.
+        said: Its keys, for the server, with the weights that they are of.
         binding: The engine's memory.
         pages: ``(n, pages_per_block)`` page ids in it, in key order.
         lane: Behind the pages' last use, or their computation; released when the transfer has ended.
-        layerwise: Whether layers are copied one by one.
+        deadline: When it is given up, on the loop's clock.
     """
 
+    call: C
     side: FarSide
-    keys: BlockKeys
     said: Keys
     binding: Binding
     pages: Ids
     lane: Lane
-    layerwise: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class FarLoadRequest(MovingRequest):
-    """A load that a client asks its server for.
-
-    Attributes:
-        deadline: On the loop's clock.
-        priority: Of the server's reads.
-        gaps: Whether to load what is there, block by block, and not a prefix.
-        order: Whether the prefix is loaded from the front, or from the back.
-        is_current: False once the weights have changed: then the load returns 0 blocks.
-    """
-
     deadline: float
-    priority: Priority
-    gaps: bool
-    order: Order
-    is_current: Callable[[], bool]
-
-    def message(self, id_: int) -> protocol.Load:
-        """Return the message that asks the server for the load, with the time that is left."""
-        left_s = max(0.0, self.deadline - self.side.loop.time())
-        return protocol.Load(
-            id_, self.said, left_s, int(self.priority), self.layerwise, self.gaps, self.order == "back"
-        )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FarStoreRequest(MovingRequest):
-    """A store that a client asks its server for.
-
-    Attributes:
-        hint: What the caller says of the blocks' future.
-    """
-
-    hint: ReuseHint | None
-
-    def message(self, id_: int) -> protocol.Store:
-        """Return the message that asks the server for the store."""
-        return protocol.Store(id_, self.said, self.layerwise, self.hint)
-
-
-class Moving(Generic[R]):
+class Moving(Generic[C, R]):
     """A load or store of this client. Its copies are asked for by the server."""
 
-    def __init__(self, request: "MovingRequest", deadline: float) -> None:
-        """Prepare a transfer, on the event loop. It is given up at ``deadline``, on the loop's clock."""
+    def __init__(self, request: MovingRequest[C]) -> None:
+        """Prepare a transfer, on the event loop."""
         self.ended: asyncio.Future[R] = asyncio.get_running_loop().create_future()
         self.num_layers = request.binding.caches.group.num_layers
         self.thread = threading.get_ident()
-        self._keys = request.keys
+        self._request = request
+        self._keys = request.call.keys
         self._binding = request.binding
-        self._pages = request.pages
-        self._lane = request.lane
-        self._loop_calls = request.side.loop_calls
-        self._layerwise = request.layerwise
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
-        self._deadline = max(deadline, self._started + LAST_COPIES_S)
         self._copies: list[LaneCopy] = []
         self._copying: set[LaneCopy] = set()
-        self._in_place = np.zeros(len(request.keys), np.bool_)
+        self._in_place = np.zeros(len(self._keys), np.bool_)
         self._why: Reason | None = None  # it is over here, whatever the server says
         self._detail = ""
         self._there: Attachment | None = None
@@ -138,20 +92,25 @@ class Moving(Generic[R]):
         self._timer: asyncio.TimerHandle | None = None
         self._error = ""
 
-    def start(self, there: Attachment | None, ask: Callable[[int], wire.Message]) -> bool:
+    def start(self, there: Attachment | None) -> bool:
         """Ask a server for the transfer, and say whether that was done. If no server is there, the transfer ends."""
         if there is None or not there.is_open or there.is_silent:
             self._stop(Reason.SERVER_AWAY)
             return False
         self._there, self._number = there, there.number()
         there.transfers[self._number] = self
-        self._timer = self._loop.call_at(self._deadline, self._time_is_up)
+        latest = max(self._request.deadline, self._started + LAST_COPIES_S)
+        self._timer = self._loop.call_at(latest, self._time_is_up)
         try:
-            there.send(ask(self._number))
+            there.send(self._message())
         except TieredKVError:
             self._stop(Reason.TOO_MANY_KEYS)
             return False
         return True
+
+    def _message(self) -> wire.Message:
+        """Return the message that asks the server for it."""
+        raise NotImplementedError
 
     def refuse(self, why: Reason, detail: str = "") -> None:
         """End the transfer before it has begun."""
@@ -192,11 +151,11 @@ class Moving(Generic[R]):
             return
         work = partial(self._move, there, asked.parts)
         num_bytes = sum(len(part.slots) for part in asked.parts) // 8 * self._binding.caches.payload_bytes
-        if is_copied_at_once(num_bytes, self._binding.caches.codec, self._lane):
+        if is_copied_at_once(num_bytes, self._binding.caches.codec, self._request.lane):
             self._say_copied(asked, attempt(work))
             return
         there.copy_begins()
-        copy = submit_copy(self._lane, work, self._loop_calls)
+        copy = submit_copy(self._request.lane, work, self._request.side.loop_calls)
         self._copies.append(copy)
         self._copying.add(copy)
         copy.ended.add_done_callback(lambda ended: self._copied(asked, copy, ended.exception()))
@@ -205,7 +164,7 @@ class Moving(Generic[R]):
         for part in parts:
             rows, slots, positions = there.slabs[part.pool].rows, wire.as_ids(part.slots), wire.as_ids(part.positions)
             layers = None if part.layers is None else slice(*part.layers)
-            self._move_part(rows, slots, self._pages[positions].ravel(), layers)
+            self._move_part(rows, slots, self._request.pages[positions].ravel(), layers)
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
         raise NotImplementedError
@@ -268,7 +227,7 @@ class Moving(Generic[R]):
             self._timer.cancel()
         if self._there is not None:
             self._forget(self._there)
-        self._lane.release()
+        self._request.lane.release()
         self.ended.set_result(result)
 
     def _forget(self, there: Attachment) -> None:
@@ -286,20 +245,27 @@ class Moving(Generic[R]):
         return self._loop.time() - self._started
 
 
-class FarLoad(Moving[LoadResult]):
+class FarLoad(Moving[LoadCall, LoadResult]):
     """A load through a server."""
 
     num_from_back: int | None = None
 
-    def __init__(self, request: FarLoadRequest) -> None:
-        """Prepare a load, on the event loop."""
-        super().__init__(request, request.deadline)
-        self._is_current = request.is_current
-        self._gaps = request.gaps
+    def __init__(self, request: MovingRequest[LoadCall], is_current: Callable[[], bool]) -> None:
+        """Prepare a load, on the event loop. Once ``is_current`` is False it returns 0 blocks: weights have changed."""
+        super().__init__(request)
+        self._is_current = is_current
+        self._gaps = request.call.gaps
         self._admitted: asyncio.Future[int] = self._loop.create_future()
         self._layers: dict[int, LaneCopy] = {}
         self._num_copied = np.zeros(len(self._keys), np.int64)  # layers of each block
         self._by_tier: Mapping[str, int] = {}
+
+    def _message(self) -> protocol.Load:
+        call, left_s = self._request.call, max(0.0, self._request.deadline - self._loop.time())
+        is_from_back = call.order == "back"
+        return protocol.Load(
+            self._number, self._request.said, left_s, int(call.priority), call.layerwise, call.gaps, is_from_back
+        )
 
     @property
     def is_admitted(self) -> bool:
@@ -312,7 +278,7 @@ class FarLoad(Moving[LoadResult]):
 
     def copy_of(self, layer: int) -> LaneCopy | None:
         """See `Loading.copy_of`."""
-        if self._layerwise:
+        if self._request.call.layerwise:
             return self._layers.get(layer)
         return self._copies[-1] if self._copies else None
 
@@ -414,9 +380,9 @@ class FarBackLoad(FarLoad):
     the server is told, so that it reads no more of it. It may count a few blocks as loaded that were claimed meanwhile.
     """
 
-    def __init__(self, request: FarLoadRequest) -> None:
+    def __init__(self, request: MovingRequest[LoadCall], is_current: Callable[[], bool]) -> None:
         """Prepare a load from the back, on the event loop."""
-        super().__init__(request)
+        super().__init__(request, is_current)
         self.num_from_back = len(self._keys)
         self._claimed = 0
         self._first = len(self._keys)  # of the blocks that some copy may have touched
@@ -473,15 +439,19 @@ def _at_most(by_tier: Mapping[str, int], num_blocks: int) -> dict[str, int]:
     return counts
 
 
-class FarStore(Moving[StoreResult]):
+class FarStore(Moving[StoreCall, StoreResult]):
     """A store through a server."""
 
-    def __init__(self, request: FarStoreRequest, deadline: float) -> None:
-        """Prepare a store, on the event loop. It is given up at ``deadline``, on the loop's clock."""
-        super().__init__(request, deadline)
-        self.missing = set(range(self.num_layers)) if request.layerwise else None
+    def __init__(self, request: MovingRequest[StoreCall]) -> None:
+        """Prepare a store, on the event loop."""
+        super().__init__(request)
+        self.missing = set(range(self.num_layers)) if request.call.layerwise else None
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
         """What became of the blocks; of no tier, if the server does not say."""
+
+    def _message(self) -> protocol.Store:
+        call = self._request.call
+        return protocol.Store(self._number, self._request.said, call.layerwise, call.hint)
 
     def store_layer(self, layer: int, after: object) -> None:
         """See `Storing.store_layer`."""
@@ -489,7 +459,7 @@ class FarStore(Moving[StoreResult]):
         if self.ended.done() or self._why:
             return
         if after is not None:
-            self._lane.wait(after)
+            self._request.lane.wait(after)
         if self.missing is not None:
             self.missing.discard(layer)
         if self._there is not None:
@@ -585,63 +555,52 @@ class Starts:
 
     # Checked in any thread, then begun on the event loop.
 
-    def load_request(self, call: LoadCall, side: FarSide) -> FarLoadRequest:
+    def load_request(self, call: LoadCall, side: FarSide) -> MovingRequest[LoadCall]:
         """Check a load and enqueue its wait."""
-        epoch = self.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        side.check(call.keys)
-        side.of_rank(call.keys.group)
-        binding, pages, lane = side.into(call)
-        timeout_s = self._connection.load_timeout_s if call.deadline_s is None else call.deadline_s
-        return FarLoadRequest(
-            side=side, keys=call.keys, said=Keys.of(call.keys, epoch), binding=binding, pages=pages,
-            lane=lane, deadline=side.loop.time() + timeout_s,
-            priority=call.priority, layerwise=call.layerwise, gaps=call.gaps, order=call.order,
-            is_current=lambda: self.epoch == epoch,
-        )  # fmt: skip
+        said = self._said(call.keys, side, self.epoch)  # first: if it advances from here on, the load is overtaken
+        return MovingRequest(call, side, said, *side.into(call), side.deadline(call.deadline_s))
 
-    def store_request(self, call: StoreCall, side: FarSide) -> FarStoreRequest:
+    def store_request(self, call: StoreCall, side: FarSide) -> MovingRequest[StoreCall]:
         """Check a store and enqueue its wait."""
-        side.check(call.keys)
-        side.of_rank(call.keys.group)
-        said = Keys.of(call.keys, self.epoch if call.epoch is None else epoch_digest(call.epoch))
-        binding, pages, lane = side.source(call)
-        return FarStoreRequest(
-            side=side, keys=call.keys, said=said, binding=binding, pages=pages, lane=lane, layerwise=call.layerwise,
-            hint=call.hint,
-        )  # fmt: skip
+        said = self._said(call.keys, side, self.epoch if call.epoch is None else epoch_digest(call.epoch))
+        return MovingRequest(call, side, said, *side.source(call), side.loop.time() + side.attached.store_timeout_s)
 
-    def begin_load(self, request: FarLoadRequest) -> LoadHandle:
+    def _said(self, keys: BlockKeys, side: FarSide, epoch: bytes) -> Keys:
+        """Check the keys of what is to be moved here, and say them."""
+        side.check(keys)
+        side.of_rank(keys.group)
+        return Keys.of(keys, epoch)
+
+    def begin_load(self, request: MovingRequest[LoadCall]) -> LoadHandle:
         """Begin a load, on the event loop."""
-        load = (FarBackLoad if request.order == "back" else FarLoad)(request)
+        kind = FarBackLoad if request.call.order == "back" else FarLoad
+        load = kind(request, lambda: self.epoch == request.said.epoch)
         load.ended.add_done_callback(self._say_loaded)
         is_told = False
         if (error := request.binding.error) is not None:
             load.refuse(Reason.DEVICE_UNUSABLE, repr(error))
         else:
-            is_told = load.start(self._connection.there, request.message)
-        if not is_told and len(request.keys):
-            self.missed[load.ended.result().missed_because] += len(request.keys)
+            is_told = load.start(self._connection.there)
+        if not is_told and len(request.said):
+            self.missed[load.ended.result().missed_because] += len(request.said)
         request.side.tasks.watch(load.ended, load.revoke)
         return LoadHandle(load.ended, load)
 
-    def begin_store(self, request: FarStoreRequest) -> StoreHandle:
+    def begin_store(self, request: MovingRequest[StoreCall]) -> StoreHandle:
         """Begin a store, on the event loop."""
-        there = self._connection.there
-        timeout_s = there.attached.store_timeout_s if there is not None else 0.0
-        store = FarStore(request, request.side.loop.time() + timeout_s)
+        there, store, is_told = self._connection.there, FarStore(request), False
         store.ended.add_done_callback(self._say_stored)
         store.when_settled(self._say_settled)
-        is_told = False
         if (why := self._refusal(request)) is not None:  # here: for its slots the server would evict others' blocks
             store.drop(why, [tier.name for tier in there.attached.tiers] if there is not None else [])
         else:
-            is_told = store.start(there, request.message)
+            is_told = store.start(there)
         if not is_told:
             self.refused.update(store.ended.result().drop_reasons)
         request.side.tasks.watch(store.ended, store.revoke)
         return StoreHandle(store.ended, store)
 
-    def _refusal(self, request: FarStoreRequest) -> Reason | None:
+    def _refusal(self, request: MovingRequest[StoreCall]) -> Reason | None:
         if self.is_draining:
             return Reason.DRAINING
         return None if request.binding.error is None else Reason.DEVICE_UNUSABLE

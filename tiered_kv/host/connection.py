@@ -80,7 +80,11 @@ class FarGroup:
 
 
 class FarSide(EngineSide):
-    """What a client has in its own process while a server keeps its blocks. `lifetime` ends it."""
+    """What a client has in its own process while a server keeps its blocks. `lifetime` ends it.
+
+    Attributes:
+        attached: What the last server has said that was there. Any thread may look.
+    """
 
     reads_direct: ClassVar = False
 
@@ -144,8 +148,8 @@ class FarSide(EngineSide):
         check_are_keys(keys, of_one_prompt=True)
         check_keys(keys, self.group(keys.group).group)
 
-    def check_server(self, attached: Attached) -> None:
-        """Raise unless a server keeps blocks as memory is bound for here."""
+    def attach(self, attached: Attached) -> None:
+        """Count on what a server has said; raise unless it keeps blocks as memory is bound for here."""
         now, was = attached.codec, self.attached.codec
         if now != was:
             raise ConfigurationError(f"the server keeps blocks as {now!r} now, it was {was!r}")
@@ -154,6 +158,7 @@ class FarSide(EngineSide):
             wanted = group.codec.stored_bytes if group.codec else group.group.payload_bytes
             if slab.payload_bytes != wanted:
                 raise LayoutMismatchError(f"the server's slots hold {slab.payload_bytes} bytes, a block has {wanted}")
+        self.attached = attached
 
 
 class Connection:
@@ -163,7 +168,6 @@ class Connection:
         path: Of the server's socket.
         timeout_s: What a question without a time of its own may take.
         there: The attachment to the server that is there, if one is. Any thread may look.
-        attached: What the last server has said that was there, if one was. Any thread may look.
     """
 
     def __init__(
@@ -184,7 +188,6 @@ class Connection:
         self.path = path
         self.timeout_s = timeout_s
         self.there: Attachment | None = None
-        self.attached: Attached | None = None
         self._opening = opening
         self._make_side = make_side
         self._here: FarSide | None = None
@@ -199,13 +202,9 @@ class Connection:
         self._followers.append(follower)
 
     @property
-    def load_timeout_s(self) -> float:
-        """What a load may take that has no time of its own, as the server says; nothing while none is there.
-
-        Any thread may ask.
-        """
-        there = self.there  # which the event loop may change meanwhile
-        return there.attached.load_timeout_s if there is not None else 0.0
+    def attached(self) -> Attached | None:
+        """What the last server has said that was there, if one was. Any thread may look."""
+        return self._here.attached if self._here is not None else None
 
     # Questions.
 
@@ -321,12 +320,11 @@ class Connection:
     def _attach(self, here: FarSide, begun: Begun) -> None:
         connection, attached, descriptors = begun
         try:
-            here.check_server(attached)
+            here.attach(attached)
         except ConfigurationError:
             handshake.give_back(connection, descriptors)
             raise
         connection.settimeout(0.0)
-        self.attached = attached
         self.there = there = Attachment(
             self.path, connection, attached, descriptors, here.device, here.loop_calls, self._lost, self.timeout_s,
             emit=lambda event: here.loop_calls.call(here.emit, event),
