@@ -36,7 +36,7 @@ from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, LONG_S, AskedCalls, Asking
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_changes import FarSubscribers
-from tiered_kv.host.client_planner import FarJobs, FarPlanner
+from tiered_kv.host.client_planner import FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.host.protocol import Advanced, Attach, Keys, Preempted
@@ -234,8 +234,7 @@ class ConnectedKV(AskedCalls):
             BackendUnavailableError: There is none, within the time of a call.
         """
         await self._connection.open()
-        jobs = FarJobs(self._connection, len(self._shards))
-        self._planner = FarPlanner(self._connection, self._starts, jobs)
+        self._planner = FarPlanner(self._connection, self._starts)
         self._subscribers = FarSubscribers(self._connection)
         return self
 

@@ -4,13 +4,12 @@ The server plans and holds; here jobs are bound, and whoever waits is told. A jo
 server does: when it is gone, when it does not answer, and when the job is cancelled. The server is told what workers
 have moved all the same, as long as it is there: it holds slots until then.
 
-Workers need the server to watch them, and the memory that they copy to (`Introductions`, `ServedSlab`). Both go by file
+Workers need the server to watch them, and the memory that they copy to (`introduce`, `ServedSlab`). Both go by file
 descriptors on connections of their own, so that it does not matter what number a process has to whom.
 """
 
 import asyncio
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Literal
@@ -23,7 +22,7 @@ from tiered_kv.cache.planner import Planner
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_transfers import Starts
-from tiered_kv.host.connection import Connection, FarSide
+from tiered_kv.host.connection import Connection
 from tiered_kv.host.protocol import (
     BindJob,
     Cancel,
@@ -64,11 +63,8 @@ class FarRequest:
         said: The same, for the server, by prompt.
         engine: The engine's blocks; None if they are to be bound.
         per_block: Of the engine's blocks, a key.
-        is_current: False once what was loaded is of other weights than are served.
         gaps: Whether to load what is there, block by block, and not a prefix.
         hint: What the caller of a store says of the blocks' future.
-        untold: By reason, where its blocks count if no server is told of it.
-        refused: Why it ends with nothing, if it does.
     """
 
     direction: Literal["load", "store"]
@@ -76,11 +72,8 @@ class FarRequest:
     said: tuple[Keys, ...]
     engine: GPULoadStoreSpec | None
     per_block: int
-    is_current: Callable[[], bool]
-    untold: Counter[Reason] | Counter[str]
     gaps: bool = False
     hint: ReuseHint | None = None
-    refused: Reason | None = None
 
 
 class FarJob:
@@ -139,9 +132,9 @@ class FarJob:
             return plan
         return bind(plan, request.per_block, request.engine[: said.num_blocks * request.per_block])
 
-    def result(self, said: JobEnded) -> JobResult:
-        """Return how it ended: with nothing, if that is of weights that are not served any more."""
-        if self.request.direction == "load" and not self.request.is_current():
+    def result(self, said: JobEnded, epoch: bytes) -> JobResult:
+        """Return how it ended: with nothing, if that is of other weights than those of ``epoch``, which are served."""
+        if self.request.direction == "load" and self.request.said[0].epoch != epoch:
             errors = dict.fromkeys([*said.errors, Reason.EPOCH_ADVANCED])  # the server may have said it, too
             return replace(self.nothing(*errors), moved_s=said.moved_s, faults=said.faults)
         return replace(
@@ -189,61 +182,6 @@ class ServedSlab(SlabHandle):
         return descriptors[0], answer.is_read_only
 
 
-class Introductions:
-    """Has the server watch the worker processes of one client's planner. For the event loop's thread."""
-
-    def __init__(
-        self,
-        connection: Connection,
-        workers: WorkerProcesses,
-        here: FarSide,
-        ended: Callable[[str], None],
-        introducing: Introducing | None,
-    ) -> None:
-        """Have each server know ``workers``; ``ended`` is told whenever it does, or why it does not."""
-        self._connection = connection
-        self._workers = workers
-        self._here = here
-        self._ended = ended
-        self._introducing = introducing
-        self._known: set[Process] = set()
-        self._underway: asyncio.Task[None] | None = None
-        self._is_open = True
-
-    @property
-    def are_due(self) -> bool:
-        """Whether there are workers that the server does not know."""
-        return bool(self._workers.unlike(self._known))
-
-    def start_over(self) -> None:
-        """Another server is there, which knows none."""
-        self._known = set()
-        self.soon()
-
-    def soon(self) -> None:
-        """Introduce those that the server does not know."""
-        if self._underway is None and self._connection.there is not None and self._is_open:
-            self._underway = self._here.tasks.spawn(self._introduce(), "introduce workers")
-
-    def close(self) -> None:
-        """Introduce none any more."""
-        self._is_open = False
-
-    async def _introduce(self) -> None:
-        why, workers = "", self._workers
-        try:
-            while (there := self._connection.there) is not None and (strangers := workers.unlike(self._known)):
-                said = there.path, there.attached.token, workers, strangers, self._connection.timeout_s
-                await in_a_thread(self._here.loop_calls, self._introducing or introduce, *said)
-                if self._connection.there is there:
-                    self._known.update(strangers)
-        except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
-            why = str(error) or type(error).__name__
-            log("warning", "host.workers_refused", path=self._connection.path, error=why)
-        self._underway = None
-        self._ended(why)
-
-
 def introduce(
     path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
 ) -> None:
@@ -266,24 +204,28 @@ def introduce(
 class FarJobs(JobBook):
     """The jobs of one client's planner. Any thread may call what does not say otherwise."""
 
-    def __init__(self, connection: Connection, num_ranks: int, introducing: Introducing | None = None) -> None:
+    def __init__(self, connection: Connection, starts: Starts, introducing: Introducing | None) -> None:
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
-        super().__init__(num_ranks, here.loop_calls)
-        self._workers = WorkerProcesses(num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
+        super().__init__(len(here.shards), here.loop_calls)
+        self._workers = WorkerProcesses(self.num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
+        self._starts = starts
+        self._introducing = introducing
+        self._here = here
         self._underway: dict[Job, FarJob] = {}
         # The event loop's thread alone changes these.
         self._sent: dict[int, FarJob] = {}  # of which the server has more to say
         self._waiting: list[FarJob] = []  # until the server knows the workers
-        self._introductions = Introductions(connection, self._workers, here, self._introduced, introducing)
+        self._known: set[Process] = set()  # to the server
+        self._introduction: asyncio.Task[None] | None = None
         connection.follow(self)
 
     def register(self, rank: int, pid: int) -> None:
         """See `Planner.register_worker`."""
         self.check_open()
         self._workers.register(rank, pid)
-        self._loop_calls.call(self._introductions.soon)
+        self._loop_calls.call(self._introduce_soon)
 
     def begin(self, request: FarRequest) -> Job:
         """Begin a job. The server is told of it on the event loop, in the order of calls.
@@ -340,7 +282,8 @@ class FarJobs(JobBook):
 
     def attached(self, there: Attachment) -> None:
         """See `Follower.attached`."""
-        self._introductions.start_over()
+        self._known = set()
+        self._introduce_soon()
 
     @override
     def leave(self) -> None:
@@ -353,7 +296,6 @@ class FarJobs(JobBook):
             self._is_open = False
         for far in list(self._underway.values()):
             self._end(far, "closed")
-        self._introductions.close()
         self._workers.close()
 
     def hear(self, far: FarJob, reply: Reply) -> None:
@@ -378,21 +320,26 @@ class FarJobs(JobBook):
         self._end(far, "server away")
 
     def _start(self, far: FarJob) -> None:
+        if self._starts.is_draining and far.request.direction == "store":
+            self._refuse(far, Reason.DRAINING)
+        else:
+            self._plan(far)
+
+    def _plan(self, far: FarJob) -> None:
+        """Have the server plan a job, once it knows the workers."""
         there = self._connection.there
-        if far.request.refused is not None:
-            self._refuse(far, far.request.refused)
-        elif there is None or not there.is_open or there.is_silent:
+        if there is None or not there.is_open or there.is_silent:
             self._refuse(far, Reason.SERVER_AWAY)
-        elif self._introductions.are_due:
+        elif self._workers.unlike(self._known):
             self._waiting.append(far)
-            self._introductions.soon()
+            self._introduce_soon()
         elif far.job in self._underway:  # else cancelled meanwhile
             self._send(far, there)
 
     def _refuse(self, far: FarJob, why: Reason) -> None:
         """End what no server is told of, unless it was cancelled meanwhile."""
         if far.job in self._underway:
-            far.request.untold[why] += len(far.request.keys)
+            self._starts.count_untold(far.request.direction, why, len(far.request.keys))
             self._end(far, why)
 
     def _send(self, far: FarJob, there: Attachment) -> None:
@@ -404,7 +351,7 @@ class FarJobs(JobBook):
             there.send(PlanJob(far.number, *said))
         except TieredKVError as error:  # more keys than a message may have
             self._forget(far)
-            request.untold[Reason.TOO_MANY_KEYS] += len(request.keys)
+            self._starts.count_untold(request.direction, Reason.TOO_MANY_KEYS, len(request.keys))
             self._end(far, str(error))
 
     def _say_moved(self, outcomes: Outcomes) -> None:
@@ -432,7 +379,7 @@ class FarJobs(JobBook):
             if self._underway.pop(far.job, None) is not None:
                 if not far.job.is_seen:
                     self._withdraw(far.job)
-                self._tell(far.job, plan, far.result(said))
+                self._tell(far.job, plan, far.result(said, self._starts.epoch))
 
     def _give_up(self, far: FarJob) -> None:
         """Tell of a job that was cancelled, and the server too, which may have nothing to do for it any more."""
@@ -462,26 +409,41 @@ class FarJobs(JobBook):
         if far.there is not None:
             far.there.transfers.pop(far.number, None)
 
-    # The server.
+    # Workers, which the server is to watch.
 
-    def _introduced(self, why: str) -> None:
-        """Tell the server of the jobs that have waited until it knows the workers, or end them."""
+    def _introduce_soon(self) -> None:
+        if self._introduction is None and self._connection.there is not None and self._is_open:
+            self._introduction = self._here.tasks.spawn(self._introduce(), "introduce workers")
+
+    async def _introduce(self) -> None:
+        """Introduce those that the server does not know; then it hears of the jobs that have waited, or they end."""
+        why = ""
+        try:
+            while (there := self._connection.there) is not None and (strangers := self._workers.unlike(self._known)):
+                said = there.path, there.attached.token, self._workers, strangers, self._connection.timeout_s
+                await in_a_thread(self._loop_calls, self._introducing or introduce, *said)
+                if self._connection.there is there:
+                    self._known.update(strangers)
+        except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
+            why = str(error) or type(error).__name__
+            log("warning", "host.workers_refused", path=self._connection.path, error=why)
+        self._introduction = None
         waiting, self._waiting = self._waiting, []
         for far in waiting:
             if why:
                 self._end(far, why)
             else:
-                self._start(far)
+                self._plan(far)
 
 
 class FarPlanner(Planner):
     """The planner of a client, made by `ConnectedKV`. While no server is there jobs end at once: ``"server away"``."""
 
-    def __init__(self, connection: Connection, starts: Starts, jobs: FarJobs) -> None:
-        super().__init__(jobs)
+    def __init__(self, connection: Connection, starts: Starts, introducing: Introducing | None = None) -> None:
+        self._far_jobs = FarJobs(connection, starts, introducing)
+        super().__init__(self._far_jobs)
         self._connection = connection
         self._starts = starts
-        self._far_jobs = jobs
         self._slabs: tuple[bytes, tuple[SlabHandle, ...]] = b"", ()
 
     @override
@@ -507,14 +469,8 @@ class FarPlanner(Planner):
 
     @override
     def plan_load(self, keys: BlockKeys, into: GPULoadStoreSpec | None = None, *, gaps: bool = False) -> Job:
-        epoch = self._starts.epoch  # before the keys are named by it: if it advances in between, the load is overtaken
-        said = self._starts.said(keys, epoch=epoch, anywhere=True)
-        per_block = self._check("load", keys, into)
-        return self._far_jobs.begin(
-            FarRequest(
-                "load", keys, (said,), into, per_block, lambda: self._starts.epoch == epoch, self._starts.missed, gaps
-            )
-        )
+        said = self._starts.said(keys, anywhere=True)  # if it advances from here on, the load is overtaken
+        return self._far_jobs.begin(FarRequest("load", keys, (said,), into, self._check("load", keys, into), gaps))
 
     @override
     def plan_store(
@@ -529,12 +485,7 @@ class FarPlanner(Planner):
         digest = None if epoch is None else epoch_digest(epoch)
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
         per_block = self._check("store", stored, source)
-        return self._far_jobs.begin(
-            FarRequest(
-                "store", stored, said, source, per_block, lambda: True, self._starts.refused, hint=check_hint(hint),
-                refused=Reason.DRAINING if self._starts.is_draining else None,
-            )
-        )  # fmt: skip
+        return self._far_jobs.begin(FarRequest("store", stored, said, source, per_block, hint=check_hint(hint)))
 
     def _check(self, direction: Literal["load", "store"], keys: StoredKeys, blocks: GPULoadStoreSpec | None) -> int:
         """Raise unless blocks of the engine can be planned for these keys; return how many a key needs."""

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, Literal, TypeVar
 
 import numpy as np
 
@@ -552,6 +552,11 @@ class Starts:
         """Serve other weights from now on."""
         self.past_epochs = past_epochs(self.epoch, self.past_epochs, epoch)
         self.epoch = epoch
+
+    def count_untold(self, direction: Literal["load", "store"], why: Reason, num_blocks: int) -> None:
+        """Count blocks of which no server is told."""
+        untold: Counter[Reason] | Counter[str] = self.missed if direction == "load" else self.refused
+        untold[why] += num_blocks
 
     # Checked in any thread, then begun on the event loop.
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.host import protocol
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.client_planner import FarJobs, FarPlanner, Introducing
+from tiered_kv.host.client_planner import FarPlanner, Introducing
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import FarSide
 from tiered_kv.memory.device import Device
@@ -125,9 +125,8 @@ class PlanningClient:
         await self._opened.wait()
         connection = cast(Any, self._connection)
         looking = asyncio.ensure_future(connection.look())
-        jobs = FarJobs(connection, 1, self._introducing)
         starts = Starts(connection, epoch_digest(self._weights), lambda _: None)
-        self._planner = FarPlanner(connection, starts, jobs)
+        self._planner = FarPlanner(connection, starts, self._introducing)
         self._world.start_thread(process, self._take_answers, f"{process.name}: answers")
         driving: asyncio.Future[Any] = asyncio.gather(*(self._drive() for _ in range(_DRIVERS)))
         leaving: asyncio.Future[Any] = asyncio.ensure_future(self._leaving.wait())
