@@ -178,7 +178,7 @@ async def test_one_client_has_few_blocks_explained_at_once(tmp_path: Path) -> No
             await kv.store(KEYS, engine.fill(KEYS, range(8)))
             assert [str(each) for each in await kv.explain(many)] == ["ready, in cpu"] * 8 + ["never stored"] * 2992
             assert await kv.explain(many[:0]) == []
-            message = kv._asking.making(CALLS["explain"], CALLS["explain"].bind(many))  # noqa: SLF001 - as none of ours asks
+            message = kv._message(CALLS["explain"], CALLS["explain"].bind(many))  # noqa: SLF001 - as none of ours asks
             with pytest.raises(ConfigurationError, match="of 3000 keys, 1024 at most"):
                 await kv._connection.ask(message)  # noqa: SLF001 - the same
 

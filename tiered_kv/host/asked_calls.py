@@ -10,11 +10,11 @@ import inspect
 import math
 import time
 import typing
-from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial, update_wrapper
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, replace
+from functools import update_wrapper
 from itertools import accumulate
-from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeAlias, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -22,15 +22,16 @@ from numpy.typing import NDArray
 
 from tiered_kv.cache.answers import Explanation
 from tiered_kv.cache.block_cache import BlockCache
-from tiered_kv.cache.checks import check_are_keys, check_found, check_one_rank, check_ttl
+from tiered_kv.cache.checks import check_found, check_one_rank, check_ttl
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection
 from tiered_kv.host.protocol import Answer, Answered, Call, Keys
 from tiered_kv.transfers.handles import Handle
+from tiered_kv.transfers.prefetch import PrefetchHandle
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, Reason, TierFault
 from tiered_kv.values.hints import check_hint
-from tiered_kv.values.keys import BlockKeys, Shard
+from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.log import log
 from tiered_kv.values.results import (
     BlockState,
@@ -42,13 +43,7 @@ from tiered_kv.values.results import (
     TierRun,
 )
 
-P = ParamSpec("P")
-T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
-Method: TypeAlias = Callable[Concatenate["AskedCalls", P], T]
-"""A method of a client with the arguments of a call of `BlockCache`."""
-Away: TypeAlias = Callable[[Any], T] | None
-"""What a call comes to while no server is there, of its arguments; None: it raises, as it may not have been done."""
 LONG_S: Final = 60.0
 """What calls for operators may take: `flush`, `clear`, `evict`."""
 MOST_KEYS: Final = 1 << 14
@@ -93,14 +88,6 @@ def _bytes(said: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(said, np.uint8)
 
 
-def _nothing(_: list[None]) -> None:
-    return None
-
-
-def _concatenated(answers: list[NDArray[Any]]) -> NDArray[Any]:
-    return np.concatenate(answers)
-
-
 def _prefix_found(answers: list[LookupResult]) -> LookupResult:
     runs: list[TierRun] = []
     for answer, start in zip(answers, accumulate((each.num_blocks for each in answers), initial=0), strict=False):
@@ -126,29 +113,21 @@ def _prefix_brought(answers: list[PrefetchResult]) -> PrefetchResult:
     )
 
 
-def _prefix_pinned(answers: list[PinResult]) -> PinResult:
-    return PinResult(sum(each.num_blocks for each in answers))
-
-
 def _removed(answers: list[RemovalResult]) -> RemovalResult:
     kept_by = dict.fromkeys(name for each in answers for name in each.kept_by)
     return RemovalResult(sum(each.num_blocks for each in answers), tuple(kept_by))
 
 
-def _explained(answers: list[list[Explanation]]) -> list[Explanation]:
-    return [each for answer in answers for each in answer]
-
-
 _PREFIXES: Final = (LookupResult, PrefetchResult, PinResult)
 _JOINS: Final[Mapping[object, Callable[[list[Any]], Any]]] = {
     LookupResult: _prefix_found,
-    NDArray[np.bool_]: _concatenated,
-    NDArray[np.int8]: _concatenated,
+    NDArray[np.bool_]: np.concatenate,
+    NDArray[np.int8]: np.concatenate,
     PrefetchResult: _prefix_brought,
-    PinResult: _prefix_pinned,
+    PinResult: lambda answers: PinResult(sum(each.num_blocks for each in answers)),
     RemovalResult: _removed,
-    list[Explanation]: _explained,
-    type(None): _nothing,
+    list[Explanation]: lambda answers: [each for answer in answers for each in answer],
+    type(None): lambda _: None,
 }
 """How answers about parts of the keys become one, for each type that a call with keys may answer with.
 
@@ -156,48 +135,50 @@ Of a prefix all but the last were about the whole of theirs.
 """
 
 
-class Remote(Generic[P, T]):
+@dataclass(eq=False)
+class Remote:
     """One call of the face, as it passes between a client and its server.
 
     Attributes:
+        call: A method of `BlockCache`.
+        away: What it comes to while no server is there, of its arguments; None: it raises, as it may not be done.
+        anywhere: Whether any thread may call it.
+        timeout_s: What a coroutine waits for an answer; None: as long as a client waits for any.
+        changes: Whether it changes what is stored: a client that only reads may not call it.
+        is_of_all: Whether it is about the blocks of every engine that shares the model, not of this client alone.
+        is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
+        knows_past: Whether the answer depends on the weights that the client served before.
+        most_keys: That one message may be about, of few ranks.
         name: Of the method.
         arguments: Their names, in the order in which they are said.
         passed: The types that they and the answer pass as.
         has_keys: Whether it is about blocks, and so about the weights that they are of.
-        changes: Whether it changes what is stored: a client that only reads may not call it.
-        is_of_all: Whether it is about the blocks of every engine that shares the model, not of this client alone.
+        is_handle: Whether it returns a handle, by which the answer is awaited.
         is_awaited: Whether the answer is to be awaited.
         is_noted: Whether nothing is answered.
-        is_counted: Whether it is answered only once all is counted of which the client knows that it has ended.
-        knows_past: Whether the answer depends on the weights that the client served before.
-        most_keys: That one message may be about, of few ranks.
     """
 
-    def __init__(
-        self,
-        call: Callable[Concatenate[Any, P], Any],
-        *,
-        changes: bool = False,
-        is_of_all: bool = False,
-        is_noted: bool = False,
-        is_counted: bool = False,
-        knows_past: bool = False,
-        most_keys: int = MOST_KEYS,
-    ) -> None:
-        """Make one of a method of `BlockCache`; the others are attributes."""
+    call: Callable[..., Any]
+    _: KW_ONLY
+    away: Callable[[Any], Any] | None = None
+    anywhere: bool = False
+    timeout_s: float | None = None
+    changes: bool = False
+    is_of_all: bool = False
+    is_counted: bool = False
+    knows_past: bool = False
+    most_keys: int = MOST_KEYS
+
+    def __post_init__(self) -> None:
+        call = self.call
         self.name = call.__name__
-        self.changes = changes
-        self.is_of_all = is_of_all
-        self.is_noted = is_noted
-        self.is_counted = is_counted
-        self.knows_past = knows_past
-        self.most_keys = most_keys
         hints = typing.get_type_hints(call)
         answer = hints.pop("return")
-        is_handle = typing.get_origin(answer) is Handle
-        if is_handle:  # what awaiting it gives
+        self.is_handle = typing.get_origin(answer) is Handle
+        if self.is_handle:  # what awaiting it gives
             (answer,) = typing.get_args(answer)
-        self.is_awaited = is_handle or inspect.iscoroutinefunction(call)
+        self.is_awaited = self.is_handle or inspect.iscoroutinefunction(call)
+        self.is_noted = answer is type(None) and not self.is_awaited
         self._forms = {name: _form(hint) for name, hint in hints.items()}
         self.has_keys = BlockKeys in hints.values()
         self._arguments = _struct_of(call, self._forms)
@@ -208,10 +189,10 @@ class Remote(Generic[P, T]):
         joined = answer if self.has_keys else type(None)
         if joined not in _JOINS:
             raise TypeError(f"{call.__name__}: _JOINS does not say how answers of {joined} about parts become one")
-        self._join: Callable[[list[T]], T] = _JOINS[joined]
+        self._join = _JOINS[joined]
         self._decode_answer = wire.decoder(self._answer.passed)
 
-    def bind(self, *args: P.args, **kwargs: P.kwargs) -> Any:  # noqa: ANN401 - made when the house was
+    def bind(self, *args: object, **kwargs: object) -> Any:  # noqa: ANN401 - made when the house was
         """Return the arguments by name, as attributes.
 
         Raises:
@@ -247,9 +228,7 @@ class Remote(Generic[P, T]):
         return epoch, arguments
 
     def parts(self, given: Any, num_ranks: int) -> list[Any]:  # noqa: ANN401 - of `bind`
-        """Cut what `bind` made into what one message each may be about; raise `ConfigurationError` without keys."""
-        if self.has_keys:
-            check_are_keys(given.keys)
+        """Cut what `bind` made into what one message each may be about."""
         num_keys, most = len(given.keys) if self.has_keys else 0, self.most_of(num_ranks)
         if getattr(given, "where", False):  # the answer has a path or a name of each
             most = min(most, MOST_KEYS)
@@ -261,11 +240,11 @@ class Remote(Generic[P, T]):
             for start in range(0, num_keys, most)
         ]
 
-    def ends_with(self, answer: T, part: Any) -> bool:  # noqa: ANN401 - of `parts`
+    def ends_with(self, answer: object, part: Any) -> bool:  # noqa: ANN401 - of `parts`
         """Say whether nothing more is to be asked: of a prefix that ends in this part."""
         return isinstance(answer, _PREFIXES) and answer.num_blocks < len(part.keys)
 
-    def joined(self, answers: list[T]) -> T:
+    def joined(self, answers: list[Any]) -> Any:  # noqa: ANN401 - of the call's type, as below
         """Make one answer of the answers to the parts of a call."""
         return answers[0] if len(answers) == 1 else self._join(answers)
 
@@ -273,7 +252,7 @@ class Remote(Generic[P, T]):
         """Say what the call has come to."""
         return Answered(id_, wire.encoded(self._answer.say(value)))
 
-    def answer_in(self, answered: Answered) -> T:
+    def answer_in(self, answered: Answered) -> Any:  # noqa: ANN401
         """Return what the call has come to.
 
         Raises:
@@ -281,10 +260,9 @@ class Remote(Generic[P, T]):
         """
         passed = self._decode_answer(answered.value)
         try:
-            value: T = self._answer.hear(passed)
+            return self._answer.hear(passed)
         except (TypeError, ValueError) as error:
             raise wire.WireError(f"an answer that cannot be: {error}") from error
-        return value
 
 
 def _struct_of(call: Callable[..., Any], forms: Mapping[str, _Form]) -> Any:  # noqa: ANN401 - a class of its own
@@ -307,92 +285,6 @@ def _struct_of(call: Callable[..., Any], forms: Mapping[str, _Form]) -> Any:  # 
     return made
 
 
-class Asking:
-    """A client's way to ask its server. For the event loop's thread, but for what is called from ``anywhere``.
-
-    Attributes:
-        connection: To whatever server is there.
-    """
-
-    def __init__(self, connection: Connection, starts: Starts, shards: Sequence[Shard]) -> None:
-        """Ask by way of ``connection``, about blocks of the weights of ``starts``, for who stands for ``shards``."""
-        self.connection = connection
-        self._starts = starts
-        self._shards = shards
-
-    def making(self, remote: Remote[Any, Any], given: Any, *, anywhere: bool = False) -> Callable[[int], Call]:  # noqa: ANN401 - of `Remote.bind`
-        """Check arguments, and return what makes the message with them, of its number.
-
-        Raises:
-            ConfigurationError, LayoutMismatchError: They cannot be right, which needs no server to say so.
-            ClosedError: The client is not open.
-        """
-        self.connection.here(anywhere=anywhere)
-        keys = self._starts.said(given.keys, anywhere=anywhere) if remote.has_keys else None
-        for name, check in _CHECKS.items():
-            if hasattr(given, name):
-                check(getattr(given, name))
-        if hasattr(given, "found"):
-            check_found(given.keys, given.found)
-        if getattr(given, "where", False):
-            check_one_rank(self._shards)
-        if (tier := getattr(given, "tier", None)) is not None:
-            self._check_tier(tier)
-        said, before = remote.said(given, keys), tuple(self._starts.past_epochs) if remote.knows_past else ()
-        return lambda id_: Call(id_, remote.name, said, before)
-
-    def parts(self, remote: Remote[Any, Any], given: Any) -> list[Any]:  # noqa: ANN401 - of `Remote.bind`
-        """Cut arguments into what one message each of this client may be about."""
-        return remote.parts(given, len(self._shards))
-
-    def _check_tier(self, tier: object) -> None:
-        """Raise `ConfigurationError` of what is no tier, also while no server is there: of the last one that was."""
-        names = [each.name for each in self.connection.attached.tiers] if self.connection.attached is not None else []
-        if tier not in names:
-            raise ConfigurationError(f"no tier {tier!r:.80} here; there are {', '.join(names)}")
-
-    async def ask(self, remote: Remote[P, T], away: Away[T], timeout_s: float | None, given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
-        """Ask the server, part by part if that is about many keys, and wait so long for what each comes to.
-
-        It hears first of what was submitted and planned before, in this thread too.
-        """
-        self.connection.here().loop_calls.catch_up()
-        parts, answers = self.parts(remote, given), list[T]()
-        if len(parts) > 1:
-            self.making(remote, given)  # which checks all of it
-        for part in parts:
-            answer = await self.connection.ask(self.making(remote, part), timeout_s)
-            answers.append(self.answer_in(answer, remote, away, part))
-            if remote.ends_with(answers[-1], part):
-                break
-        return remote.joined(answers)
-
-    def ask_now(self, remote: Remote[P, T], away: Away[T], given: Any, *, anywhere: bool) -> T:  # noqa: ANN401 - of `Remote.bind`
-        """`ask`, which blocks its thread, a second at most."""
-        parts, answers, since = self.parts(remote, given), list[T](), time.monotonic()
-        for part in parts:
-            answer = self.connection.ask_now(self.making(remote, part, anywhere=anywhere), since, anywhere=anywhere)
-            answers.append(self.answer_in(answer, remote, away, part))
-            if remote.ends_with(answers[-1], part):
-                break
-        return remote.joined(answers)
-
-    def answer_in(self, answer: Answer | None, remote: Remote[P, T], away: Away[T], given: Any) -> T:  # noqa: ANN401 - of `Remote.bind`
-        """Return what a call has come to, or what it comes to while no server is there.
-
-        Raises:
-            BackendUnavailableError: There is no answer, and nothing else to say.
-        """
-        if isinstance(answer, Answered):
-            try:
-                return remote.answer_in(answer)
-            except wire.WireError as error:
-                log("error", "host.server_broken", error=str(error))
-        if away is None:
-            raise BackendUnavailableError(f"the server at {self.connection.path} has not answered")
-        return away(given)
-
-
 _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {"ttl_s": check_ttl, "hint": check_hint}
 """By the name of an argument."""
 
@@ -400,106 +292,29 @@ _CHECKS: Final[Mapping[str, Callable[[Any], object]]] = {"ttl_s": check_ttl, "hi
 # What makes a client's methods of those of the face.
 
 
-def _asked(
-    call: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
-    *,
-    away: Away[T] = None,
-    timeout_s: float | None = None,
-    most_keys: int = MOST_KEYS,
-    **may: bool,
-) -> "Method[P, Coroutine[Any, Any, T]]":
-    """Make a coroutine method that asks the server about so many keys at a time, and waits so long for each answer."""
-    remote: Remote[P, T] = Remote(call, most_keys=most_keys, **may)
+def _asked(call: F, **how: Any) -> F:  # noqa: ANN401 - as `Remote` has them
+    """Make a method of a client that asks the server, about so many keys at a time.
 
-    async def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return await kv._asking.ask(remote, away, timeout_s, remote.bind(*args, **kwargs))  # noqa: SLF001 - ours
+    A coroutine awaits each answer, and so does what returns a handle, in a task of the client's. What returns at once
+    blocks its thread, a second at most; what answers nothing is told to a server that is there.
+    """
+    remote = Remote(call, **how)
 
-    return _named(asked, remote, call)
+    async def asked(kv: "AskedCalls", /, *args: object, **kwargs: object) -> object:
+        return await kv._ask(remote, remote.bind(*args, **kwargs))  # noqa: SLF001 - ours
 
+    def called(kv: "AskedCalls", /, *args: object, **kwargs: object) -> object:
+        way = kv._start if remote.is_handle else kv._note if remote.is_noted else kv._ask_now  # noqa: SLF001 - ours
+        return way(remote, remote.bind(*args, **kwargs))
 
-def _asked_now(
-    call: Callable[Concatenate[Any, P], T],
-    *,
-    away: Away[T],
-    anywhere: bool = False,
-    most_keys: int = MOST_KEYS,
-    **may: bool,
-) -> "Method[P, T]":
-    """Make a method that asks the server about so many keys at a time, and blocks its thread, a second at most."""
-    remote: Remote[P, T] = Remote(call, most_keys=most_keys, **may)
-
-    def asked(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> T:
-        return kv._asking.ask_now(remote, away, remote.bind(*args, **kwargs), anywhere=anywhere)  # noqa: SLF001 - ours
-
-    return _named(asked, remote, call)
-
-
-def _started(
-    call: Callable[Concatenate[Any, P], Handle[T]], *, away: Callable[[Any], T], cancelled: T
-) -> "Method[P, Handle[T]]":
-    """Make a method that asks the server in a task of this client's, for as long as the server is there."""
-    remote: Remote[P, T] = Remote(call)
-
-    def started(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> Handle[T]:
-        asking, given = kv._asking, remote.bind(*args, **kwargs)  # noqa: SLF001 - ours
-        asking.making(remote, given)  # which checks it
-
-        async def ask() -> T:
-            try:
-                return await asking.ask(remote, away, math.inf, given)
-            except asyncio.CancelledError:
-                return cancelled
-            except ClosedError:  # before its first step, or between two parts: as what closing cuts off on its way
-                return away(given)
-
-        task = asking.connection.here().tasks.spawn(ask(), f"{remote.name} {len(given.keys)} blocks")
-        return Handle(task, partial(_cancel, task))
-
-    return _named(started, remote, call)
-
-
-def _noted(
-    call: Callable[Concatenate[Any, P], None], *, anywhere: bool = False, most_keys: int = MOST_KEYS
-) -> "Method[P, None]":
-    """Make a method that tells the server, which answers nothing; while it is away nothing is told."""
-    remote: Remote[P, None] = Remote(call, is_noted=True, most_keys=most_keys)
-
-    def noted(kv: "AskedCalls", /, *args: P.args, **kwargs: P.kwargs) -> None:
-        asking = kv._asking  # noqa: SLF001 - ours
-        for part in asking.parts(remote, remote.bind(*args, **kwargs)):
-            asking.connection.note(asking.making(remote, part, anywhere=anywhere)(0))
-
-    return _named(noted, remote, call)
-
-
-def _named(method: F, remote: Remote[Any, Any], call: Callable[..., Any]) -> F:
+    method = asked if inspect.iscoroutinefunction(call) else called
     update_wrapper(method, call)
     vars(method).update(remote=remote, __isabstractmethod__=False)
-    return method
-
-
-def _cancel(task: "asyncio.Task[Any]") -> None:
-    task.get_loop().call_soon(task.cancel)  # behind its first step: before that there is nobody yet to answer
+    return cast("F", method)
 
 
 def _nothing_found(given: Any) -> LookupResult:  # noqa: ANN401 - of `Remote.bind`
     return LookupResult(0, (), 0, given.keys.block_size)
-
-
-def _nothing_known(given: Any) -> NDArray[np.int8]:  # noqa: ANN401 - of `Remote.bind`
-    return np.full(len(given.keys), BlockState.MISS, np.int8)
-
-
-def _nothing_there(given: Any) -> NDArray[np.bool_]:  # noqa: ANN401 - of `Remote.bind`
-    return np.zeros(len(given.keys), np.bool_)
-
-
-def _nothing_brought(given: Any) -> PrefetchResult:  # noqa: ANN401 - of `Remote.bind`
-    return PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, len(given.keys)),))
-
-
-def _nothing_explained(given: Any) -> list[Explanation]:  # noqa: ANN401 - of `Remote.bind`
-    return [Explanation("server away")] * len(given.keys)
 
 
 class AskedCalls(BlockCache):
@@ -512,33 +327,138 @@ class AskedCalls(BlockCache):
     ``explain`` knows one state more, ``"server away"``. ``stats`` is of the model's cache in the server, and
     ``count_lookup`` counts in its metrics.
 
-    A coroutine of the face is ``_asked``, what returns at once ``_asked_now``, what answers nothing ``_noted``, what
-    returns a handle ``_started``. Without ``away`` it raises while no server is there.
+    Without ``away`` a call raises while no server is there.
     """
 
     lookup = _asked(BlockCache.lookup, most_keys=_MOST_LOOKED_UP, away=_nothing_found)
-    lookup_nowait = _asked_now(BlockCache.lookup_nowait, most_keys=_MOST_LOOKED_UP, away=_nothing_found, anywhere=True)
-    presence = _asked(BlockCache.presence, most_keys=_MOST_LOOKED_UP, away=_nothing_there)
-    membership = _asked_now(BlockCache.membership, away=_nothing_known, anywhere=True)
-    count_lookup = _noted(BlockCache.count_lookup, anywhere=True, most_keys=_MOST_LOOKED_UP)
-    prefetch = _started(BlockCache.prefetch, away=_nothing_brought, cancelled=PrefetchResult(0, 0))
-    touch = _noted(BlockCache.touch)
-    resident = _noted(BlockCache.resident)
-    leaving = _noted(BlockCache.leaving)
-    pin = _asked_now(BlockCache.pin, away=lambda _: PinResult(0), is_counted=True)
-    unpin = _noted(BlockCache.unpin)
+    lookup_nowait = _asked(BlockCache.lookup_nowait, most_keys=_MOST_LOOKED_UP, away=_nothing_found, anywhere=True)
+    presence = _asked(
+        BlockCache.presence, most_keys=_MOST_LOOKED_UP, away=lambda given: np.zeros(len(given.keys), np.bool_)
+    )
+    membership = _asked(
+        BlockCache.membership, away=lambda given: np.full(len(given.keys), BlockState.MISS, np.int8), anywhere=True
+    )
+    count_lookup = _asked(BlockCache.count_lookup, anywhere=True, most_keys=_MOST_LOOKED_UP)
+    prefetch = _asked(
+        BlockCache.prefetch,
+        away=lambda given: PrefetchResult(0, 0, (TierFault("host", Reason.SERVER_AWAY, len(given.keys)),)),
+        timeout_s=math.inf,
+    )
+    touch = _asked(BlockCache.touch)
+    resident = _asked(BlockCache.resident)
+    leaving = _asked(BlockCache.leaving)
+    pin = _asked(BlockCache.pin, away=lambda _: PinResult(0), is_counted=True)
+    unpin = _asked(BlockCache.unpin)
     evict = _asked(BlockCache.evict, timeout_s=LONG_S, changes=True)
     clear = _asked(BlockCache.clear, timeout_s=LONG_S, changes=True, is_of_all=True)
     flush = _asked(BlockCache.flush, timeout_s=LONG_S, is_of_all=True)
-    explain = _asked(BlockCache.explain, most_keys=1024, away=_nothing_explained, timeout_s=LONG_S, knows_past=True)
-    stats = _asked_now(BlockCache.stats, away=lambda _: _NO_STATISTICS, is_counted=True)
+    explain = _asked(
+        BlockCache.explain,
+        most_keys=1024,
+        away=lambda given: [Explanation("server away")] * len(given.keys),
+        timeout_s=LONG_S,
+        knows_past=True,
+    )
+    stats = _asked(BlockCache.stats, away=lambda _: _NO_STATISTICS, is_counted=True)
 
-    def __init__(self, asking: Asking) -> None:
-        """Have the server of ``asking`` answer."""
-        self._asking = asking
+    def __init__(self, connection: Connection, starts: Starts) -> None:
+        """Ask by way of ``connection``, about blocks of the weights of ``starts``."""
+        self._connection = connection
+        self._starts = starts
+
+    async def _ask(self, remote: Remote, given: Any, timeout_s: float | None = None) -> Any:  # noqa: ANN401 - of `Remote.bind`
+        """Ask the server, part by part if that is about many keys, and wait so long for what each comes to.
+
+        It hears first of what was submitted and planned before, in this thread too.
+        """
+        self._connection.here().loop_calls.catch_up()
+        limit_s, answers = remote.timeout_s if timeout_s is None else timeout_s, list[Any]()
+        for part in self._parts(remote, given):
+            answer = await self._connection.ask(self._message(remote, part), limit_s)
+            answers.append(self._answer_in(answer, remote, part))
+            if remote.ends_with(answers[-1], part):
+                break
+        return remote.joined(answers)
+
+    def _ask_now(self, remote: Remote, given: Any) -> Any:  # noqa: ANN401 - of `Remote.bind`
+        """`_ask`, which blocks its thread, a second at most."""
+        answers, since = list[Any](), time.monotonic()
+        for part in self._parts(remote, given):
+            answer = self._connection.ask_now(self._message(remote, part), since, anywhere=remote.anywhere)
+            answers.append(self._answer_in(answer, remote, part))
+            if remote.ends_with(answers[-1], part):
+                break
+        return remote.joined(answers)
+
+    def _start(self, remote: Remote, given: Any) -> PrefetchHandle:  # noqa: ANN401 - of `Remote.bind`
+        """`_ask` in a task of this client's, for as long as the server is there."""
+        self._parts(remote, given)  # which checks it
+
+        async def ask() -> Any:  # noqa: ANN401 - of the call's type
+            try:
+                return await self._ask(remote, given)
+            except asyncio.CancelledError:
+                return PrefetchResult(0, 0)
+            except ClosedError:  # before its first step, or between two parts: as what closing cuts off on its way
+                return self._answer_in(None, remote, given)
+
+        def cancel() -> None:
+            task.get_loop().call_soon(task.cancel)  # behind its first step: before that there is nobody yet to answer
+
+        task = self._connection.here().tasks.spawn(ask(), f"{remote.name} {len(given.keys)} blocks")
+        return Handle(task, cancel)
+
+    def _note(self, remote: Remote, given: Any) -> None:  # noqa: ANN401 - of `Remote.bind`
+        """Tell the server, which answers nothing; while it is away nothing is told."""
+        for part in self._parts(remote, given):
+            self._connection.note(self._message(remote, part)(0))
+
+    def _parts(self, remote: Remote, given: Any) -> list[Any]:  # noqa: ANN401 - of `Remote.bind`
+        """Check arguments, and cut them into what one message each of this client may be about.
+
+        Raises:
+            ConfigurationError, LayoutMismatchError: They cannot be right, which needs no server to say so.
+            ClosedError: The client is not open.
+        """
+        here = self._connection.here(anywhere=remote.anywhere)
+        if remote.has_keys:
+            here.check(given.keys)
+        for name, check in _CHECKS.items():
+            if hasattr(given, name):
+                check(getattr(given, name))
+        if hasattr(given, "found"):
+            check_found(given.keys, given.found)
+        if getattr(given, "where", False):
+            check_one_rank(here.shards)
+        if (tier := getattr(given, "tier", None)) is not None:
+            names = [each.name for each in here.attached.tiers]  # of the last server, also while none is there
+            if tier not in names:
+                raise ConfigurationError(f"no tier {tier!r:.80} here; there are {', '.join(names)}")
+        return remote.parts(given, len(here.shards))
+
+    def _message(self, remote: Remote, part: Any) -> Callable[[int], Call]:  # noqa: ANN401 - of `_parts`
+        """Return what makes the message with some arguments, of its number."""
+        keys = Keys.of(part.keys, self._starts.epoch) if remote.has_keys else None
+        said, before = remote.said(part, keys), tuple(self._starts.past_epochs) if remote.knows_past else ()
+        return lambda id_: Call(id_, remote.name, said, before)
+
+    def _answer_in(self, answer: Answer | None, remote: Remote, given: Any) -> Any:  # noqa: ANN401 - of `Remote.bind`
+        """Return what a call has come to, or what it comes to while no server is there.
+
+        Raises:
+            BackendUnavailableError: There is no answer, and nothing else to say.
+        """
+        if isinstance(answer, Answered):
+            try:
+                return remote.answer_in(answer)
+            except wire.WireError as error:
+                log("error", "host.server_broken", error=str(error))
+        if remote.away is None:
+            raise BackendUnavailableError(f"the server at {self._connection.path} has not answered")
+        return remote.away(given)
 
 
-CALLS: Final[Mapping[str, Remote[..., Any]]] = {
+CALLS: Final[Mapping[str, Remote]] = {
     name: method.remote for name, method in vars(AskedCalls).items() if hasattr(method, "remote")
 }
 """What a client may call, by name."""

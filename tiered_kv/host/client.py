@@ -33,7 +33,7 @@ from tiered_kv.cache.checks import (
 )
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.asked_calls import CALLS, LONG_S, AskedCalls, Asking
+from tiered_kv.host.asked_calls import CALLS, AskedCalls
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_changes import FarSubscribers
 from tiered_kv.host.client_planner import FarPlanner
@@ -86,12 +86,10 @@ class ConnectedKV(AskedCalls):
         page_locks = kind != "cpu" and not read_only  # what is only read is mapped otherwise, and copied by the CPU
         opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
         make_side = partial(FarSide, device, layout, shards, emit)
-        self._connection = connection = Connection(_path_in(url), opening, make_side, timeout_s)
-        self._starts = Starts(connection, epoch_digest(model.weights), emit)
-        super().__init__(Asking(connection, self._starts, shards))
+        connection = Connection(_path_in(url), opening, make_side, timeout_s)
+        super().__init__(connection, Starts(connection, epoch_digest(model.weights), emit))
         self._model = model
         self._layout = layout
-        self._shards = shards
         self._emit = emit
         self._planner: Planner | None = None
         self._subscribers: FarSubscribers | None = None
@@ -110,7 +108,7 @@ class ConnectedKV(AskedCalls):
 
     def stats(self) -> CacheStatistics:
         """See `BlockCache.stats`: of the model's cache in the server, and what no server was told of."""
-        stats: CacheStatistics = super().stats()
+        stats = super().stats()
         refused, missed = self._starts.refused, self._starts.missed
         return replace(
             stats,
@@ -167,7 +165,7 @@ class ConnectedKV(AskedCalls):
         check_ttl(ttl_s)
         stored = await self.start_store(keys, source, after=after)
         pin = CALLS["pin"]
-        pinned = await self._asking.ask(pin, lambda _: PinResult(0), None, pin.bind(keys, ttl_s=ttl_s))
+        pinned: PinResult = await self._ask(pin, pin.bind(keys, ttl_s=ttl_s))
         self._connection.send(Preempted())
         self._emit(SequencePreempted(len(keys), stored.num_dropped, pinned.num_blocks))
         return SwapOutResult(**vars(stored), num_pinned=pinned.num_blocks)
@@ -186,8 +184,7 @@ class ConnectedKV(AskedCalls):
         self._starts.is_draining = True
         flush = CALLS["flush"]
         try:
-            limit_s = LONG_S if timeout_s is None else timeout_s
-            is_written: bool = await self._asking.ask(flush, None, limit_s, flush.bind(sync=True))
+            is_written: bool = await self._ask(flush, flush.bind(sync=True), timeout_s)
         except BackendUnavailableError:
             return False
         return is_written
@@ -220,7 +217,7 @@ class ConnectedKV(AskedCalls):
         """See `BlockCache.namespace`."""
         here = self._connection.here(anywhere=True)
         here.group(group)
-        shard = self._shards[as_rank(rank, len(self._shards))]
+        shard = here.shards[as_rank(rank, len(here.shards))]
         name = fingerprint(self._model, self._layout, group, here.attached.codec)
         return Namespace(name, self._starts.epoch, salt_digest(salt), shard.part)
 

@@ -297,9 +297,7 @@ class Session:
             send(protocol.Failed(id_, TieredKVError.__name__, in_words(error)))  # who asked may wait for good, else
             raise
 
-    async def _answered(
-        self, remote: Remote[..., Any], id_: int, call: Callable[[], Awaitable[object]]
-    ) -> protocol.Answered:
+    async def _answered(self, remote: Remote, id_: int, call: Callable[[], Awaitable[object]]) -> protocol.Answered:
         return remote.answered(id_, await call())
 
     async def _count(self, call: Callable[[], object]) -> object:
@@ -324,7 +322,7 @@ class Session:
         except TieredKVError as error:
             log("warning", "host.request_refused", client=self.name, error=str(error))
 
-    def _called(self, remote: Remote[..., Any], request: protocol.Call) -> tuple[TierCalls, dict[str, Any]]:
+    def _called(self, remote: Remote, request: protocol.Call) -> tuple[TierCalls, dict[str, Any]]:
         """Return whose method a call is of, and its arguments.
 
         Raises:
@@ -402,7 +400,7 @@ class Session:
             send(protocol.Failed(id_, kind, str(error)))
 
 
-def _allowed(name: str) -> Remote[..., Any]:
+def _allowed(name: str) -> Remote:
     """Return a call that a client may make.
 
     Raises:
