@@ -67,9 +67,6 @@ class Changed(Message, frozen=True, tag="changed"):
     num_overflows: int
 
 
-AboutChanges = Follow | Taken
-
-
 class Keys(Field, frozen=True):
     """A batch of block keys, with the digest of the weights that they are of."""
 
@@ -167,7 +164,7 @@ class LeaveJobs(Message, frozen=True, tag="leave_jobs"):
     """The client's planner has ended: see `Planner.close`."""
 
 
-AboutJob = PlanJob | BindJob | JobMoved | JobMovedKeys
+AboutJob = BindJob | JobMoved | JobMovedKeys
 
 
 class JobPlan(Field, frozen=True):
@@ -406,9 +403,6 @@ class Ping(Message, frozen=True, tag="ping"):
     id: int
 
 
-Question = Call | Lease
-
-
 class Found(Field, frozen=True):
     """A `LookupResult`: runs of ``(tier, start, stop)``, and where each is if that was asked."""
 
@@ -589,8 +583,9 @@ class Advanced(Message, frozen=True, tag="advanced"):
 
 Steering = StopBefore | StoreLayer
 """About a load or store that is under way."""
-Moving = Load | Store | Steering | Cancel | Copied
-Request = Moving | Ping | Closing | Bye | Question | AboutJob | LeaveJobs | AboutChanges | Preempted | Advanced
+Answerable = Ping | Call | Lease | Load | Store | Steering | PlanJob | AboutJob | Follow | Taken
+"""What has a number, and may be answered by `Failed`."""
+Request = Answerable | Cancel | Copied | LeaveJobs | Preempted | Advanced | Closing | Bye
 Reply = Copy | Admitted | Loaded | Stored | Settled | JobPlanned | JobEnded | Changed | Answer
 
 request_from: Final[Callable[[bytes | memoryview], Request]] = decoder(Request)

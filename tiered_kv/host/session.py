@@ -18,18 +18,7 @@ from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, Remote
-from tiered_kv.host.protocol import (
-    MOST_BLOCKS,
-    AboutChanges,
-    AboutJob,
-    Advanced,
-    BindJob,
-    Follow,
-    JobMoved,
-    JobMovedKeys,
-    PlanJob,
-    Taken,
-)
+from tiered_kv.host.protocol import MOST_BLOCKS
 from tiered_kv.host.session_jobs import MOST_STREAMS, SessionChanges, SessionJobs
 from tiered_kv.host.session_transfers import Account, Send, SessionTransfers
 from tiered_kv.memory.host import HostSlab
@@ -142,24 +131,28 @@ class Session:
         if self._has_left and not isinstance(request, protocol.Cancel):
             return
         match request:
-            case protocol.Copied() | protocol.Cancel() | protocol.LeaveJobs() | protocol.Preempted() | Advanced():
-                self._hear(request)
-            case protocol.Load() | protocol.Store():
-                self._checked(request.id, send, partial(self._move, request, send))
-            case protocol.StopBefore() | protocol.StoreLayer():
-                self._checked(request.id, send, partial(self._transfers.steer, request))
-            case PlanJob() | BindJob() | JobMoved() | JobMovedKeys() | Follow() | Taken():
-                self._checked(request.id, send, partial(self._plan_or_follow, request, send))
+            case protocol.Copied():
+                self._transfers.copied(request)
+            case protocol.Cancel():
+                self._give_up(request.id)
+            case protocol.LeaveJobs():
+                self.jobs.leave()
+            case protocol.Preempted():
+                with suppress(ClosedError):  # the cache has ended, and its counts
+                    self._seat(b"").seat.fates.preemptions += 1
+            case protocol.Advanced():
+                self._epoch = request.epoch
+                self._transfers.overtake()
             case protocol.Call(id=0):
                 self._note(request)
-            case protocol.Ping():
-                send(protocol.Answered(request.id, wire.encoded(None)))
-            case protocol.Closing():
+            case protocol.Closing() | protocol.Bye():
                 self._leave()
-            case protocol.Bye():
-                pass  # the connection's
             case _:
-                self._checked(request.id, send, partial(self._ask, request, send))
+                try:
+                    self._begin(request, send)
+                except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
+                    kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
+                    send(protocol.Failed(request.id, kind, str(error)))
 
     def end(self) -> None:
         """The client is gone: let go of everything. Nothing of its touches a slot any more."""
@@ -184,6 +177,33 @@ class Session:
         """Wait until nothing is under way for it."""
         await self._tasks.aclose(_LAST_S)
 
+    def _begin(self, request: protocol.Answerable, send: Send) -> None:
+        """Begin what the client asks for, or have it go otherwise on.
+
+        Raises:
+            TieredKVError, ValueError: It cannot be.
+        """
+        match request:
+            case protocol.Load() | protocol.Store():
+                self._move(request, send)
+            case protocol.StopBefore() | protocol.StoreLayer():
+                self._transfers.steer(request)
+            case protocol.PlanJob():
+                self._plan(request, send)
+            case protocol.BindJob() | protocol.JobMoved() | protocol.JobMovedKeys():
+                self.jobs.take(request)
+            case protocol.Follow():
+                self._new(request.id)
+                if len(self._changes) >= min(MOST_STREAMS, self._limits.leases_per_client):
+                    raise CapacityError(f"this client follows changes {len(self._changes)} times")
+                self._changes.follow(request.id, self._seat(b"").seat, send)
+            case protocol.Taken():
+                self._changes.taken(request.id, request.num_messages)
+            case protocol.Lease() | protocol.Call():
+                self._ask(request, send)
+            case protocol.Ping():
+                send(protocol.Answered(request.id, wire.encoded(None)))
+
     def _move(self, request: protocol.Load | protocol.Store, send: Send) -> None:
         seat = self._seat(request.keys.epoch).seat
         if self.is_ending:
@@ -197,23 +217,16 @@ class Session:
         else:
             self._transfers.store(request, seat, send)
 
-    def _hear(
-        self, said: protocol.Copied | protocol.Cancel | protocol.LeaveJobs | protocol.Preempted | Advanced
-    ) -> None:
-        """Take what is said of what is under way, or has happened: there is nothing to answer."""
-        match said:
-            case protocol.Copied():
-                self._transfers.copied(said)
-            case protocol.Cancel():
-                self._give_up(said.id)
-            case protocol.LeaveJobs():
-                self.jobs.leave()
-            case protocol.Preempted():
-                with suppress(ClosedError):  # the cache has ended, and its counts
-                    self._seat(b"").seat.fates.preemptions += 1
-            case Advanced():
-                self._epoch = said.epoch
-                self._transfers.overtake()
+    def _plan(self, request: protocol.PlanJob, send: Send) -> None:
+        self._new(request.id)
+        seat = self._seat(request.keys.epoch).seat
+        if request.direction == "store" and self.is_read_only:
+            self.jobs.refuse(request, seat, Reason.READ_ONLY)
+            raise ConfigurationError("read only")
+        if len(self.jobs) >= self._limits.jobs_per_client:
+            self.jobs.refuse(request, seat)
+            raise CapacityError("too many jobs")
+        self.jobs.plan(request, seat, send)
 
     def _serves(self, epoch: bytes) -> bool:
         """Say whether the client serves these weights, as far as it has said."""
@@ -234,33 +247,9 @@ class Session:
         elif id_ in self._changes:
             self._changes.end(id_)
 
-    # Jobs of its planner, and streams of changes.
-
-    def _plan_or_follow(self, request: AboutJob | AboutChanges, send: Send) -> None:
-        match request:
-            case PlanJob():
-                self._new(request.id)
-                seat = self._seat(request.keys.epoch).seat
-                if request.direction == "store" and self.is_read_only:
-                    self.jobs.refuse(request, seat, Reason.READ_ONLY)
-                    raise ConfigurationError("read only")
-                if len(self.jobs) >= self._limits.jobs_per_client:
-                    self.jobs.refuse(request, seat)
-                    raise CapacityError("too many jobs")
-                self.jobs.plan(request, seat, send)
-            case Follow():
-                self._new(request.id)
-                if len(self._changes) >= min(MOST_STREAMS, self._limits.leases_per_client):
-                    raise CapacityError(f"this client follows changes {len(self._changes)} times")
-                self._changes.follow(request.id, self._seat(b"").seat, send)
-            case Taken():
-                self._changes.taken(request.id, request.num_messages)
-            case _:
-                self.jobs.take(request)
-
     # Questions.
 
-    def _ask(self, request: protocol.Question, send: Send) -> None:
+    def _ask(self, request: protocol.Lease | protocol.Call, send: Send) -> None:
         """Answer a question: at once if that needs no waiting, else when the answer is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
@@ -391,13 +380,6 @@ class Session:
         for those in (self._transfers, self._asked, self._leases, self.jobs, self._changes):
             if id_ in those:
                 raise ConfigurationError(f"number {id_} is of something that has not ended")
-
-    def _checked(self, id_: int, send: Send, call: Callable[[], object]) -> None:
-        try:
-            call()
-        except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
-            kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-            send(protocol.Failed(id_, kind, str(error)))
 
 
 def _allowed(name: str) -> Remote:

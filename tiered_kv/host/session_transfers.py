@@ -46,7 +46,13 @@ class FarCopyError(Exception):
 
 
 class FarMemory(EngineMemory, Stream):
-    """The engine's side of one transfer. Its pages are positions: the client knows which block is for which key."""
+    """The engine's side of one transfer. Its pages are positions: the client knows which block is for which key.
+
+    Attributes:
+        num_bytes: Of all its blocks, in host slots.
+        is_promised: Whether the client knows how it ends once it has copied.
+        came_before: Whether it had copied all when it began to serve other weights.
+    """
 
     gpu = None
     direct = None
@@ -56,6 +62,7 @@ class FarMemory(EngineMemory, Stream):
         """Ask with ``send`` for the copies of one transfer of so many blocks, to and from host slots of ``chain``."""
         self.name = f"client-{number}"
         self.num_bytes = num_blocks * chain.stride_bytes
+        self.is_promised = self.came_before = False
         self._id = number
         self._pool = chain.host.slab.name
         self._send = send
@@ -114,6 +121,7 @@ class FarMemory(EngineMemory, Stream):
 
     def begin(self, by_tier: dict[str, int]) -> None:
         """Send what was asked for when the transfer began, with how it ends if that is known already."""
+        self.is_promised = bool(by_tier)
         unsaid, self._unsaid = self._unsaid or [], None
         for each in unsaid:
             self._send(protocol.Copy(each.id, each.number, each.parts, by_tier))
@@ -211,8 +219,6 @@ class SessionTransfers:
         self._is_read_only = is_read_only
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
-        self._promised: set[int] = set()  # loads of which the client knows how they end once it has copied
-        self._came_before: set[int] = set()  # those of them that had, when it began to serve other weights
 
     def __contains__(self, id_: int) -> bool:
         return id_ in self._loads or id_ in self._stores
@@ -245,15 +251,13 @@ class SessionTransfers:
             LoadRequest(
                 chain=chain, batch=batch, binding=far, pages=np.arange(len(keys))[:, np.newaxis],
                 lane=Lane(far, None), deadline=seat.deadline(request.deadline_s),
-                priority=Priority(request.priority), is_current=partial(self._is_current, request),
+                priority=Priority(request.priority), is_current=partial(self._is_current, request, far),
                 layerwise=request.layerwise, gaps=request.gaps, order=order,
             )
         )  # fmt: skip
         self._loads[request.id] = handle, far
         self._account.move(far.num_bytes)
         is_resident = handle.is_admitted and not handle.done  # it needs no task
-        if is_resident:
-            self._promised.add(request.id)
         far.begin({chain.host.name: len(keys)} if is_resident else {})
         if request.layerwise:
             self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
@@ -323,7 +327,8 @@ class SessionTransfers:
 
     def overtake(self) -> None:
         """The client serves other weights from now on."""
-        self._came_before |= self._known_to_have_ended()
+        for far in self._known_to_have_ended():
+            far.came_before = True
 
     def end(self) -> None:
         """The client is gone: let go of everything. Nothing of its touches a slot any more."""
@@ -336,12 +341,12 @@ class SessionTransfers:
         """Whether the client knows of a load's end that is not counted here yet: that takes a few turns more."""
         return bool(self._known_to_have_ended())
 
-    def _known_to_have_ended(self) -> set[int]:
-        return {id_ for id_ in self._promised if not _num_copying(self._loads[id_])}
+    def _known_to_have_ended(self) -> list[FarMemory]:
+        return [far for _, far in self._loads.values() if far.is_promised and not far.num_copying]
 
-    def _is_current(self, request: protocol.Load) -> bool:
+    def _is_current(self, request: protocol.Load, far: FarMemory) -> bool:
         """Say whether what a load brings is of use to the client, as it says there."""
-        return request.id in self._came_before or self._serves(request.keys.epoch)
+        return far.came_before or self._serves(request.keys.epoch)
 
     async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
         send(protocol.Admitted(id_, await handle.admitted()))
@@ -349,9 +354,7 @@ class SessionTransfers:
     def _loaded(self, request: protocol.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
         self._account.move(-far.num_bytes)
-        is_known = request.id in self._promised and not request.is_from_back  # of that the client may have claimed some
-        self._promised.discard(request.id)
-        self._came_before.discard(request.id)
+        is_known = far.is_promised and not request.is_from_back  # of that the client may have claimed some
         if ended.cancelled() or ended.exception() is not None:
             why = "" if ended.cancelled() else repr(ended.exception())
             send(_not_loaded(request, TierFault("host", Reason.FAILED, 0, why)))
