@@ -173,7 +173,7 @@ class TieredKVServer:
     def _by_model(self) -> list[tuple[str, dict[str, Any]]]:
         """Say of each client whose it is, and what it has under way; to any thread."""
         clients = self._admission.clients if self._admission is not None else {}
-        return [(client.model, client.session.statistics()) for client in list(clients.values())]
+        return [(session.model, session.statistics()) for session in list(clients.values())]
 
     def _num_refused(self) -> int:
         return self._reception.num_refused if self._reception is not None else 0

@@ -1,4 +1,4 @@
-"""One client of the server: what it asks for, what is held for it, and what becomes of that when it ends.
+"""One client of the server: its connection and process, what it asks for, what is held for it, and how that ends.
 
 A transfer of a client is an ordinary transfer of the cache, with the engine's memory far away (`session_transfers`).
 The session ends when the client's process, or its last copy, is known to have ended: nothing held for it goes back
@@ -8,21 +8,23 @@ What a client asks beside its transfers is answered by the same call of the face
 """
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, Final
 
-from tiered_kv.cache.seat import PAST_EPOCHS
+from tiered_kv.cache.seat import PAST_EPOCHS, Seat
 from tiered_kv.cache.tiered_kv import SeatCalls, TierCalls, TieredKV
 from tiered_kv.catalog.leases import Lease
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS, Remote
 from tiered_kv.host.protocol import MOST_BLOCKS
 from tiered_kv.host.session_jobs import MOST_STREAMS, SessionChanges, SessionJobs
-from tiered_kv.host.session_transfers import Account, Send, SessionTransfers
+from tiered_kv.host.session_transfers import Account, SessionTransfers
 from tiered_kv.memory.host import HostSlab
 from tiered_kv.settings.tier_settings import HostSettings
+from tiered_kv.system import files, system
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Priority
 from tiered_kv.tiers.tasks import Tasks
@@ -40,6 +42,7 @@ from tiered_kv.values.errors import (
 from tiered_kv.values.keys import Shard
 from tiered_kv.values.log import log
 
+_SO_PEERPIDFD: Final = 77  # Linux 6.5; the socket module does not name it
 _EPOCHS: Final = 16
 """Weights that one client names by turns; of more, the first is made ready again."""
 _LAST_S: Final = 5.0
@@ -53,8 +56,14 @@ _AT_ONCE: Final[Mapping[str, Callable[..., object]]] = {"lookup": TierCalls.look
 class Session:
     """What a server has of one client: its seat, transfers, jobs and leases. For the event loop's thread.
 
+    It ends once the client's process touches no slot any more. That says so itself before it goes. Else its end of the
+    connection is closed by the system when it ends, and it is watched as well where the system lets us: a GPU may be
+    copying yet when the connection is closed.
+
     Attributes:
         name: What the client calls itself, with its process and user as the system knows them.
+        model: The name of its model.
+        link: The connection, which the caller starts.
         is_read_only: Whether it may not change what is stored.
         is_ending: Whether nothing is begun for it any more: the server is about to end.
         jobs: Those of its planner.
@@ -63,24 +72,36 @@ class Session:
     def __init__(
         self,
         name: str,
+        model: str,
         cache: TieredKV,
         shards: Sequence[Shard],
         account: Account,
         limits: HostSettings,
+        connection: socket.socket,
+        pid: int,
+        ended: Callable[[], None],
         *,
         is_read_only: bool,
     ) -> None:
-        """Begin.
+        """Begin, and watch the process behind a connection.
 
         Args:
             name: For people.
+            model: See the attribute.
             cache: The cache of its model, open.
             shards: Which parts of the heads it stands for.
             account: Of what it has, and its pins.
             limits: What one client may have under way.
+            connection: To the client.
+            pid: Of its process, 0 if that is of another PID namespace.
+            ended: Called once.
             is_read_only: See the attribute.
         """
         self.name = name
+        self.model = model
+        self.link: wire.Link[protocol.Request] = wire.Link(
+            protocol.request_from, self._take, self._lost, broken=self._break
+        )
         self.is_read_only = is_read_only
         self.is_ending = False
         self._cache = cache
@@ -93,16 +114,26 @@ class Session:
         self._num_leasing = 0  # asked for, and being brought
         self._tasks = Tasks()
         self._epoch = b""  # until the client has said that it serves others than those that it attached with
-        self._transfers = SessionTransfers(limits, account, self._tasks, self._serves, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self._seat(b"").seat.cache.new_jobs(len(shards)), account, self._tasks, self._serves)
-        self._changes = SessionChanges(self._tasks)
+        said = account, self._tasks, self._serves, self.link.send
+        self._transfers = SessionTransfers(limits, *said, is_read_only=is_read_only)
+        self.jobs = SessionJobs(self.seat.cache.new_jobs(len(shards)), *said)
+        self._changes = SessionChanges(self._tasks, self.link.send)
         self._keep_no_more: Callable[[], None] | None = None
-        self._has_left = False
+        self._ended = ended
+        self._has_left = self._has_ended = False
+        self._pidfd = _pidfd_of(connection, pid)
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().add_reader(self._pidfd, self.end)
+
+    @property
+    def seat(self) -> Seat:
+        """The client's seat at the cache, with the weights that it attached with."""
+        return self._seat(b"").seat
 
     def keep_memory(self) -> None:
         """Give none of its model's memory back while it is attached: it, or a worker of its, may page-lock that."""
         if self._keep_no_more is None:
-            self._keep_no_more = self._seat(b"").seat.cache.keep_memory()
+            self._keep_no_more = self.seat.cache.keep_memory()
 
     def statistics(self) -> dict[str, object]:
         """Count what is under way for it."""
@@ -123,13 +154,53 @@ class Session:
         """Whether the client may be reading or writing slots: by copies, or under a lease."""
         return bool(self._leases) or self._transfers.is_touching
 
-    def take(self, request: protocol.Request, send: Send) -> None:
-        """Do what the client asks; ``send`` answers on the connection on which it did.
-
-        What is wrong with a request is answered: the client raises it, or counts it.
-        """
-        if self._has_left and not isinstance(request, protocol.Cancel):
+    def end(self) -> None:
+        """End what is held for a client that is gone, whichever way that was noticed first. It touches no slot now."""
+        if self._has_ended:
             return
+        self._has_ended = True
+        if self._pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._pidfd)
+            files().close(self._pidfd)
+        self._leave()
+        for id_ in list(self._leases):
+            self._give_up(id_)
+        if self._keep_no_more is not None:
+            self._keep_no_more()
+        self.link.close()
+        log("info", "host.client_ended", client=self.name)
+        self._ended()
+
+    async def ended(self) -> None:
+        """Wait until nothing is under way for it."""
+        await self._tasks.aclose(_LAST_S)
+
+    # For its connection.
+
+    def _take(self, request: protocol.Request) -> None:
+        if isinstance(request, protocol.Bye):
+            self.end()
+        elif not self._has_left or isinstance(request, protocol.Cancel):
+            try:
+                self._do(request)
+            except wire.WireError:
+                raise
+            except Exception as error:  # else nobody would hear of the client's end any more
+                log("error", "host.request_crashed", exc_info=error, client=self.name)
+                raise wire.WireError("the server cannot take this") from error
+
+    def _break(self, why: str) -> None:
+        """Take nothing more of it. What is held for it is, until it is gone: it may be copying."""
+        log("warning", "host.client_broken", client=self.name, error=why)
+        self.link.end_writing()
+
+    def _lost(self) -> None:
+        """Nothing comes any more. While it may be copying, the end of its process is waited for where that is known."""
+        if self._pidfd < 0 or not self.is_touching:
+            self.end()
+
+    def _do(self, request: protocol.Request) -> None:
+        """Do what the client asks. What is wrong with a request is answered: the client raises it, or counts it."""
         match request:
             case protocol.Copied():
                 self._transfers.copied(request)
@@ -139,29 +210,22 @@ class Session:
                 self.jobs.leave()
             case protocol.Preempted():
                 with suppress(ClosedError):  # the cache has ended, and its counts
-                    self._seat(b"").seat.fates.preemptions += 1
+                    self.seat.fates.preemptions += 1
             case protocol.Advanced():
                 self._epoch = request.epoch
                 self._transfers.overtake()
             case protocol.Call(id=0):
                 self._note(request)
-            case protocol.Closing() | protocol.Bye():
+            case protocol.Closing():
                 self._leave()
+            case protocol.Bye():
+                pass  # see `_take`
             case _:
                 try:
-                    self._begin(request, send)
+                    self._begin(request)
                 except (TieredKVError, ValueError) as error:  # a ValueError is e.g. of a priority there is none of
                     kind = wire.kind_of(error) if isinstance(error, TieredKVError) else ConfigurationError.__name__
-                    send(protocol.Failed(request.id, kind, str(error)))
-
-    def end(self) -> None:
-        """The client is gone: let go of everything. Nothing of its touches a slot any more."""
-        self._leave()
-        for id_ in list(self._leases):
-            self._give_up(id_)
-        if (keep_no_more := self._keep_no_more) is not None:
-            self._keep_no_more = None
-            keep_no_more()
+                    self.link.send(protocol.Failed(request.id, kind, str(error)))
 
     def _leave(self) -> None:
         """The client has closed: let go of all but what it leases, which it may be reading yet."""
@@ -173,11 +237,7 @@ class Session:
         self._changes.end_all()
         self._account.pins.close()
 
-    async def ended(self) -> None:
-        """Wait until nothing is under way for it."""
-        await self._tasks.aclose(_LAST_S)
-
-    def _begin(self, request: protocol.Answerable, send: Send) -> None:
+    def _begin(self, request: protocol.Answerable) -> None:
         """Begin what the client asks for, or have it go otherwise on.
 
         Raises:
@@ -185,39 +245,39 @@ class Session:
         """
         match request:
             case protocol.Load() | protocol.Store():
-                self._move(request, send)
+                self._move(request)
             case protocol.StopBefore() | protocol.StoreLayer():
                 self._transfers.steer(request)
             case protocol.PlanJob():
-                self._plan(request, send)
+                self._plan(request)
             case protocol.BindJob() | protocol.JobMoved() | protocol.JobMovedKeys():
                 self.jobs.take(request)
             case protocol.Follow():
                 self._new(request.id)
                 if len(self._changes) >= min(MOST_STREAMS, self._limits.leases_per_client):
                     raise CapacityError(f"this client follows changes {len(self._changes)} times")
-                self._changes.follow(request.id, self._seat(b"").seat, send)
+                self._changes.follow(request.id, self.seat)
             case protocol.Taken():
                 self._changes.taken(request.id, request.num_messages)
             case protocol.Lease() | protocol.Call():
-                self._ask(request, send)
+                self._ask(request)
             case protocol.Ping():
-                send(protocol.Answered(request.id, wire.encoded(None)))
+                self.link.send(protocol.Answered(request.id, wire.encoded(None)))
 
-    def _move(self, request: protocol.Load | protocol.Store, send: Send) -> None:
+    def _move(self, request: protocol.Load | protocol.Store) -> None:
         seat = self._seat(request.keys.epoch).seat
         if self.is_ending:
-            self._transfers.refuse(request, seat, Reason.SERVER_ENDING, send)
+            self._transfers.refuse(request, seat, Reason.SERVER_ENDING)
             return
         self._new(request.id)
         if len(request.keys) > MOST_BLOCKS:
-            self._transfers.refuse(request, seat, Reason.TOO_MANY_KEYS, send)
+            self._transfers.refuse(request, seat, Reason.TOO_MANY_KEYS)
         elif isinstance(request, protocol.Load):
-            self._transfers.load(request, seat, send)
+            self._transfers.load(request, seat)
         else:
-            self._transfers.store(request, seat, send)
+            self._transfers.store(request, seat)
 
-    def _plan(self, request: protocol.PlanJob, send: Send) -> None:
+    def _plan(self, request: protocol.PlanJob) -> None:
         self._new(request.id)
         seat = self._seat(request.keys.epoch).seat
         if request.direction == "store" and self.is_read_only:
@@ -226,7 +286,7 @@ class Session:
         if len(self.jobs) >= self._limits.jobs_per_client:
             self.jobs.refuse(request, seat)
             raise CapacityError("too many jobs")
-        self.jobs.plan(request, seat, send)
+        self.jobs.plan(request, seat)
 
     def _serves(self, epoch: bytes) -> bool:
         """Say whether the client serves these weights, as far as it has said."""
@@ -249,41 +309,43 @@ class Session:
 
     # Questions.
 
-    def _ask(self, request: protocol.Lease | protocol.Call, send: Send) -> None:
+    def _ask(self, request: protocol.Lease | protocol.Call) -> None:
         """Answer a question: at once if that needs no waiting, else when the answer is known."""
         self._new(request.id)
         if len(self._asked) >= self._limits.questions_per_client:
             raise CapacityError(f"{self._limits.questions_per_client} questions of this client are under way")
         if isinstance(request, protocol.Lease):
-            self._wait(request.id, partial(self._lease, request), send)
+            self._wait(request.id, partial(self._lease, request))
             return
         remote = _allowed(request.name)
         if remote.changes and self.is_read_only:
             raise ConfigurationError("a read-only client evicts nothing")
         kv, arguments = self._called(remote, request)
         if remote.name in _AT_ONCE and (found := _AT_ONCE[remote.name](kv, **arguments)) is not None:
-            send(remote.answered(request.id, found))
+            self.link.send(remote.answered(request.id, found))
             return
         call = partial(getattr(kv, remote.name), **arguments)
         if remote.is_counted:
-            self._wait(request.id, partial(self._answered, remote, request.id, partial(self._count, call)), send)
+            self._wait(request.id, partial(self._answered, remote, request.id, partial(self._count, call)))
         elif remote.is_awaited:
-            self._wait(request.id, partial(self._answered, remote, request.id, call), send)
+            self._wait(request.id, partial(self._answered, remote, request.id, call))
         else:
-            send(remote.answered(request.id, call()))
+            self.link.send(remote.answered(request.id, call()))
 
-    def _wait(self, id_: int, answer: Answering, send: Send) -> None:
-        task = self._tasks.spawn(self._say(id_, answer, send), f"answer {id_}")
+    def _wait(self, id_: int, answer: Answering) -> None:
+        task = self._tasks.spawn(self._say(id_, answer), f"answer {id_}")
         self._asked[id_] = task
         task.add_done_callback(lambda _: self._asked.pop(id_, None))
 
-    async def _say(self, id_: int, answer: Answering, send: Send) -> None:
+    async def _say(self, id_: int, answer: Answering) -> None:
         try:
-            send(await answer())
+            self.link.send(await answer())
         except TieredKVError as error:
-            send(protocol.Failed(id_, wire.kind_of(error), str(error)))
+            self.link.send(protocol.Failed(id_, wire.kind_of(error), str(error)))
         except Exception as error:
-            send(protocol.Failed(id_, TieredKVError.__name__, in_words(error)))  # who asked may wait for good, else
+            self.link.send(
+                protocol.Failed(id_, TieredKVError.__name__, in_words(error))
+            )  # else who asked waits for good
             raise
 
     async def _answered(self, remote: Remote, id_: int, call: Callable[[], Awaitable[object]]) -> protocol.Answered:
@@ -296,7 +358,7 @@ class Session:
 
     async def _caught_up(self) -> None:
         """Wait until what the client knows to have ended has ended here, which takes a few turns more."""
-        tasks = self._seat(b"").seat.tasks
+        tasks = self.seat.tasks
         while self._transfers.is_behind:
             await tasks.turn(Priority.STORE)
 
@@ -354,13 +416,18 @@ class Session:
 
     # What requests are about.
 
+    @property
+    def slabs(self) -> list[HostSlab]:
+        """The client's slabs: by KV group, then by rank."""
+        return [chain.host.slab for chain in self.seat.chains]
+
     def slab(self, name: str) -> HostSlab:
         """Return one of the client's slabs.
 
         Raises:
             ConfigurationError: There is none of this name.
         """
-        slabs = {chain.host.slab.name: chain.host.slab for chain in self._seat(b"").seat.chains}
+        slabs = {slab.name: slab for slab in self.slabs}
         if name not in slabs:
             raise ConfigurationError(f"no slab {name!r}; there are {', '.join(slabs)}")
         return slabs[name]
@@ -380,6 +447,15 @@ class Session:
         for those in (self._transfers, self._asked, self._leases, self.jobs, self._changes):
             if id_ in those:
                 raise ConfigurationError(f"number {id_} is of something that has not ended")
+
+
+def _pidfd_of(connection: socket.socket, pid: int) -> int:
+    """Return a descriptor of the client's process, or -1 where the system gives none."""
+    with suppress(OSError):
+        return connection.getsockopt(socket.SOL_SOCKET, _SO_PEERPIDFD)
+    with suppress(OSError):
+        return system().pidfd_open(pid) if pid > 0 else -1  # 0: of a PID namespace that is not ours
+    return -1
 
 
 def _allowed(name: str) -> Remote:

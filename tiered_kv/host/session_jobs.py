@@ -55,15 +55,16 @@ _MOST_PROMPTS: Final = 1 << 14
 class SessionJobs:
     """The planned jobs of one client. For the event loop's thread."""
 
-    def __init__(self, jobs: Jobs, account: Account, tasks: Tasks, serves: Callable[[bytes], bool]) -> None:
+    def __init__(self, jobs: Jobs, account: Account, tasks: Tasks, serves: Callable[[bytes], bool], send: Send) -> None:
         """Keep ``jobs``, which are this client's alone, and tell of them in ``tasks``.
 
-        ``serves`` says of an epoch whether the client serves it.
+        ``serves`` says of an epoch whether the client serves it; ``send`` sends to the client.
         """
         self._jobs = jobs
         self._account = account
         self._tasks = tasks
         self._serves = serves
+        self._send = send
         self._by_id: dict[int, tuple[Job, StoredKeys]] = {}
 
     def __len__(self) -> int:
@@ -90,7 +91,7 @@ class SessionJobs:
             for each in left:
                 files().close(each)
 
-    def plan(self, request: PlanJob, seat: Seat, send: Send) -> None:
+    def plan(self, request: PlanJob, seat: Seat) -> None:
         """Begin a job, and tell of its plan and its end.
 
         Raises:
@@ -114,7 +115,7 @@ class SessionJobs:
         )  # fmt: skip
         self._by_id[request.id] = job, keys
         self._account.hold(num_bytes)
-        self._tasks.spawn(self._tell(request.id, job, num_bytes, send), f"tell of a job to {request.direction}")
+        self._tasks.spawn(self._tell(request.id, job, num_bytes), f"tell of a job to {request.direction}")
 
     def refuse(self, request: PlanJob, seat: Seat, why: Reason | None = None) -> None:
         """Count one that does not begin, for each rank; its client has too much under way, unless it is said why.
@@ -164,14 +165,14 @@ class SessionJobs:
         """The client, or its planner, is gone."""
         self._jobs.leave()
 
-    async def _tell(self, id_: int, job: Job, num_bytes: int, send: Send) -> None:
+    async def _tell(self, id_: int, job: Job, num_bytes: int) -> None:
         try:
             plan = await job.planned()
             is_told = job.result is None
             if is_told:
-                send(JobPlanned(id_, _said(plan)))
+                self._send(JobPlanned(id_, _said(plan)))
             result = await job.ended()
-            send(
+            self._send(
                 JobEnded(
                     id_, None if is_told else _said(plan), result.num_blocks, result.errors, result.num_bytes,
                     result.moved_s, dict(result.by_tier), result.mask.tobytes(), result.faults,
@@ -185,8 +186,9 @@ class SessionJobs:
 class SessionChanges:
     """The streams of changes to which one client has subscribed. For the event loop's thread."""
 
-    def __init__(self, tasks: Tasks) -> None:
+    def __init__(self, tasks: Tasks, send: Send) -> None:
         self._tasks = tasks
+        self._send = send
         self._streams: dict[int, tuple[asyncio.Task[None], asyncio.BoundedSemaphore]] = {}
 
     def __len__(self) -> int:
@@ -195,11 +197,11 @@ class SessionChanges:
     def __contains__(self, id_: int) -> bool:
         return id_ in self._streams
 
-    def follow(self, id_: int, seat: Seat, send: Send) -> None:
+    def follow(self, id_: int, seat: Seat) -> None:
         """Begin a stream."""
         room = asyncio.BoundedSemaphore(AHEAD)
         changes = seat.cache.subscribers.subscribe(_MOST_NAMES)
-        task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, send), "tell of changes")
+        task = self._tasks.spawn(_tell(id_, changes, _ranks(seat), room, self._send), "tell of changes")
         self._streams[id_] = task, room
         task.add_done_callback(partial(self._forget, id_))
 

@@ -205,17 +205,19 @@ class SessionTransfers:
         account: Account,
         tasks: Tasks,
         serves: Callable[[bytes], bool],
+        send: Send,
         *,
         is_read_only: bool,
     ) -> None:
         """Run transfers within ``limits``, and tell of them in ``tasks``. A client that only reads stores nothing.
 
-        ``serves`` says of an epoch whether the client serves it.
+        ``serves`` says of an epoch whether the client serves it; ``send`` sends to the client.
         """
         self._limits = limits
         self._account = account
         self._tasks = tasks
         self._serves = serves
+        self._send = send
         self._is_read_only = is_read_only
         self._loads: dict[int, tuple[LoadHandle, FarMemory]] = {}
         self._stores: dict[int, tuple[StoreHandle, FarMemory]] = {}
@@ -232,7 +234,7 @@ class SessionTransfers:
         """Whether the client may be copying to or from slots."""
         return any(map(_num_copying, self._all()))
 
-    def load(self, request: protocol.Load, seat: Seat, send: Send) -> None:
+    def load(self, request: protocol.Load, seat: Seat) -> None:
         """Start a load, and tell of its end.
 
         Raises:
@@ -243,9 +245,9 @@ class SessionTransfers:
         check_kind(order, layerwise=request.layerwise, gaps=request.gaps)
         keys = request.keys.block_keys()
         chain, batch = seat.batch(keys)
-        far = FarMemory(request.id, len(keys), chain, send)
+        far = FarMemory(request.id, len(keys), chain, self._send)
         if len(self._loads) >= self._limits.loads_per_client or not self._account.may_move(far.num_bytes):
-            self.refuse(request, seat, Reason.TOO_MANY_LOADS, send)
+            self.refuse(request, seat, Reason.TOO_MANY_LOADS)
             return
         handle = start_load(
             LoadRequest(
@@ -260,10 +262,10 @@ class SessionTransfers:
         is_resident = handle.is_admitted and not handle.done  # it needs no task
         far.begin({chain.host.name: len(keys)} if is_resident else {})
         if request.layerwise:
-            self._tasks.spawn(self._say_admitted(request.id, handle, send), "admit")
-        handle.when_done(partial(self._loaded, request, len(keys), send))
+            self._tasks.spawn(self._say_admitted(request.id, handle), "admit")
+        handle.when_done(partial(self._loaded, request, len(keys)))
 
-    def store(self, request: protocol.Store, seat: Seat, send: Send) -> None:
+    def store(self, request: protocol.Store, seat: Seat) -> None:
         """Start a store, and tell of its end and of what becomes of the blocks.
 
         Raises:
@@ -271,12 +273,12 @@ class SessionTransfers:
         """
         keys = request.keys.block_keys()
         chain, batch = seat.batch(keys)
-        far = FarMemory(request.id, len(keys), chain, send)
+        far = FarMemory(request.id, len(keys), chain, self._send)
         if self._is_read_only:
-            self.refuse(request, seat, Reason.READ_ONLY, send)
+            self.refuse(request, seat, Reason.READ_ONLY)
             return
         if len(self._stores) >= self._limits.stores_per_client or not self._account.may_move(far.num_bytes):
-            self.refuse(request, seat, Reason.TOO_MANY_STORES, send)
+            self.refuse(request, seat, Reason.TOO_MANY_STORES)
             return
         positions = np.arange(len(keys))[:, np.newaxis]
         handle = start_store(
@@ -293,18 +295,18 @@ class SessionTransfers:
         self._stores[request.id] = handle, far
         self._account.move(far.num_bytes)
         far.begin({})
-        handle.when_done(partial(self._stored, request.id, len(keys), send))
+        handle.when_done(partial(self._stored, request.id, len(keys)))
 
-    def refuse(self, request: protocol.Load | protocol.Store, seat: Seat, why: Reason, send: Send) -> None:
+    def refuse(self, request: protocol.Load | protocol.Store, seat: Seat, why: Reason) -> None:
         """Tell the client that a load or store does not begin, and count it."""
         chain, batch = seat.batch(request.keys.block_keys())
         num_keys = len(batch)
         if isinstance(request, protocol.Load):
             chain.fates.count_load(batch, 0, why)
-            send(_not_loaded(request, TierFault("host", why, num_keys)))
+            self._send(_not_loaded(request, TierFault("host", why, num_keys)))
         else:
             chain.fates.count_store(num_keys, stored=0, present=0, dropped={why: num_keys})
-            _say_not_stored(request.id, num_keys, why, send)
+            self._say_not_stored(request.id, num_keys, why)
 
     def steer(self, request: protocol.Steering) -> None:
         """Pass on what is said of a transfer under way; of one that has ended it is passed over."""
@@ -348,37 +350,41 @@ class SessionTransfers:
         """Say whether what a load brings is of use to the client, as it says there."""
         return far.came_before or self._serves(request.keys.epoch)
 
-    async def _say_admitted(self, id_: int, handle: LoadHandle, send: Send) -> None:
-        send(protocol.Admitted(id_, await handle.admitted()))
+    async def _say_admitted(self, id_: int, handle: LoadHandle) -> None:
+        self._send(protocol.Admitted(id_, await handle.admitted()))
 
-    def _loaded(self, request: protocol.Load, num_keys: int, send: Send, ended: "asyncio.Future[LoadResult]") -> None:
+    def _loaded(self, request: protocol.Load, num_keys: int, ended: "asyncio.Future[LoadResult]") -> None:
         _, far = self._loads.pop(request.id)
         self._account.move(-far.num_bytes)
         is_known = far.is_promised and not request.is_from_back  # of that the client may have claimed some
         if ended.cancelled() or ended.exception() is not None:
             why = "" if ended.cancelled() else repr(ended.exception())
-            send(_not_loaded(request, TierFault("host", Reason.FAILED, 0, why)))
+            self._send(_not_loaded(request, TierFault("host", Reason.FAILED, 0, why)))
             return
         result = ended.result()
         if is_known and result.num_blocks == num_keys:
             return  # as was promised: it knows
         mask = result.mask.tobytes() if request.gaps else None
         said = dict(result.by_tier), result.num_bytes, result.seconds, result.faults, result.missed_because, mask
-        send(protocol.Loaded(request.id, result.num_blocks, *said))
+        self._send(protocol.Loaded(request.id, result.num_blocks, *said))
 
-    def _stored(self, id_: int, num_keys: int, send: Send, ended: "asyncio.Future[StoreResult]") -> None:
+    def _stored(self, id_: int, num_keys: int, ended: "asyncio.Future[StoreResult]") -> None:
         _, far = self._stores.pop(id_)
         self._account.move(-far.num_bytes)
         if ended.cancelled() or ended.exception() is not None:
-            _say_not_stored(id_, num_keys, Reason.FAILED, send)
+            self._say_not_stored(id_, num_keys, Reason.FAILED)
             return
         result = ended.result()
-        dropped = dict(result.drop_reasons)
-        send(protocol.Stored(id_, result.num_stored, result.num_present, dropped, result.num_bytes, result.seconds))
-        self._tasks.spawn(self._say_settled(id_, result, send), "settle")
+        counts = result.num_stored, result.num_present, dict(result.drop_reasons), result.num_bytes
+        self._send(protocol.Stored(id_, *counts, result.seconds))
+        self._tasks.spawn(self._say_settled(id_, result), "settle")
 
-    async def _say_settled(self, id_: int, result: StoreResult, send: Send) -> None:
-        send(protocol.Settled(id_, await result.settled()))
+    def _say_not_stored(self, id_: int, num_keys: int, why: Reason) -> None:
+        self._send(protocol.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
+        self._send(protocol.Settled(id_, ()))
+
+    async def _say_settled(self, id_: int, result: StoreResult) -> None:
+        self._send(protocol.Settled(id_, await result.settled()))
 
     def _all(self) -> list[Transfer]:
         return [*self._loads.values(), *self._stores.values()]
@@ -390,8 +396,3 @@ def _num_copying(transfer: Transfer) -> int:
 
 def _not_loaded(request: protocol.Load, fault: TierFault) -> protocol.Loaded:
     return protocol.Loaded(request.id, 0, {}, 0, 0.0, (fault,), fault.reason, None)
-
-
-def _say_not_stored(id_: int, num_keys: int, why: Reason, send: Send) -> None:
-    send(protocol.Stored(id_, 0, 0, {why: num_keys} if num_keys else {}, 0, 0.0))
-    send(protocol.Settled(id_, ()))

@@ -15,7 +15,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.host import protocol, wire
-from tiered_kv.host.admission import AttachedClient
 from tiered_kv.host.session import Session
 from tiered_kv.host.session_transfers import Account
 from tiered_kv.settings.tier_settings import HostSettings
@@ -132,12 +131,14 @@ class Served:
     ) -> None:
         """Begin; what is sent to the client goes to ``inbox``, a queue if that is left out."""
         account = Account(limits, 8 * STRIDE, Pins(0))
-        self.session = Session(process.name, requests.kv, (Shard(0, 1),), account, limits, is_read_only=False)
         connection: Any = PeerConnection()  # all that it asks of a socket
-        client = AttachedClient(self.session, "model", connection, process.pid, has_ended)
-        self.stream = ServerStream(client.link, inbox)
-        client.link.connection_made(self.stream)
-        requests.world.bury(client, self.stream)
+        self.session = session = Session(
+            process.name, "model", requests.kv, (Shard(0, 1),), account, limits, connection, process.pid, has_ended,
+            is_read_only=False,
+        )  # fmt: skip
+        self.stream = ServerStream(session.link, inbox)
+        session.link.connection_made(self.stream)
+        requests.world.bury(session, self.stream)
 
 
 class PeerConnection:
