@@ -282,15 +282,14 @@ class Transferring(Protocol):
         """The server is gone: it says nothing any more."""
 
 
-class Attachment:
-    """A client's attachment to one server process. For the event loop's thread, but for `ask_now`.
+class Attachment(Line):
+    """A client's attachment to one server process. For the event loop's thread, but for `ask_now` and what `Line` says.
 
     Attributes:
         path: Of the server's socket.
         attached: What the server said.
         slabs: By name.
         transfers: Those under way, by number.
-        is_open: Whether the server may answer.
         is_silent: Whether it was asked, and has said nothing for too long, nor since.
     """
 
@@ -312,11 +311,11 @@ class Attachment:
         ``patience_s`` is how long a server that is asked may say nothing at all. ``emit`` is told in other threads how
         the slabs are got ready.
         """
+        super().__init__(connection, loop_calls, self._take_reply)
         self.path = path
         self.attached = attached
         self.slabs: dict[str, HostSlab] = {}
         self.transfers: dict[int, Transferring] = {}
-        self.is_open = True
         self.is_silent = False
         self._device = device
         self._on_lost = lost
@@ -337,25 +336,11 @@ class Attachment:
             for fd in descriptors:
                 os.close(fd)
         self._lockings = [device.page_lock(slab, emit=emit) for slab in self.slabs.values() if device.kind != "cpu"]
-        self._line = Line(connection, loop_calls, self._take)
-        self._line.start(self._lose)
+        self.start(self._lose)
 
     def pool_of(self, slab: str) -> str:
         """Return what workers know a slab as: another server's has another name, and is not taken for it."""
         return f"{slab}@{self.attached.token.hex()[:8]}"
-
-    def send(self, message: wire.Message) -> None:
-        """Send what needs no answer, or has one that `transfers` takes. From any thread."""
-        self._line.send(message)
-
-    @property
-    def num_unsent(self) -> int:
-        """How many bytes wait for the server to read those before them."""
-        return self._line.num_unsent
-
-    def number(self) -> int:
-        """Return a number that no other question or transfer has."""
-        return self._line.number()
 
     async def ask(self, make: Callable[[int], wire.Message], timeout_s: float) -> Answer | None:
         """Ask, and return the answer; None if there is none in time. Cancellation ends the wait only.
@@ -388,9 +373,9 @@ class Attachment:
         if not self.is_open or self.is_silent:
             return None
         number = self.number()
-        if (answer := self._line.answer_to(number, make(number), timeout_s)) is None:
+        if (answer := self.answer_to(number, make(number), timeout_s)) is None:
             self.send(protocol.Cancel(number))
-            self.is_silent = self.is_open and self._line.heard_at < since
+            self.is_silent = self.is_open and self.heard_at < since
         return answer
 
     def look(self, every_s: float) -> None:
@@ -398,8 +383,8 @@ class Attachment:
 
         Looks are counted, not seconds: where this event loop is held up, the server may have answered long since.
         """
-        if self._num_seen != self._line.num_heard or not (self._waiting or self.transfers or self.is_silent):
-            self._num_seen, self._num_quiet = self._line.num_heard, 0
+        if self._num_seen != self.num_heard or not (self._waiting or self.transfers or self.is_silent):
+            self._num_seen, self._num_quiet = self.num_heard, 0
             return
         is_asked_yet = self.is_silent and self.num_unsent  # more of it would pile up, as long as nothing is read
         if not is_asked_yet:
@@ -448,7 +433,7 @@ class Attachment:
             return
         self._num_copying = -1  # once
         self.send(protocol.Bye())
-        self._line.close()
+        self.close()
         self._close_slabs()
         for locking in self._lockings:  # else the memory of a server that is gone would stay
             threading.Thread(target=self._device.page_unlock, args=(locking,), daemon=True).start()
@@ -459,14 +444,14 @@ class Attachment:
 
     # From the server.
 
-    def _take(self, reply: Reply) -> None:
+    def _take_reply(self, reply: Reply) -> None:
         self.is_silent = False
         if (transfer := self.transfers.get(reply.id)) is not None:
             try:
                 transfer.take(reply)
             except Exception as error:  # noqa: BLE001 - what cannot be, else who waits for this would wait for good
                 log("error", "host.server_broken", exc_info=error)
-                self._line.hear_no_more()
+                self.hear_no_more()
         elif isinstance(reply, Answer) and (future := self._waiting.get(reply.id)) is not None:
             _answer(future, reply)
         elif isinstance(reply, protocol.Copy):  # of a transfer that is over here
@@ -474,7 +459,6 @@ class Attachment:
 
     def _lose(self) -> None:
         """Nothing comes from the server any more."""
-        self.is_open = False
         self._answer_none()
         for transfer in list(self.transfers.values()):
             transfer.lose()
