@@ -2,7 +2,9 @@
 
 import asyncio
 import errno
+import math
 import os
+import re
 import socket
 import threading
 import time
@@ -935,6 +937,36 @@ def test_an_address_that_is_none(url: str) -> None:
     """What is no address of a server is refused before anything is tried."""
     with pytest.raises(ConfigurationError, match="unix:///run"):
         TieredKV.connect(url, model=MODEL, layout=SMALL)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"timeout_s": None}, "timeout_s must be a number of seconds, 0 or more, got None"),
+        ({"name": 5}, "name must be text, and read_only a bool, got 5 and False"),
+        ({"read_only": None}, "name must be text, and read_only a bool, got '' and None"),
+    ],
+)
+def test_what_a_server_could_not_read_is_refused_before_it_is_asked(wrong: dict[str, Any], why: str) -> None:
+    """It would close the connection, as of no client, and say nothing."""
+    with pytest.raises(ConfigurationError, match=re.escape(why)):
+        TieredKV.connect("unix:///run/kv.sock", model=MODEL, layout=SMALL, **wrong)
+
+
+@pytest.mark.parametrize("name", ["caf\udce9", "n" * (1 << 18)], ids=["bytes", "long"])
+async def test_a_client_is_served_whatever_it_calls_itself(tmp_path: Path, name: str) -> None:
+    """Its name is for people: by default that of a program, of which a file system may have any bytes."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with TieredKV.connect(f"unix://{server.path}", model=MODEL, layout=SMALL, name=name) as kv:
+            assert kv.is_attached
+
+
+@pytest.mark.parametrize("timeout_s", [math.inf, 1e10])
+async def test_a_client_may_wait_for_good(tmp_path: Path, timeout_s: float) -> None:
+    """No time is too long for a socket."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with TieredKV.connect(f"unix://{server.path}", model=MODEL, layout=SMALL, timeout_s=timeout_s) as kv:
+            assert (await kv.lookup(KEYS)).num_blocks == 0
 
 
 @pytest.mark.parametrize("tier", [{"medium": "gpu", "capacity": STRIDE}, {"medium": "cpu", "capacity": 0}])

@@ -10,11 +10,12 @@ import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from tiered_kv.cache.tiered_kv import seat_of
 from tiered_kv.host import handshake, protocol
 from tiered_kv.host.protocol import (
+    LONGEST_NAME,
     Attach,
     Attached,
     Health,
@@ -35,9 +36,6 @@ from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
-
-_LONGEST_NAME: Final = 200
-"""Characters of what a client calls itself, in logs."""
 
 
 class Admission:
@@ -73,8 +71,8 @@ class Admission:
                 return await self._attach(connection, opening, who)
 
     async def _attach(self, connection: socket.socket, opening: Attach, who: Peer) -> bool:
-        name = f"{opening.name:.{_LONGEST_NAME}} ({who})"
-        log("info", "host.attaching", client=name, gid=who.gid, model=f"{opening.model:.{_LONGEST_NAME}}")
+        name = f"{opening.name:.{LONGEST_NAME}} ({who})"
+        log("info", "host.attaching", client=name, gid=who.gid, model=f"{opening.model:.{LONGEST_NAME}}")
         self._check_goes_on()
         num_clients = len(self.clients) + self._num_attaching
         if num_clients >= self._settings.host.clients:

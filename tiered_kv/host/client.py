@@ -78,7 +78,9 @@ class ConnectedKV(AskedCalls):
         """See `TieredKV.connect`."""
         if not isinstance(model, ModelIdentity) or not isinstance(layout, KVLayout):
             raise ConfigurationError("connect() needs model=ModelIdentity(...) and layout=KVLayout(...)")
-        check_seconds("timeout_s", timeout_s)
+        check_seconds("timeout_s", timeout_s, may_be_none=False)
+        if not isinstance(name, str) or not isinstance(read_only, bool):
+            raise ConfigurationError(f"name must be text, and read_only a bool, got {name!r:.80} and {read_only!r:.80}")
         name = name or f"{os.path.basename(sys.argv[0]) or 'python'}-{os.getpid()}"  # noqa: PTH119 - of no path
         shards, emit = check_shards(shard), guarded(check_emit(emit))
         device = resolve(device)

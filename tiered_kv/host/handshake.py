@@ -20,6 +20,8 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 _MOST_OPENING_BYTES: Final = 1 << 18
 _NOBODY_LISTENS: Final = (FileNotFoundError, ConnectionRefusedError)
+_MOST_S: Final = 1e6
+"""What a step of a client's may take at most: of more than 24 days a socket knows nothing."""
 _OPENED_S: Final = 10.0
 """What a client may take to read the answer to its first message."""
 
@@ -108,7 +110,7 @@ def begin(
         raise BackendUnavailableError(f"no server at {path}: {error.strerror}") from error
     descriptors: list[int] = []
     try:
-        connection.settimeout(timeout_s)
+        connection.settimeout(min(timeout_s, _MOST_S))
         connection.connect(path)
         connection.sendall(wire.greeting())
         version = wire.version_in(_receive_now(connection, wire.GREETING_BYTES, descriptors))

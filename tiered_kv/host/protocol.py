@@ -199,6 +199,8 @@ class JobEnded(Message, frozen=True, tag="job_ended"):
 MOST_SLABS: Final = 253
 """Descriptors that Linux passes with one message."""
 _LONGEST_MODEL: Final = 1000
+LONGEST_NAME: Final = 200
+"""Characters of what a client calls itself, in logs."""
 
 
 class Attach(Message, frozen=True, tag="attach"):
@@ -229,6 +231,7 @@ class Attach(Message, frozen=True, tag="attach"):
     ) -> "Attach":
         """Say who attaches."""
         groups = tuple(asdict(group) for group in layout.groups)
+        name = name[:LONGEST_NAME].encode(errors="backslashreplace").decode()  # as a file of any bytes may be called
         return cls(
             name, model.name, model.weights, model.extra, groups,
             tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only, page_locks,
