@@ -88,16 +88,6 @@ class Share:
     was_open: bool = False
     _num_stored: int = 0
 
-    async def resize(self, tier: str, capacity: int) -> bool:
-        """Change the capacity of a tier for this model, once nobody uses what is to go; say whether that has worked."""
-        assert self.cache is not None  # noqa: S101 - its caller's
-        try:
-            await self.cache.resize(tier, capacity)
-        except Exception as error:  # noqa: BLE001 - whatever it is, no other tier or model is to wait for it
-            log("warning", "host.resize_failed", tier=tier, model=self.name, error=in_words(error))
-            return False
-        return True
-
     def has_room_in(self, tier: str, capacity: int) -> bool:
         """Say whether a block has room in so many bytes of a tier, as far as its medium can tell before it has them."""
         if tier in self.given and self.given[tier] <= capacity:
@@ -584,11 +574,14 @@ class Shares:
 
     async def _resized(self, share: Share, tier: DividedTier, before: int, capacity: int) -> None:
         """Change one model's part of a tier, then give others what they wait for. What fails is not tried again."""
-        is_done = await share.resize(tier.name, capacity)
+        assert share.cache is not None  # noqa: S101 - it is open
+        try:
+            await share.cache.resize(tier.name, capacity)
+            share.given[tier.name] = capacity
+        except Exception as error:  # noqa: BLE001 - whatever it is, no other tier or model is to wait for it
+            log("warning", "host.resize_failed", tier=tier.name, model=share.name, error=in_words(error))
+            share.given[tier.name] = share.wanted[tier.name] = before
         share.resizing.discard(tier.name)
-        share.given[tier.name] = capacity if is_done else before
-        if not is_done:
-            share.wanted[tier.name] = before
         self._resize(tier)
 
     def _free_bytes(self, tier: DividedTier) -> int:
