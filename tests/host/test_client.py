@@ -932,7 +932,21 @@ async def test_nothing_but_a_socket_is_replaced(tmp_path: Path) -> None:
         pass
 
 
-@pytest.mark.parametrize("url", ["/run/kv.sock", "tcp://host/kv", "unix://", 7])
+async def test_a_socket_may_have_any_name(tmp_path: Path) -> None:
+    """What has a meaning in a URL has none there."""
+    with serving(tmp_path, cpu(24), host={"socket": tmp_path / "kv?#%41.sock"}) as server:
+        async with TieredKV.connect(f"unix://{server.path}", model=MODEL, layout=SMALL, device="cpu") as kv:
+            assert kv.stats().tiers
+
+
+@pytest.mark.parametrize("name", ["k" * 108, "k\0v"])
+def test_a_socket_that_cannot_be_is_not_waited_for(name: str) -> None:
+    """Nobody can serve there, however long a client tries."""
+    with pytest.raises(ConfigurationError, match="the path of a socket has 107 bytes at most"):
+        TieredKV.connect(f"unix:///{name}", model=MODEL, layout=SMALL)
+
+
+@pytest.mark.parametrize("url", ["/run/kv.sock", "tcp://host/kv", "unix://", "unix://kv.sock", 7])
 def test_an_address_that_is_none(url: str) -> None:
     """What is no address of a server is refused before anything is tried."""
     with pytest.raises(ConfigurationError, match="unix:///run"):

@@ -19,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Final, NoReturn, Self
-from urllib.parse import urlsplit
 
 import torch
 
@@ -56,7 +55,7 @@ from tiered_kv.values.log import guarded, log, log_event
 from tiered_kv.values.results import CacheStatistics, LoadResult, PinResult, PrefetchResult, StoreResult, SwapOutResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
-_SCHEME: Final = "unix"
+_SCHEME: Final = "unix://"
 
 
 class ConnectedKV(AskedCalls):
@@ -286,7 +285,8 @@ def _views(there: Attachment, answer: protocol.Leased) -> list[memoryview]:
 
 
 def _path_in(url: str) -> str:
-    parts = urlsplit(url) if isinstance(url, str) else None
-    if parts is None or parts.scheme != _SCHEME or parts.netloc or not parts.path:
+    if not isinstance(url, str) or not url.startswith(f"{_SCHEME}/"):
         raise ConfigurationError(f"a server's address is e.g. 'unix:///run/tiered-kv/kv.sock', got {url!r:.200}")
-    return parts.path
+    path = url.removeprefix(_SCHEME)
+    wire.check_socket(path)
+    return path

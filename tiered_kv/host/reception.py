@@ -36,7 +36,6 @@ _PAUSE_S: Final = 0.1
 _NO_MORE: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 _PEER: Final = struct.Struct("3i")
 _BACKLOG: Final = 128
-_LONGEST_PATH: Final = 107
 _LONGEST_NAME: Final = 32
 """Of the socket's name, in that of the file that is to become it."""
 
@@ -140,8 +139,7 @@ def listen(host: HostSettings) -> tuple[socket.socket, int]:
             be made.
     """
     path = host.socket
-    if len(os.fsencode(path)) > _LONGEST_PATH:
-        raise ConfigurationError(f"the path of a socket has {_LONGEST_PATH} bytes at most: {path}")
+    wire.check_socket(path)
     try:
         _check_place(path)
         lock_fd = _lock(path.with_name(f"{path.name}.lock"))

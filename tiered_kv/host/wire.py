@@ -7,6 +7,7 @@ Frames that come and go on a connection between a server and a client, once it h
 """
 
 import asyncio
+import os
 import socket
 import struct
 from collections.abc import Callable, Mapping
@@ -39,6 +40,7 @@ MOST_FRAME_BYTES: Final = 32 << 20
 _GREETING: Final = struct.Struct("<6sH")
 _MAGIC: Final = b"KVHOST"
 GREETING_BYTES: Final = _GREETING.size
+_LONGEST_PATH: Final = 107
 LENGTH: Final = struct.Struct("<I")
 
 Digest = Annotated[bytes, msgspec.Meta(min_length=DIGEST_BYTES, max_length=DIGEST_BYTES)]
@@ -58,6 +60,19 @@ _encoder: Final = msgspec.msgpack.Encoder(enc_hook=str)  # what a backend says o
 
 class WireError(Exception):
     """What came is none of ours: whoever reads it ends the connection."""
+
+
+def check_socket(path: str | os.PathLike[str]) -> None:
+    """Refuse a path that no socket can have, before anybody waits for a server there.
+
+    Raises:
+        ConfigurationError: It is too long, or has a zero byte.
+    """
+    name = os.fsencode(path)
+    if len(name) > _LONGEST_PATH or b"\0" in name:
+        raise ConfigurationError(
+            f"the path of a socket has {_LONGEST_PATH} bytes at most, and no zero byte: {path!s:.200}"
+        )
 
 
 def greeting() -> bytes:
