@@ -41,7 +41,9 @@ BARS = {"read_2MiB": 0.98, "write_2MiB": 0.95, "read_128KiB": 0.8, "write_128KiB
 
 
 @contextmanager
-def bare_loop(path: Path, blocks: Sequence[Block], stride_bytes: int) -> Iterator[Callable[[bool], float]]:
+def bare_loop(
+    path: Path, blocks: Sequence[Sequence[memoryview]], stride_bytes: int
+) -> Iterator[Callable[[bool], float]]:
     """Yield a function that writes or reads all blocks, each by one call at its own offset, and returns the seconds."""
     flags = os.O_RDWR | os.O_CREAT | getattr(os, "O_DIRECT", 0)
     try:
@@ -53,8 +55,7 @@ def bare_loop(path: Path, blocks: Sequence[Block], stride_bytes: int) -> Iterato
     def move(first: int, *, is_write: bool) -> None:
         call = os.pwritev if is_write else os.preadv
         for i in range(first, len(blocks), NUM_THREADS):
-            block = blocks[i]
-            if call(fd, (block.header, block.padded), i * stride_bytes) != stride_bytes:
+            if call(fd, blocks[i], i * stride_bytes) != stride_bytes:
                 raise OSError("a short call")
 
     def run(is_write: bool) -> float:  # noqa: FBT001 - the only argument
@@ -157,7 +158,7 @@ async def compare(folder: Path, payload_bytes: int, num_rounds: int) -> dict[str
     seal = Seal([os.urandom(32)])
     rounds: dict[bool, list[list[float]]] = {True: [], False: []}
     async with open_backend(NVMeBackend(settings), shape) as backend:
-        with bare_loop(folder / "bare", blocks, shape.stride_bytes) as bare:
+        with bare_loop(folder / "bare", [(each.header, each.padded) for each in blocks], shape.stride_bytes) as bare:
             ours = Ours(backend, shape, blocks)
             print(f"io: {backend.describe()['io']} {backend.describe()['io_reason']}")
             await ours.run(is_write=True)  # fresh places of the disk are slow the first time

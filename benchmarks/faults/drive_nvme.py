@@ -1,16 +1,47 @@
 """Our NVMe tier alone, by the whole library: no tier above it, and an engine's memory on the CPU."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from typing import Any, ClassVar
 
 import torch
 
 from driver import Driver, Setting, content
-from tiered_kv import GPULoadStoreSpec, KVLayout, ModelIdentity, TieredKV, TieredKVSettings, hash_blocks, open_blocking
+from tiered_kv import (
+    BlockingTieredKV,
+    GPULoadStoreSpec,
+    KVLayout,
+    ModelIdentity,
+    TieredKV,
+    TieredKVSettings,
+    hash_blocks,
+    open_blocking,
+)
 from tiered_kv.values.keys import BlockKeys
 
-BLOCK_SIZE = 16
+BLOCK_SIZE, LAYERS = 16, 4
+
+
+def pool_of(num_blocks: int, block_bytes: int) -> list[torch.Tensor]:
+    """Return an engine's memory: of each of four layers K and V of all blocks."""
+    return [
+        torch.zeros(2, num_blocks, BLOCK_SIZE, 2, block_bytes // (LAYERS * 2 * BLOCK_SIZE * 2 * 4))
+        for _ in range(LAYERS)
+    ]
+
+
+@contextmanager
+def opened(tier: dict[str, Any], pool: list[torch.Tensor], weights: str) -> Iterator[BlockingTieredKV]:
+    """Open a cache of one tier for an engine with that memory."""
+    cache = TieredKV.from_settings(
+        TieredKVSettings(tiers=[tier]),
+        model=ModelIdentity("bench", weights=weights),
+        layout=KVLayout.from_tensors(pool, block_size=BLOCK_SIZE),
+    )
+    with open_blocking(cache) as kv:
+        kv.register_kv_caches(pool)
+        yield kv
 
 
 class Ours(Driver):
@@ -22,17 +53,11 @@ class Ours(Driver):
 
     def __init__(self, setting: Setting) -> None:
         """Open it."""
-        self._pool = [torch.zeros(2, 64, BLOCK_SIZE, 2, 64) for _ in range(4)]
+        self._pool = pool_of(64, self.block_bytes)
         capacity = setting.room * (self.header_bytes + self.block_bytes + 1024)
         tier = {"medium": self.medium, "path": str(setting.folder), "capacity": capacity, **self.own}
-        cache = TieredKV.from_settings(
-            TieredKVSettings(tiers=[tier]),
-            model=ModelIdentity("bench", weights=setting.weights),
-            layout=KVLayout.from_tensors(self._pool, block_size=BLOCK_SIZE),
-        )
-        self._opening = open_blocking(cache)
+        self._opening = opened(tier, self._pool, setting.weights)
         self._kv = self._opening.__enter__()
-        self._kv.register_kv_caches(self._pool)
 
     def store(self, numbers: Sequence[int], tenant: str = "a") -> None:
         """Store, and wait until it is written."""
@@ -84,7 +109,7 @@ class Ours(Driver):
     def _fill(self, number: int, at: int | None = None) -> None:
         values = torch.frombuffer(bytearray(content(number, self.block_bytes)), dtype=torch.float32)
         for layer, part in zip(self._pool, values.chunk(len(self._pool)), strict=True):
-            layer[:, number if at is None else at] = part.view(2, BLOCK_SIZE, 2, 64)
+            layer[:, number if at is None else at] = part.view(2, BLOCK_SIZE, 2, -1)
 
     def _bytes(self, at: int) -> bytes:
         return b"".join(layer[:, at].contiguous().numpy().tobytes() for layer in self._pool)

@@ -34,14 +34,14 @@ class VLLMFileSystem(Driver):
     def store(self, numbers: Sequence[int], tenant: str = "a") -> None:
         """Through the CPU tier; a job that fails says so to vLLM alone."""
         fill = [np.frombuffer(content(number, self.block_bytes), np.uint8) for number in numbers]
-        self._tiering.store([_key(number, tenant) for number in numbers], fill)  # type: ignore[arg-type]
+        self._tiering.store([key_of(number, tenant) for number in numbers], fill)  # type: ignore[arg-type]
         self._tiering.settle()
 
     def load(self, number: int, tenant: str = "a", between: Callable[[], object] | None = None) -> bytes | None:
         """Look up until the answer is final, which promotes to the CPU tier, and read it there."""
         context = self._tiering.request()
         try:
-            return self._load(_key(number, tenant), context, between)
+            return self._load(key_of(number, tenant), context, between)
         finally:
             self._tiering.manager.on_request_finished(context)
 
@@ -70,13 +70,13 @@ class VLLMFileSystem(Driver):
 
     def cancelled(self, number: int, other: int, release: Callable[[], object]) -> bytes:
         """End the request while its promotion hangs, store another block meanwhile, and read that one."""
-        key, context, manager = _key(number, "a"), self._tiering.request(), self._tiering.manager
+        key, context, manager = key_of(number, "a"), self._tiering.request(), self._tiering.manager
         while manager.lookup(key, context) is not LookupResult.HIT_PENDING:
             self._tiering.step(context)
             time.sleep(0.001)
         self._tiering.step(context)
         manager.on_request_finished(context)
-        others = [_key(each, "another") for each in range(ROOM)]  # all of the CPU tier's memory that can be had
+        others = [key_of(each, "another") for each in range(ROOM)]  # all of the CPU tier's memory that can be had
         fill = [np.frombuffer(content(other, self.block_bytes), np.uint8)] * ROOM
         for start in range(0, ROOM, 8):
             self._tiering.store(others[start : start + 8], fill[start : start + 8])  # type: ignore[arg-type]
@@ -95,7 +95,8 @@ class VLLMFileSystem(Driver):
         self._tiering.close()
 
 
-def _key(number: int, tenant: str) -> bytes:
+def key_of(number: int, tenant: str) -> bytes:
+    """Return a block's key, as vLLM makes it."""
     block_hash = hash_block_tokens(sha256, None, [number] * 16, (tenant,))
     return bytes(make_offload_key(block_hash, 0))
 

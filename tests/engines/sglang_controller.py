@@ -17,25 +17,32 @@ import torch
 PAGE, LAYERS, HEADS, DIM, TOKENS = 16, 2, 2, 32, 1024
 
 
-def pools(layout: str, *, is_mla: bool) -> tuple[Any, Any]:
-    """Return the pool of a device, and the host pool that goes with it."""
+def pools(layout: str, *, is_mla: bool, dim: int = DIM, tokens: int = TOKENS) -> tuple[Any, Any]:
+    """Return the pool of a device, and the host pool of twice as many tokens that goes with it."""
     from sglang.srt.mem_cache import memory_pool as on_device  # noqa: PLC0415 - after the stub
     from sglang.srt.mem_cache.pool_host import mha, mla  # noqa: PLC0415 - after the stub
 
-    each: dict[str, Any] = {"size": TOKENS, "page_size": PAGE, "dtype": torch.float32, "layer_num": LAYERS}
+    each: dict[str, Any] = {"size": tokens, "page_size": PAGE, "dtype": torch.float32, "layer_num": LAYERS}
     each |= {"device": "cpu", "enable_memory_saver": False}
     host: dict[str, Any] = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": PAGE, "layout": layout}
-    host |= {"pin_memory": False, "device_capacity_tokens": TOKENS, "start_layer": 0, "end_layer": LAYERS}
+    host |= {"pin_memory": False, "device_capacity_tokens": tokens, "start_layer": 0, "end_layer": LAYERS}
     if is_mla:
-        pool = on_device.MLATokenToKVPool(kv_lora_rank=DIM - 8, qk_rope_head_dim=8, **each)
+        pool = on_device.MLATokenToKVPool(kv_lora_rank=dim - 8, qk_rope_head_dim=8, **each)
         info = pool._mla_buffer_info()  # noqa: SLF001 - as its host pools take it
         return pool, mla.MLATokenToKVPoolHost(info, target_layer_num=LAYERS, **host)
-    pool = on_device.MHATokenToKVPool(head_num=HEADS, head_dim=DIM, enable_alt_stream=False, **each)
+    pool = on_device.MHATokenToKVPool(head_num=HEADS, head_dim=dim, enable_alt_stream=False, **each)
     return pool, mha.MHATokenToKVPoolHost(pool._mha_buffer_info(), **host)  # noqa: SLF001 - the same
 
 
 def controller(
-    layout: str, storage: dict[str, Any], folder: str, *, is_mla: bool, backend: str = "dynamic"
+    layout: str,
+    storage: dict[str, Any],
+    folder: str,
+    *,
+    is_mla: bool,
+    backend: str = "dynamic",
+    dim: int = DIM,
+    tokens: int = TOKENS,
 ) -> tuple[Any, Any]:
     """Return SGLang's controller over a storage backend, and its host pool."""
     import sglang.srt.managers.cache_controller as module  # noqa: PLC0415 - after the stub
@@ -45,8 +52,8 @@ def controller(
     one = {"tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_dcp_rank": 0, "attn_dcp_size": 1}
     module.get_parallel = lambda: types.SimpleNamespace(**one)  # what an engine would have set up
     module.is_dp_attention_enabled = lambda: False
-    pool, host = pools(layout, is_mla=is_mla)
-    allocator = PagedTokenToKVPoolAllocator(TOKENS, PAGE, torch.float32, "cpu", pool, need_sort=False)
+    pool, host = pools(layout, is_mla=is_mla, dim=dim, tokens=tokens)
+    allocator = PagedTokenToKVPoolAllocator(tokens, PAGE, torch.float32, "cpu", pool, need_sort=False)
     group, stop = torch.distributed.group.WORLD, threading.Event()
     options: dict[str, Any] = {"write_policy": "write_through", "io_backend": "direct", "prefetch_threshold": PAGE}
     options |= {"storage_backend": backend, "model_name": "tiny", "storage_backend_extra_config": storage}
