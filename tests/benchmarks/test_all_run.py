@@ -22,6 +22,7 @@ SMALL: Final[Mapping[str, tuple[list[str], dict[str, Any]]]] = {
     "hops": ([], {}),
     "host": (["--rounds", "1"], {"NUM_BLOCKS": 32, "PROCESSES": (1,), "ASKING": 1}),
     "nvme": (["--rounds", "1"], {"NUM_BYTES": 32 << 20}),
+    "peers": (["--rounds", "1", "--mib", "16", "--tier", "shared_fs"], {}),
     "policies": (
         ["synthetic:chat?num_requests=20", "--sizes", "100", "--policies", "lru", "--tracked", "4096"],
         {"BATCH": 256},

@@ -29,6 +29,22 @@ def test_it_runs(vllm: Environment) -> None:
     assert all(value > 0 for value in said.values())
 
 
+def test_peers_are_measured(vllm: Environment, sglang: Environment) -> None:
+    """Of both sizes every figure of our NVMe tier over each other tier; which of them have loaded what was stored."""
+    assert vllm.is_built
+    assert sglang.is_built
+    Environment.of("lmcache").build()
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--rounds", "1", "--mib", "16"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    said = json.loads(done.stdout.splitlines()[-1])
+    figures = ("store", "flushed", "load", "load_cold", "store_cpu", "load_cold_cpu")
+    others = ("bare", "shared_fs", "vllm_fs", "lmcache", "lmcache_direct", "hicache")
+    assert said.keys() == {
+        f"{what}_{size}_over_{who}" for what in figures for size in ("128KiB", "1MiB") for who in others
+    }
+    assert all(value > 0 for value in said.values())
+
+
 def test_what_comes_again_is_measured(vllm: Environment) -> None:
     """First tokens and all of the time, over an engine without a connector and over vLLM's own tiers."""
     assert vllm.is_built
