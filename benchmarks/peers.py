@@ -3,7 +3,8 @@
 Each tier is driven by its own engine's code, is a process in that engine's own environment, stays open and takes turns
 with the others: one works at a time, and begins when all writes of others have ended. What is moved is eight requests
 that come at once, from and into memory that an engine has on a CPU: of vLLM and HiCache their own CPU tier, which
-spares them a copy that ours and LMCache's make. A turn is told
+spares them a copy that LMCache makes. Ours makes it where that memory is paged, and makes none where it is a host pool
+of whole blocks. A turn is told
 
 - *store*: until the tier says that it has all blocks. None of them flushes the disk for that, and who writes through
   the page cache says so while the blocks are in memory alone;
@@ -45,12 +46,15 @@ NUM_REQUESTS = 8
 TIERS = {
     "bare": Tier("bare loop", "_peer_bare"),
     "nvme": Tier("tiered_kv nvme", "_peer_ours"),
+    "nvme_direct": Tier("tiered_kv nvme, host pool", "_peer_ours"),
     "shared_fs": Tier("tiered_kv shared_fs", "_peer_ours"),
     "vllm_fs": Tier("vLLM fs", "_peer_vllm", "vllm"),
     "lmcache": Tier("LMCache local_disk", "_peer_lmcache", "lmcache"),
     "lmcache_direct": Tier("LMCache local_disk, use_odirect", "_peer_lmcache", "lmcache"),
     "hicache": Tier("HiCache file", "_peer_hicache", "sglang"),
 }
+LEND = {"bare", "vllm_fs", "hicache"}
+"""Those that read files into the engine's memory, and write them from there."""
 WHAT = {"store": ("store",), "flushed": ("store", "flush"), "load": ("load",), "load_cold": ("load_cold",)}
 """The figures, each of so many parts of a turn."""
 
@@ -152,13 +156,17 @@ def show(size: str, found: Mapping[str, Rounds], num_gb: float, missing: Sequenc
 
 
 def ratios(size: str, found: Mapping[str, Rounds]) -> dict[str, float]:
-    """Return the speed of our NVMe tier over each other's, and others' processor time over that of it."""
+    """Return the speed of our NVMe tier over each other's, and others' processor time over that of it.
+
+    Over those that are lent their engine's memory, of ours that is lent it.
+    """
     said = {}
-    for name in found.keys() - {"nvme"}:
+    for name in found.keys() - {"nvme", "nvme_direct"}:
+        ours = found["nvme_direct" if name in LEND else "nvme"]
         for what in WHAT:
-            said[f"{what}_{size}_over_{name}"] = over(found["nvme"], found[name], what)
+            said[f"{what}_{size}_over_{name}"] = over(ours, found[name], what)
         for what in ("store", "load_cold"):
-            said[f"{what}_cpu_{size}_over_{name}"] = 1 / over(found["nvme"], found[name], what, "_cpu")
+            said[f"{what}_cpu_{size}_over_{name}"] = 1 / over(ours, found[name], what, "_cpu")
     return {key: round(ratio, 3) for key, ratio in sorted(said.items())}
 
 
@@ -168,9 +176,10 @@ def main() -> None:
     parser.add_argument("--path", type=Path, default=Path(), help="a folder on the disk to measure")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--mib", type=int, default=256, help="of one turn's store, and of each engine's memory")
-    parser.add_argument("--tier", action="append", choices=list(TIERS)[2:], help="beside nvme only this; repeat it")
+    parser.add_argument("--tier", action="append", choices=list(TIERS)[3:], help="beside nvme only this; repeat it")
     options = parser.parse_args()
-    wanted = [name for name in TIERS if options.tier is None or name in {"bare", "nvme", *options.tier}]
+    always = {"bare", "nvme", "nvme_direct"}
+    wanted = [name for name in TIERS if options.tier is None or name in always | {*options.tier}]
     names = [name for name in wanted if TIERS[name].python is not None]
     said: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=options.path, prefix=".peers-benchmark-") as folder:
