@@ -1,7 +1,30 @@
 """What this process has open, and mapped."""
 
 import contextlib
+import os
+import resource
+from collections.abc import Iterator
 from pathlib import Path
+
+_MOST = 1024
+
+
+@contextlib.contextmanager
+def descriptors_left(num_left: int) -> Iterator[None]:
+    """Have this process be able to open so many files, and no more."""
+    limits, taken = resource.getrlimit(resource.RLIMIT_NOFILE), list[int]()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_MOST, limits[0]), limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                taken.append(os.open("/", os.O_RDONLY))
+        for _ in range(num_left):
+            os.close(taken.pop())
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for each in taken:
+            os.close(each)
 
 
 def num_open_in(path: Path) -> int:

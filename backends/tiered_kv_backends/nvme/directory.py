@@ -137,6 +137,8 @@ class _Foreign:
     num_bytes: int
 
 
+NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
+"""What an error says then of the process, or the machine, and of no disk."""
 _FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 """What a disk says that has no more room, of its own or for whoever this is."""
 
@@ -528,6 +530,8 @@ def explained(
     try:
         yield
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            advice = "raise the limit of open files (ulimit -n)"
         name = f"{path}" if error.filename in {None, str(path)} else f"{path / str(error.filename)}"
         if error.errno in {errno.EACCES, errno.EROFS} and name != str(path):
             name = f"{path}: no {error.filename!r} can be opened or made in it"
@@ -550,6 +554,9 @@ def probe_direct_io(folder_fd: int, mode: Literal["auto", "always", "never"], sp
 
     Returns:
         Flags for `os.open`, and why there are none; empty if there are.
+
+    Raises:
+        OSError: As `page_problem` raises it.
     """
     if mode == "never":
         return 0, "direct='never'"
@@ -566,6 +573,9 @@ def page_problem(folder_fd: int, flags: int, spare: str) -> str:
         folder_fd: The folder.
         flags: For `os.open`.
         spare: A file there, which is read instead where there is no room for a page.
+
+    Raises:
+        OSError: There is no descriptor left, which says nothing of the disk.
     """
     page, back = Block.empty(PAGE_BYTES).padded, Block.empty(PAGE_BYTES).padded
     page[:] = bytes(range(256)) * (PAGE_BYTES // 256)
@@ -584,6 +594,8 @@ def page_problem(folder_fd: int, flags: int, spare: str) -> str:
                 raise
             return _read_problem(folder_fd, flags, spare)
     except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return error.strerror or str(error)
     return "" if is_whole else "it was not read back"
 

@@ -38,6 +38,7 @@ from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import (
+    NO_DESCRIPTOR,
     DirectoryShape,
     explained,
     fit,
@@ -618,9 +619,10 @@ class Disks:
 def _why_away(error: Exception) -> str:
     """Say why a directory cannot be used; raise the error if it is not for its disk.
 
-    What is wrong with the settings or the owner, or is another process's, does not get better by itself.
+    What is wrong with the settings or the owner, or is another process's, does not get better by itself. That this
+    process has no descriptor left says nothing of a disk, and would cost its blocks.
     """
     cause = error if isinstance(error, OSError) else error.__cause__
-    if not isinstance(cause, OSError) or cause.errno == errno.EPERM:
+    if not isinstance(cause, OSError) or cause.errno in {errno.EPERM, *NO_DESCRIPTOR}:
         raise error
     return str(error)

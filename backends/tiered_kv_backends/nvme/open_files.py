@@ -164,10 +164,10 @@ class OpenFiles:
         with ExitStack() as opened:
             self._directory = Directory(path, settings.capacity, shapes)
             opened.callback(self._directory.close)
-            flags, self._io_reason = probe_direct_io(self._directory.fd, settings.direct, HOLDER)
-            if self._io_reason and settings.direct == "always":
-                raise ConfigurationError(f"{path} has no direct I/O ({self._io_reason}): set direct='auto'")
             try:
+                flags, self._io_reason = probe_direct_io(self._directory.fd, settings.direct, HOLDER)
+                if self._io_reason and settings.direct == "always":
+                    raise ConfigurationError(f"{path} has no direct I/O ({self._io_reason}): set direct='auto'")
                 for folder_fd, shape in zip(self._directory.folder_fds, shapes, strict=True):
                     num_slots = shape.num_slots(self._directory.num_blocks)
                     slab = Slab(open_file(folder_fd, "slab", flags), shape, num_slots)
@@ -255,7 +255,9 @@ class OpenFiles:
 
     def problem(self) -> str:
         """Say why the disk does not work at all, by a page written and read back; empty if it does."""
-        return page_problem(self._directory.fd, 0 if self._io_reason else os.O_DIRECT, HOLDER)
+        with contextlib.suppress(OSError):  # no descriptor is left: the disk may well work
+            return page_problem(self._directory.fd, 0 if self._io_reason else os.O_DIRECT, HOLDER)
+        return ""
 
     def _take_room(self) -> None:
         """Have the directory count what is there, and every slot its entry in a ledger."""

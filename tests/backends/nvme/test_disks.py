@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import shutil
 import threading
@@ -18,6 +19,7 @@ from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
+from tests.support.descriptors import descriptors_left
 from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, key_of, read_member, shape_of, slab_of, slots_of
 from tiered_kv.media.backend import Outcome
 from tiered_kv.media.record import MAGIC
@@ -276,6 +278,23 @@ async def test_a_bad_place_is_no_bad_disk(paths: list[Path]) -> None:
         await tier.write(count_up(4))
         fail_calls(slab_of(paths[0]))
         assert await tier.verified(count_up(4)) == [FAILED, HIT] * 2
+        assert missing_slots(tier) == []
+
+
+async def test_that_no_descriptor_is_left_is_no_disk_s_fault(paths: list[Path]) -> None:
+    """While others have them all, a start is refused, or is one of all directories; and what fails fails alone."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(4))
+    for num_left in itertools.count():
+        with contextlib.suppress(ConfigurationError), descriptors_left(num_left):
+            async with opened(paths[:2]) as tier:
+                assert missing_slots(tier) == []
+                break
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(4) == count_up(4)
+        fail_calls(slab_of(paths[0]))
+        with descriptors_left(0):
+            assert await tier.verified(count_up(4)) == [FAILED, HIT] * 2
         assert missing_slots(tier) == []
 
 
