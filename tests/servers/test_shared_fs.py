@@ -405,6 +405,17 @@ async def test_the_limit_is_kept_at_every_moment(tmp_path: Path) -> None:
             await one.sweep()
 
 
+async def test_each_process_has_a_capacity_of_its_own(tmp_path: Path) -> None:
+    """It writes up to that, beyond what another has; and its sweep deletes down to that, whoever has written."""
+    async with opened(tmp_path, capacity=40 * RECORD) as large, opened(tmp_path, capacity=10 * RECORD) as small:
+        await until(lambda: all(each._sweeping is not None and each._sweeping.done() for each in (large, small)))  # noqa: SLF001 - what opening has begun
+        assert await store(large, keys_of(*range(20))) == [Outcome.STORED] * 20
+        swept = await small.sweep()
+        assert swept is not None
+        assert swept.num_deleted == 11
+        assert await store(large, keys_of(20)) == [Outcome.STORED]
+
+
 @pytest.mark.parametrize("text", [b"", b"00000000 {}\n", b"x" * 5000])
 async def test_where_usage_is_unknown_nothing_is_written(tmp_path: Path, text: bytes) -> None:
     """A ledger that was lost or damaged is made anew by a sweep; until then stores are refused, and loads go on."""

@@ -78,7 +78,8 @@ class SharedFSBackend(Backend):
         path: Path = Field(examples=["/mnt/kv"])
         """A directory for nothing else, made if need be; its parent has to be there."""
         capacity: Size = Field(gt=0, examples=["1TiB"])
-        """Bytes of all records together, of every model and host. Where processes disagree, the smallest counts."""
+        """Bytes of all records together, of every model and host. Where processes disagree, each writes up to its own,
+        and its sweeps delete down to that, whoever has written."""
         num_threads: int = Field(default=16, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""
         min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
