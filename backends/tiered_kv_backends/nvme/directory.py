@@ -121,6 +121,8 @@ _FIXED_BYTES = 64 << 10  # holder, probe, the directories themselves
 _FIXED_BYTES_PER_GROUP = 64 << 10
 _SLAB_BYTES_PER_METADATA_BYTE = 4096  # extents of a large file are counted as its own
 HOLDER = NVME_MARK
+MEMBER: Final = "member"
+"""Which each directory of a tier has from its opening on, see `disks.Member`."""
 IN_FOLDER: Final = ("slab", "ledger", "journal.new", "journal")
 """What a tier makes in a folder, or made in an earlier format; the records first."""
 _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -372,7 +374,7 @@ def _check_apart(path: Path, fd: int) -> None:
 
 def _is_a_tiers(folder: Path) -> bool:
     with contextlib.suppress(OSError):  # what is another user's, such as lost+found, is not looked into
-        return all(files().exists(folder / name) for name in (HOLDER, PROBE))
+        return all(files().exists(folder / name) for name in (HOLDER, MEMBER))
     return False
 
 

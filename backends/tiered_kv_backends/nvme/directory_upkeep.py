@@ -31,6 +31,7 @@ from tiered_kv_backends.nvme.directory import (
     FINGERPRINT,
     HOLDER,
     IN_FOLDER,
+    MEMBER,
     OTHERS_MAY_WRITE,
     PROBE,
     DirectoryLock,
@@ -41,7 +42,6 @@ from tiered_kv_backends.nvme.directory import (
     open_folder,
     remove_folder,
 )
-from tiered_kv_backends.nvme.disks import MEMBER
 from tiered_kv_backends.nvme.ledger import Entries, Ledger, Order, Slots, parse
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.open_files import entries_of

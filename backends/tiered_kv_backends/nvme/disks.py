@@ -38,6 +38,7 @@ from tiered_kv.system import files, system
 from tiered_kv.values.errors import BackendError, BackendUnavailableError, ConfigurationError
 from tiered_kv.values.log import log
 from tiered_kv_backends.nvme.directory import (
+    MEMBER,
     NO_DESCRIPTOR,
     DirectoryShape,
     explained,
@@ -52,7 +53,6 @@ from tiered_kv_backends.nvme.directory_store import DirectoryStore, DirectoryThr
 from tiered_kv_backends.nvme.ledger import Entries, Order
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 
-MEMBER: Final = "member"
 _COPY_BYTES: Final = 4096
 _NUM_COPIES: Final = 2
 _MOST_TURNS: Final = 64

@@ -181,10 +181,11 @@ async def test_a_forked_child_does_not_hold_it(tmp_path: Path) -> None:
             assert tier.recovered(1) == {0: 0}
 
 
+@pytest.mark.parametrize("direct", ["auto", "never"])
 @pytest.mark.parametrize(("first", "then", "how"), [("kv", "kv/more", "in"), ("kv/more", "kv", "above")])
-async def test_neither_of_two_lies_in_the_other(tmp_path: Path, first: str, then: str, how: str) -> None:
+async def test_neither_of_two_lies_in_the_other(tmp_path: Path, first: str, then: str, how: str, direct: str) -> None:
     """Neither counts what the other keeps. A folder that nobody may look into is no tier's."""
-    async with open_tier(tmp_path / first) as tier:
+    async with open_tier(tmp_path / first, direct=direct) as tier:
         await tier.write(count_up(2))
     (tmp_path / "kv" / "lost+found").mkdir(mode=0, exist_ok=True)
     here, there = tmp_path / then, tmp_path / first
