@@ -114,9 +114,11 @@ async def test_a_directory_of_a_cache_that_is_no_servers_is_refused_at_the_start
     engine, keys, disk, served = AnyEngine(), prompt(8), tmp_path / "own", tmp_path / "served"
     async with open_any(engine, cpu(32), nvme(disk)) as kv:
         await kv.store(keys, engine.fill(keys, range(8)))
-    why = f"tier 'nvme': {disk} has the blocks of a cache that is no server's"
-    with pytest.raises(ConfigurationError, match=why), serving(tmp_path, cpu(32), nvme(disk)):
-        pass
+    (link := tmp_path / "link").symlink_to(disk)
+    for path in (disk, link):
+        why = f"tier 'nvme': {path} has the blocks of a cache that is no server's"
+        with pytest.raises(ConfigurationError, match=why), serving(tmp_path, cpu(32), nvme(path)):
+            pass
     async with open_any(engine, cpu(32), nvme(disk)) as kv:
         assert (await kv.lookup(keys)).num_blocks == 8
     for num_found in (0, 8):
