@@ -422,10 +422,15 @@ def _is_ours(parent_fd: int, name: str) -> bool:
     """Say whether a tier has made a folder: by its slab and what goes with it, or as nothing else is in it.
 
     An open finds records without a ledger. Of one that is empty nobody knows whose it is, and nothing is lost.
+
+    Raises:
+        OSError: There is no descriptor left to look into it.
     """
     try:
         fd = files().open(name, _FOLDER, dir_fd=parent_fd)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return False
     try:
         there = {each.name: each.is_folder for each in files().entries(fd)}

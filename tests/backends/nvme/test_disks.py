@@ -212,6 +212,32 @@ async def test_what_is_emptied_is_so_for_good_before_it_is_named(
     assert forced.index(slab_of(paths[1]).parent) < forced.index(paths[1] / "member")
 
 
+async def test_none_is_taken_for_empty_that_could_not_be_looked_into(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others may have all descriptors for a moment, just then: what was evicted meanwhile would come back."""
+    async with opened(paths[:2]) as tier:
+        await tier.write(count_up(N))
+    async with opened(paths[:1]):
+        pass
+    do_open, failed = Files.open, list[str]()
+
+    def fail_once(files: Files, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
+        is_folder = path == slab_of(paths[1]).parent.name
+        if is_folder and not failed and Path(f"/proc/self/fd/{dir_fd}").readlink() == paths[1]:
+            failed.append(str(path))
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return do_open(files, path, flags, mode, dir_fd=dir_fd)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Files, "open", fail_once)
+        with pytest.raises(BackendUnavailableError, match=f"{paths[1]} could not be emptied: Too many open files"):
+            async with opened(paths[:2]):
+                pass
+    async with opened(paths[:2]) as tier:
+        assert tier.recovered(N) == {n: n for n in range(0, N, 2)}
+
+
 async def test_none_is_none(paths: list[Path]) -> None:
     """Where no directory can be used, or one for what is not its disk's fault, the tier does not open."""
     async with opened(paths[:1]):
