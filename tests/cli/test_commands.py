@@ -381,6 +381,11 @@ def test_doctor_looks_at_what_a_server_would_need(tmp_path: Path) -> None:
     assert "make it first" in found(f'socket = "{tmp_path}/none/kv.sock"', 1)["advice"]
     assert "no tier 'nvme'" in str(found(f'{well}\nfixed = {{ "llama" = {{ "nvme" = "1MiB" }} }}', 1))
     assert "no group 'nobody-has-this'" in str(found(f'{well}\ngroup = "nobody-has-this"', 1))
+    (disk := tmp_path / "disk").mkdir(mode=0o700)
+    cpu += f'[[tiers]]\nmedium = "nvme"\npath = "{disk}"\ncapacity = "1MiB"\n'
+    assert found(well)["state"] == "ok"
+    (disk / "holder").touch(0o600)
+    assert f"{disk} has the blocks of a cache that is no server's" in found(well, 1)["found"]
 
 
 def test_doctor_tries_each_tier(tmp_path: Path) -> None:

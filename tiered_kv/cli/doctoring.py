@@ -116,7 +116,8 @@ def _of_server(settings: TieredKVSettings) -> Finding:
 
         with suppress(BackendUnavailableError, ConfigurationError):
             return Finding("ok", what, f"answers, with {len(handshake.health_at(socket)['clients'])} clients")
-        shares.tiers_in(settings)
+        for tier in shares.tiers_in(settings):
+            tier.check_place()
         listener, lock_fd = reception.listen(settings.host)
         try:
             listener.close()
