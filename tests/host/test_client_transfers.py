@@ -24,6 +24,7 @@ from tiered_kv.testing import ScriptedDevice
 from tiered_kv.transfers.transfer_requests import Order
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.events import BlocksLoaded, DeviceFailed
+from tiered_kv.values.results import StoreResult
 
 KEYS = prompt(32)
 
@@ -257,3 +258,38 @@ async def test_a_client_whose_device_is_lost_asks_for_nothing_more(tmp_path: Pat
             assert others.stats().is_device_usable
             await until(lambda: len(emit.of(DeviceFailed)) == 1)
             assert (await others.lookup(KEYS)).num_blocks == 32
+
+
+class LateLoop(asyncio.SelectorEventLoop):
+    """An event loop on whose clock more time passes, as where something holds it up."""
+
+    late_s = 0.0
+
+    def time(self) -> float:
+        """Return the time, as late as it is."""
+        return super().time() + self.late_s
+
+
+def test_a_store_has_its_time_from_when_it_begins(tmp_path: Path) -> None:
+    """As in a cache of one's own: what held the loop up before takes nothing of it."""
+
+    async def store_late(loop: LateLoop) -> None:
+        engine, is_computed = AnyEngine(), threading.Event()
+        async with attached(server, engine) as kv:
+            ticket = kv.submit_store(KEYS, engine.fill(KEYS, range(32)), after=is_computed)
+            loop.late_s += 1000.0
+            for _ in range(3):  # together less than a store may take
+                await kv.lookup(KEYS)  # some turns of the loop
+                loop.late_s += 0.5
+            await kv.lookup(KEYS)
+            is_computed.set()
+            while not (ended := kv.poll()):
+                await kv.lookup(KEYS)
+            assert [(which, result.num_stored) for which, result in ended if isinstance(result, StoreResult)] == [
+                (ticket, 32)
+            ]
+
+    with serving(tmp_path, cpu(64)) as server, asyncio.Runner(loop_factory=LateLoop) as runner:
+        loop = runner.get_loop()
+        assert isinstance(loop, LateLoop)
+        runner.run(store_late(loop))

@@ -9,6 +9,7 @@ thread, and started on the event loop.
 """
 
 import asyncio
+import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -57,7 +58,7 @@ class MovingRequest(Generic[C]):
         binding: The engine's memory.
         pages: ``(n, pages_per_block)`` page ids in it, in key order.
         lane: Behind the pages' last use, or their computation; released when the transfer has ended.
-        deadline: When it is given up, on the loop's clock.
+        deadline: When a load is given up, on the loop's clock; infinite of a store, whose time begins with it.
     """
 
     call: C
@@ -82,6 +83,7 @@ class Moving(Generic[C, R]):
         self._binding = request.binding
         self._loop = asyncio.get_running_loop()
         self._started = self._loop.time()
+        self._deadline = request.deadline
         self._copies: list[LaneCopy] = []
         self._copying: set[LaneCopy] = set()
         self._in_place = np.zeros(len(self._keys), np.bool_)
@@ -99,7 +101,7 @@ class Moving(Generic[C, R]):
             return False
         self._there, self._number = there, there.number()
         there.transfers[self._number] = self
-        latest = max(self._request.deadline, self._started + LAST_COPIES_S)
+        latest = max(self._deadline, self._started + LAST_COPIES_S)
         self._timer = self._loop.call_at(latest, self._time_is_up)
         try:
             there.send(self._message())
@@ -261,7 +263,7 @@ class FarLoad(Moving[LoadCall, LoadResult]):
         self._by_tier: Mapping[str, int] = {}
 
     def _message(self) -> protocol.Load:
-        call, left_s = self._request.call, max(0.0, self._request.deadline - self._loop.time())
+        call, left_s = self._request.call, max(0.0, self._deadline - self._loop.time())
         is_from_back = call.order == "back"
         return protocol.Load(
             self._number, self._request.said, left_s, int(call.priority), call.layerwise, call.gaps, is_from_back
@@ -445,6 +447,7 @@ class FarStore(Moving[StoreCall, StoreResult]):
     def __init__(self, request: MovingRequest[StoreCall]) -> None:
         """Prepare a store, on the event loop."""
         super().__init__(request)
+        self._deadline = self._started + request.side.attached.store_timeout_s
         self.missing = set(range(self.num_layers)) if request.call.layerwise else None
         self._settled: asyncio.Future[tuple[TierStore, ...]] = self._loop.create_future()
         """What became of the blocks; of no tier, if the server does not say."""
@@ -568,7 +571,7 @@ class Starts:
     def store_request(self, call: StoreCall, side: FarSide) -> MovingRequest[StoreCall]:
         """Check a store and enqueue its wait."""
         said = self._said(call.keys, side, self.epoch if call.epoch is None else epoch_digest(call.epoch))
-        return MovingRequest(call, side, said, *side.source(call), side.loop.time() + side.attached.store_timeout_s)
+        return MovingRequest(call, side, said, *side.source(call), math.inf)
 
     def _said(self, keys: BlockKeys, side: FarSide, epoch: bytes) -> Keys:
         """Check the keys of what is to be moved here, and say them."""
