@@ -939,7 +939,7 @@ async def test_a_socket_may_have_any_name(tmp_path: Path) -> None:
             assert kv.stats().tiers
 
 
-@pytest.mark.parametrize("name", ["k" * 108, "k\0v"])
+@pytest.mark.parametrize("name", ["k" * 108, "k\0v", "k\ud800v"])
 def test_a_socket_that_cannot_be_is_not_waited_for(name: str) -> None:
     """Nobody can serve there, however long a client tries."""
     with pytest.raises(ConfigurationError, match="the path of a socket has 107 bytes at most"):

@@ -66,12 +66,16 @@ def check_socket(path: str | os.PathLike[str]) -> None:
     """Refuse a path that no socket can have, before anybody waits for a server there.
 
     Raises:
-        ConfigurationError: It is too long, or has a zero byte.
+        ConfigurationError: It is too long, has a zero byte, or is no path at all.
     """
-    name = os.fsencode(path)
+    try:
+        name = os.fsencode(path)
+    except UnicodeEncodeError:  # half a character, which the system has no bytes for
+        name = b"\0"
     if len(name) > _LONGEST_PATH or b"\0" in name:
         raise ConfigurationError(
-            f"the path of a socket has {_LONGEST_PATH} bytes at most, and no zero byte: {path!s:.200}"
+            f"the path of a socket has {_LONGEST_PATH} bytes at most, and no zero byte nor half a character: "
+            f"{str(path)!r:.200}"
         )
 
 
