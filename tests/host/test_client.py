@@ -946,6 +946,14 @@ def test_a_socket_that_cannot_be_is_not_waited_for(name: str) -> None:
         TieredKV.connect(f"unix:///{name}", model=MODEL, layout=SMALL)
 
 
+async def test_a_model_that_takes_too_much_to_say_is_refused(tmp_path: Path) -> None:
+    """A server hangs up on it without a word, which looks as if none were there."""
+    told = ModelIdentity("model", weights="w0", extra=(("settings", "x" * (1 << 18)),))
+    with serving(tmp_path, cpu(24)) as server, pytest.raises(ConfigurationError, match="to attach with, 262144 at"):
+        async with attached(server, model=told):
+            pass
+
+
 @pytest.mark.parametrize("url", ["/run/kv.sock", "tcp://host/kv", "unix://", "unix://kv.sock", 7])
 def test_an_address_that_is_none(url: str) -> None:
     """What is no address of a server is refused before anything is tried."""

@@ -101,9 +101,12 @@ def begin(
         given: Descriptors that belong to it; the server gets duplicates.
 
     Raises:
-        ConfigurationError: What answers is of another version, or no server of ours.
+        ConfigurationError: What answers is of another version, or no server of ours; or the message is too long.
         BackendUnavailableError: Nothing answers, or not in time.
     """
+    said = wire.frame(opening)
+    if (num_bytes := len(said) - wire.LENGTH.size) > _MOST_OPENING_BYTES:  # else a server hangs up without a word
+        raise ConfigurationError(f"{num_bytes} bytes of model and layout to attach with, {_MOST_OPENING_BYTES} at most")
     try:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     except OSError as error:  # this process has no descriptor left, for now
@@ -115,7 +118,7 @@ def begin(
         connection.sendall(wire.greeting())
         version = wire.version_in(_receive_now(connection, wire.GREETING_BYTES, descriptors))
         _check_version(path, version)
-        connection.sendall(wire.frame(opening))
+        connection.sendall(said)
         if given:
             socket.send_fds(connection, [b"\0"], list(given))
         answer = _answered(_receive_message(connection, descriptors))
