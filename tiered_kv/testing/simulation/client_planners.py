@@ -6,7 +6,7 @@ plans are bound late, lost and cancelled. What a planned load copies is right, a
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from tiered_kv.settings.tier_settings import HostSettings
@@ -14,7 +14,6 @@ from tiered_kv.system import Queue, files, system
 from tiered_kv.testing.simulation.client_connections import ClientSocket
 from tiered_kv.testing.simulation.clients import Served
 from tiered_kv.testing.simulation.engine import STRIDE
-from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.planning_clients import PlanningClient
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.transfers.workers import Process, WorkerProcesses
@@ -56,27 +55,27 @@ class _Planned:
     async def serve(self) -> None:
         """Let it plan, and things befall it; see that nothing is held for it in the end."""
         client, world, tape = self._client, self._requests.world, self._requests.world.tape
-        await self._until("a client's beginning", lambda: client.is_begun)
+        await world.until("a client's beginning", lambda: client.is_begun)
         self._attach()
         for _ in range(tape.draw("planners", 4)):
             await asyncio.sleep(tape.pick("planners", _WHEN_S))
             if client.is_done or client.leaves_early or client.process.is_dead or world.failures:
                 break
             await self._befall(tape.pick("planners", _BEFALLS), tape.pick("planners", _AWAY_S))
-        await self._until("a client's planning", lambda: client.is_done or client.process.is_dead)
+        await world.until("a client's planning", lambda: client.is_done or client.process.is_dead)
         if not client.process.is_dead:
             # Workers have answered all that they were given; of a connection before this one nobody hears that.
             if not client.leaves_early:
-                await self._until("a planner's job", lambda: not self._last.session.statistics()["jobs"])
+                await world.until("a planner's job", lambda: not self._last.session.statistics()["jobs"])
             client.may_leave()
-            await self._until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
+            await world.until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
             world.turns.kill(client.process)
         else:
             await asyncio.sleep(tape.pick("planners", _WHEN_S))  # its worker goes on
         client.give_up()
         for served in self._served.values():
             served.stream.cut()
-        await self._until("the end of what is held", self._is_rid)
+        await world.until("the end of what is held", self._is_rid)
         for served in self._served.values():
             await self._requests.within(LONGEST_S, "what is under way for a planner", served.session.ended())
 
@@ -106,7 +105,7 @@ class _Planned:
             self._last.stream.deliver(b"\xff" * 64)
         else:
             self._last.stream.cut()
-        await self._until("a lost server", lambda: socket.is_closed or client.process.is_dead or client.is_done)
+        await world.until("a lost server", lambda: socket.is_closed or client.process.is_dead or client.is_done)
         await asyncio.sleep(away_s)
         if not client.process.is_dead:
             self._attach()
@@ -160,11 +159,3 @@ class _Planned:
         """Whether nothing is under way or held for the client, of any of its connections."""
         told = [served.session.statistics() for served in self._served.values()]
         return not any(each["jobs"] or each["bytes"] for each in told)
-
-    async def _until(self, what: str, is_so: Callable[[], bool]) -> None:
-        for _ in range(int(50 * LONGEST_S)):
-            if is_so() or self._requests.world.failures:
-                return
-            await asyncio.sleep(0.02)
-        jobs = [served.session.statistics()["jobs"] for served in self._served.values()]
-        raise WrongAnswer("never ends", f"{what} of {self._client.process.name}: {jobs} jobs")

@@ -81,27 +81,25 @@ class _Attached:
         if self._way.endswith("dies"):
             await asyncio.sleep(self._when_s)
             world.turns.kill(self._process)
-        await self._until("a client", lambda: self._process.is_dead or self._thread.has_ended)
+        await world.until("a client's end", self._has_gone)
         if not self._process.is_dead:
             world.turns.kill(self._process)
         self._stream.cut()
         self._thread.give_up()
-        await self._until("the end of a client", lambda: self._num_ends == 1 and self._is_rid)
+        await world.until("the end of what is held for a client", self._is_rid)
         await requests.within(LONGEST_S, "what is under way for a client", self._session.ended())
 
-    @property
-    def _is_rid(self) -> bool:
-        """Whether nothing is under way or held for the client, and nothing of it is counted."""
-        told = self._session.statistics()
-        return not any(told[each] for each in ("loads", "stores", "copies", "leases", "questions", "jobs", "bytes"))
+    def _has_gone(self) -> bool:
+        self._check_limits()
+        return self._process.is_dead or self._thread.has_ended
 
-    async def _until(self, what: str, is_so: Callable[[], bool]) -> None:
-        for _ in range(int(10 * LONGEST_S)):
-            if is_so() or self._requests.world.failures:
-                return
-            self._check_limits()
-            await asyncio.sleep(0.1)
-        raise WrongAnswer("never ends", f"{what}, which {self._way}: {self._session.statistics()}")
+    def _is_rid(self) -> bool:
+        """Whether the client has ended, and nothing is under way or held for it, and nothing of it is counted."""
+        self._check_limits()
+        told = self._session.statistics()
+        return self._num_ends == 1 and not any(
+            told[each] for each in ("loads", "stores", "copies", "leases", "questions", "jobs", "bytes")
+        )
 
     def _check_limits(self) -> None:
         """A client has no more under way than it may, but for one transfer alone."""

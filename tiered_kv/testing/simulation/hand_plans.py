@@ -23,7 +23,8 @@ from tiered_kv.testing.simulation.meetings import (
     store,
     well,
 )
-from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
+from tiered_kv.testing.simulation.planning import PLANNED_S
+from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys, hash_blocks
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from tiered_kv.testing.simulation.requester import Numbers
     from tiered_kv.testing.simulation.workload import Requests
 
-_PLANNED_S: Final = LIMITS.load_timeout_s + 0.3
 _LATE_S: Final = (0.0, 0.0, 0.01, 0.3, 4.0)
 """How long the scheduler does something else before it copies what is planned."""
 _WAYS: Final = ("all", "some", "some, then all", "none", "cancel", "bare")
@@ -52,7 +52,7 @@ class _Hand:
     def __init__(self, requests: "Requests") -> None:
         self._requests = requests
         self._tape = requests.world.tape
-        self._planner = requests.planning().with_worker()
+        self._planner = requests.planning().with_workers()
         self._rows = requests.rows()
 
     async def store(self, runs: Sequence[BlockKeys], way: str = "", late_s: float | None = None) -> None:
@@ -65,7 +65,7 @@ class _Hand:
         requests.count_asked("store", len(names), is_sure=False)
         try:
             job = self._planner.plan_store(list(runs))
-            plan = await requests.within(_PLANNED_S, "planned()", job.planned())
+            plan = await requests.within(PLANNED_S, "planned()", job.planned())
             await asyncio.sleep(self._tape.pick("hands", _LATE_S) if late_s is None else late_s)
             self._answer(job, plan, keys, names, way or self._tape.pick("hands", _WAYS))
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
@@ -116,7 +116,7 @@ class _Hand:
         known.used(names, requests.now)
         requests.count_asked("load", len(keys), is_sure=False)
         job = self._planner.plan_load(keys, gaps=gaps)
-        plan = await requests.within(_PLANNED_S, "planned()", job.planned())
+        plan = await requests.within(PLANNED_S, "planned()", job.planned())
         for late_s in (0.0, self._tape.pick("hands", _LATE_S)):
             await asyncio.sleep(late_s)
             if job.result is not None or not plan.moves:

@@ -10,7 +10,7 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
-from tiered_kv.testing.simulation.world import LONGEST_S, World
+from tiered_kv.testing.simulation.world import World
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ async def open_beside(requests: "Requests", _: "Numbers") -> None:
             raise WrongAnswer("two owners", "two caches have one directory")
         await cache.aclose()
 
-    await until_ended(world, world.start_process("another owner", main))
+    await world.until_ended(world.start_process("another owner", main))
 
 
 async def share_store(requests: "Requests", numbers: "Numbers") -> None:
@@ -60,19 +60,7 @@ async def share_store(requests: "Requests", numbers: "Numbers") -> None:
         if not process.has_ended:
             world.tell("the neighbour is killed")
             world.turns.kill(process)
-    await until_ended(world, process)
-
-
-async def until_ended(world: World, process: SimulatedProcess) -> None:
-    """Wait for a process that was begun beside an engine, and let nothing of it be left."""
-    for _ in range(int(10 * LONGEST_S)):
-        if process.has_ended or process.is_dead or world.failures:
-            break
-        await asyncio.sleep(0.1)
-    else:
-        raise WrongAnswer("never ends", f"{process.name} does not end")
-    if not world.failures:
-        world.turns.kill(process)
+    await world.until_ended(process)
 
 
 class _Neighbour:

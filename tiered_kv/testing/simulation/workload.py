@@ -7,11 +7,11 @@ import numpy as np
 
 from tiered_kv.testing.simulation.asking import Asking
 from tiered_kv.testing.simulation.disk import RECORD_BYTES
-from tiered_kv.testing.simulation.engine import PROMPTS
-from tiered_kv.testing.simulation.engine_workers import Planning
+from tiered_kv.testing.simulation.engine import PROMPTS, span
 from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.mirroring import Subscriber
+from tiered_kv.testing.simulation.planning import EnginesPlanning, Planning
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
 from tiered_kv.testing.simulation.threads import SimulatedProcess
@@ -187,7 +187,7 @@ class Requests(Asking, Keeping):
         world, kv = self.world, self.kv
         world.end_trouble()
         if self._planning is not None:
-            await self.within(LONGEST_S, "the end of planning", self._planning.end())
+            self._planning.give_up()
 
         async def end() -> None:
             # Pins end by themselves, and tiers that were at fault are tried again.
@@ -255,12 +255,12 @@ class Requests(Asking, Keeping):
         """Have a worker load or store what is planned here."""
         if "cpu" not in self.shape.chain:
             return
-        await self.planning().one(numbers)
+        await self.planning().one(span(numbers), self.weights, is_load=numbers[3] % 2 == 0, is_plain=numbers[3] == 0)
 
     def planning(self) -> Planning:
         """Return the planner of this cache, of which there is one."""
         if self._planning is None:
-            self._planning = Planning(self)
+            self._planning = EnginesPlanning(self)
         return self._planning
 
     async def _wait(self, numbers: Numbers) -> None:

@@ -1,5 +1,6 @@
 """The world of a simulation: disks and stores, processes that open caches on them, and what befalls both."""
 
+import asyncio
 import errno
 import gc
 import logging
@@ -39,6 +40,7 @@ TIMEOUT_S: Final = 1.0
 """Of a storage tier."""
 LONGEST_S: Final = 90.0
 """What any call may take that waits for others, on media that are slow and not at fault."""
+_LOOKS_S: Final = 0.02
 LIMITS: Final = CacheLimits(
     window=2 * STRIDE,
     bounce=16 * STRIDE,
@@ -414,6 +416,20 @@ class World:
 
         self.turns.start(process, run, name)
         return process
+
+    async def until(self, what: str, is_so: Callable[[], bool]) -> None:
+        """Wait until something is so, or anything was found; it is to be so in time."""
+        for _ in range(int(LONGEST_S / _LOOKS_S)):
+            if is_so() or self.failures:
+                return
+            await asyncio.sleep(_LOOKS_S)
+        raise WrongAnswer("never ends", f"{what} has not come after {LONGEST_S:g} s")
+
+    async def until_ended(self, process: SimulatedProcess) -> None:
+        """Wait for a process that was begun beside an engine, and let nothing of it be left."""
+        await self.until(f"the end of {process.name}", lambda: process.has_ended or process.is_dead)
+        if not self.failures:
+            self.turns.kill(process)
 
     def new_process(self, name: str) -> SimulatedProcess:
         """Make a process without threads yet."""
