@@ -57,11 +57,11 @@ class _Planned:
         client, world, tape = self._client, self._requests.world, self._requests.world.tape
         await world.until("a client's beginning", lambda: client.is_begun)
         self._attach()
-        for _ in range(tape.draw("planners", 4)):
-            await asyncio.sleep(tape.pick("planners", _WHEN_S))
+        for _ in range(tape.draw("plan", 4)):
+            await asyncio.sleep(tape.pick("plan", _WHEN_S))
             if client.is_done or client.leaves_early or client.process.is_dead or world.failures:
                 break
-            await self._befall(tape.pick("planners", _BEFALLS), tape.pick("planners", _AWAY_S))
+            await self._befall(tape.pick("plan", _BEFALLS), tape.pick("plan", _AWAY_S))
         await world.until("a client's planning", lambda: client.is_done or client.process.is_dead)
         if not client.process.is_dead:
             # Workers have answered all that they were given; of a connection before this one nobody hears that.
@@ -71,7 +71,7 @@ class _Planned:
             await world.until("the end of a client", lambda: client.process.has_ended or client.process.is_dead)
             world.turns.kill(client.process)
         else:
-            await asyncio.sleep(tape.pick("planners", _WHEN_S))  # its worker goes on
+            await asyncio.sleep(tape.pick("plan", _WHEN_S))  # its worker goes on
         client.give_up()
         for served in self._served.values():
             served.stream.cut()
@@ -130,9 +130,9 @@ class _Planned:
         sent, late_s = [files().dup(each) for each in given], 0.0
         for each in given:
             files().close(each)
-        if is_late := self._requests.world.tape.chance("planners", _UNHEARD):
+        if is_late := self._requests.world.tape.chance("plan", _UNHEARD):
             self._requests.world.tape.num_faults += 1
-            late_s = self._requests.world.tape.pick("planners", _WHEN_S)
+            late_s = self._requests.world.tape.pick("plan", _WHEN_S)
         self._loop.call_soon_threadsafe(self._loop.call_later, late_s, self._watch, token, ranks, sent, answers)
         if is_late:
             raise BackendUnavailableError("nobody has heard the answer")

@@ -33,9 +33,9 @@ _NOTICED_S: Final = (0.0, 0.3, 3.0, 8.0)
 def others_in_use(world: World, shape: Shape) -> Shape:
     """Return the same tiers on other directories, or in another order."""
     tape = world.tape
-    if tape.chance("disks", 0.6):
-        world.disks.insert(0, world.disks.pop(tape.draw("disks", NUM_DISKS)))
-        shape = replace(shape, num_disks=1 + tape.draw("disks", NUM_DISKS))
+    if tape.chance("plan", 0.6):
+        world.disks.insert(0, world.disks.pop(tape.draw("plan", NUM_DISKS)))
+        shape = replace(shape, num_disks=1 + tape.draw("plan", NUM_DISKS))
     world.known.forget_kept()
     return shape
 
@@ -95,23 +95,23 @@ def begin(world: World, past: Past) -> None:
     tape, in_use = world.tape, _in_use(world)
     world.sound, world.mute = set(in_use), set()
     world.tell(f"on {[str(disk.path) for disk in in_use]}")
-    if len(in_use) > 1 and tape.chance("disks", _FAILS_AT_A_START):
-        _fail(world, tape.draw("disks", len(in_use)))
-    elif tape.chance("disks", _FAILS_AT_A_START):
+    if len(in_use) > 1 and tape.chance("plan", _FAILS_AT_A_START):
+        _fail(world, tape.draw("plan", len(in_use)))
+    elif tape.chance("plan", _FAILS_AT_A_START):
         _mute_some(world)
     world.files.on_note = int
-    if tape.chance("disks", _DIES_AT_A_START):
-        world.trouble.lost_power = tape.chance("disks", _LOSES_POWER)
-        world.die_at = world.turns.num_turns + 1 + tape.draw("disks", _TURNS_OF_A_START)
-    elif tape.chance("disks", _DIES_AT_A_START):  # just behind a note
-        num_turns = tape.draw("disks", _TURNS_OF_A_NOTE)
+    if tape.chance("plan", _DIES_AT_A_START):
+        world.trouble.lost_power = tape.chance("plan", _LOSES_POWER)
+        world.die_at = world.turns.num_turns + 1 + tape.draw("plan", _TURNS_OF_A_START)
+    elif tape.chance("plan", _DIES_AT_A_START):  # just behind a note
+        num_turns = tape.draw("plan", _TURNS_OF_A_NOTE)
         world.files.on_note = lambda: _die_soon(world, num_turns)
     if not past.begin(world):
         world.known.may_be_back()
 
 
 def _die_soon(world: World, num_turns: int) -> None:
-    if world.tape.chance("disks", _DIES_AT_A_NOTE):
+    if world.tape.chance("plan", _DIES_AT_A_NOTE):
         world.files.on_note = int
         world.trouble.lost_power = True
         world.die_at = world.turns.num_turns + 1 + num_turns
@@ -120,14 +120,14 @@ def _die_soon(world: World, num_turns: int) -> None:
 def _fail(world: World, number: int) -> None:
     """Have one of the directories fail in some way, and perhaps others take no note of it."""
     in_use = _in_use(world)
-    world.fail_disk(in_use[number % len(in_use)], world.tape.pick("disks", _WAYS_TO_FAIL))
+    world.fail_disk(in_use[number % len(in_use)], world.tape.pick("plan", _WAYS_TO_FAIL))
     _mute_some(world)
 
 
 def _mute_some(world: World) -> None:
     """Have some of the directories not say any more of themselves what they are to say."""
     for disk in _in_use(world):
-        if world.tape.chance("disks", _TAKES_NO_NOTE):
+        if world.tape.chance("plan", _TAKES_NO_NOTE):
             world.mute_disk(disk)
 
 

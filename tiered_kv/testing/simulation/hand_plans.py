@@ -66,8 +66,8 @@ class _Hand:
         try:
             job = self._planner.plan_store(list(runs))
             plan = await requests.within(PLANNED_S, "planned()", job.planned())
-            await asyncio.sleep(self._tape.pick("hands", _LATE_S) if late_s is None else late_s)
-            self._answer(job, plan, keys, names, way or self._tape.pick("hands", _WAYS))
+            await asyncio.sleep(self._tape.pick("plan", _LATE_S) if late_s is None else late_s)
+            self._answer(job, plan, keys, names, way or self._tape.pick("plan", _WAYS))
             result = await requests.within(LONGEST_S, "the end of a job", job.ended())
             mask = result.mask if len(result.mask) else mask
         finally:
@@ -84,7 +84,7 @@ class _Hand:
             job.cancel()
             return
         odds = {"none": 1.0, "all": 0.0}.get(way, 0.5)
-        left = [at for at in move.positions if odds == 1.0 or (odds and self._tape.chance("hands", odds))]
+        left = [at for at in move.positions if odds == 1.0 or (odds and self._tape.chance("plan", odds))]
         rows, group = self._rows[move.host.pool], keys[0].group
         for at, slot in zip(move.positions, move.host.ids.tolist(), strict=True):
             if at not in left:
@@ -117,7 +117,7 @@ class _Hand:
         requests.count_asked("load", len(keys), is_sure=False)
         job = self._planner.plan_load(keys, gaps=gaps)
         plan = await requests.within(PLANNED_S, "planned()", job.planned())
-        for late_s in (0.0, self._tape.pick("hands", _LATE_S)):
+        for late_s in (0.0, self._tape.pick("plan", _LATE_S)):
             await asyncio.sleep(late_s)
             if job.result is not None or not plan.moves:
                 break
@@ -128,7 +128,7 @@ class _Hand:
                 if self._rows[move.host.pool][slot, : len(data)].tobytes() != data:
                     raise WrongAnswer("wrong bytes", f"block {at} of a planned load, in the slot that is held for it")
         known.check(asked, held, "a planned load")
-        job.complete(keys, moved=bool(self._tape.draw("hands", 2)))
+        job.complete(keys, moved=bool(self._tape.draw("plan", 2)))
         await requests.within(LONGEST_S, "the end of a job", job.ended())
         known.used(names, requests.now)
         return held

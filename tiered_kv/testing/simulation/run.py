@@ -185,15 +185,15 @@ def _may_lose_ledgers(world: World, *, is_clean: bool) -> None:
     What a process has left whose media were at fault, or that no ledger had yet, has no word against it then.
     """
     tape = world.tape
-    if not (is_clean and world.shape.has("nvme") and tape.chance("ledgers", _LOST)):
+    if not (is_clean and world.shape.has("nvme") and tape.chance("plan", _LOST)):
         return
     for disk in world.disks:
-        num_kept = tape.draw("ledgers", 4) * _SOME_BYTES
-        disk.lose("ledger", None if tape.draw("ledgers", 2) else num_kept)
+        num_kept = tape.draw("plan", 4) * _SOME_BYTES
+        disk.lose("ledger", None if tape.draw("plan", 2) else num_kept)
     world.tell("ledgers are lost")
     world.known.ledgers_are_lost()
-    if tape.chance("ledgers", _DIES):
-        world.die_at = world.turns.num_turns + tape.draw("ledgers", _TURNS_OF_A_REBUILD)
+    if tape.chance("plan", _DIES):
+        world.die_at = world.turns.num_turns + tape.draw("plan", _TURNS_OF_A_REBUILD)
 
 
 def _is_to_die(world: World) -> bool:

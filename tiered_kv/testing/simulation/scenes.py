@@ -71,6 +71,8 @@ if TYPE_CHECKING:
     from tiered_kv.testing.simulation.workload import Requests
 
 Scene = Callable[["Requests", "Numbers"], Awaitable[None]]
+Suited = tuple[tuple[Scene, Callable[[Shape], bool]], ...]
+"""Scenes, and for which tiers each is."""
 _CROWD: Final = 150
 _SLOW_LOOKUP_S: Final = 0.2
 """Of 16 at once, so that a crowd takes nearly two seconds: twice the time limit of one call."""
@@ -425,10 +427,12 @@ async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
 
 
 _SMALL: Final = 24
-_THEMES: Final = 0.75
+_ABOUT_ONE: Final = 0.9
 """How many seeds are about one scene, and on tiers for it."""
+_SCRUBBED: Final = 0.02
+"""How many others have tiers that are scrubbed."""
 _MOST_DRAWN: Final = 100
-SCENES: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+SCENES: Final[Suited] = (
     (expire_and_die, lambda shape: shape.ttl_s is not None and shape.has("nvme")),
     (shrink_and_die, lambda shape: shape.is_roomy),
     (fail_once_and_die, lambda shape: shape.has("nvme")),
@@ -483,13 +487,16 @@ async def serve(requests: "Requests", numbers: "Numbers") -> None:
     await serve_clients(requests, numbers)
 
 
+async def plan(requests: "Requests", numbers: "Numbers") -> None:
+    """Clients of a server plan, and their workers copy; see `client_planners`, which needs what a server does."""
+    from tiered_kv.testing.simulation.client_planners import plan_for_clients  # noqa: PLC0415 - as in `serve`
+
+    await plan_for_clients(requests, numbers)
+
+
 HAS_HOST: Final = find_spec("msgspec") is not None
 """Whether the extra ``host`` is there: without it no seed is about clients."""
-_CLIENTS: Final = 0.06
-CLIENTS: Final[tuple[Scene, Callable[[Shape], bool]]] = (serve, lambda shape: shape.codec == "none")
-"""Drawn apart from the others, so that the seeds which are not about it are as they were."""
-_SCRUBBED: Final = 0.06
-SCRUBS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+SCRUBS: Final[Suited] = (
     (break_beside_scrubs, lambda shape: shape.keeps_all),
     (replace_beside_scrubs, lambda shape: shape.keeps_all and shape.writes_soon),
     (
@@ -503,27 +510,8 @@ SCRUBS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
         ),
     ),
 )
-"""Of tiers that are scrubbed; drawn apart as well. Such tiers go with any other scene, too."""
-_RANKED: Final = 0.06
-RANKS: Final[tuple[Scene, Callable[[Shape], bool]]] = (plan_for_ranks, lambda _: True)
-"""Drawn apart as well."""
-
-
-async def plan(requests: "Requests", numbers: "Numbers") -> None:
-    """Clients of a server plan, and their workers copy; see `client_planners`, which needs what a server does."""
-    from tiered_kv.testing.simulation.client_planners import plan_for_clients  # noqa: PLC0415 - as in `serve`
-
-    await plan_for_clients(requests, numbers)
-
-
-_PLANNED: Final = 0.06
-PLANNERS: Final[tuple[Scene, Callable[[Shape], bool]]] = (
-    plan,
-    lambda shape: shape.codec == "none" and shape.has("cpu"),
-)
-"""Drawn apart as well."""
-_HANDED: Final = 0.06
-HANDS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
+"""Of tiers that are scrubbed. Such tiers go with any other scene, too."""
+HANDS: Final[Suited] = (
     (answer_by_keys, lambda shape: shape.has("cpu") and shape.codec == "none"),
     (leave_to_each_other, lambda shape: shape.keeps_in_memory and shape.codec == "none"),
     (
@@ -538,14 +526,18 @@ HANDS: Final[tuple[tuple[Scene, Callable[[Shape], bool]], ...]] = (
     ),
     (store_again_while_written, lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1),
 )
-"""Of a scheduler that copies itself, and of what it stores again; drawn apart as well."""
-_APART: Final = 0.06
-DIRECTORIES: Final[tuple[Scene, Callable[[Shape], bool]]] = (
-    live_on_directories,
-    lambda shape: shape.has("nvme") and shape.is_owned and shape.ttl_s is None,
+"""Of a scheduler that copies itself, and of what it stores again."""
+WHOLE: Final[Suited] = (
+    (serve, lambda shape: HAS_HOST and shape.codec == "none"),
+    (plan, lambda shape: HAS_HOST and shape.codec == "none" and shape.has("cpu")),
+    (plan_for_ranks, lambda _: True),
+    (live_on_directories, lambda shape: shape.has("nvme") and shape.is_owned and shape.ttl_s is None),
 )
-"""Drawn apart as well."""
-_ALL: Final = (*SCENES, CLIENTS, *SCRUBS, RANKS, PLANNERS, *HANDS, DIRECTORIES)
+"""What much of the library is for alone, so that more seeds are about it than about any other scene."""
+_TIMES: Final = 5
+_SUITS: Final = dict((*SCENES, *SCRUBS, *HANDS, *WHOLE))
+THEMES: Final = (*(scene for scene, _ in (*SCENES, *HANDS, *SCRUBS, *SCRUBS)), *_TIMES * [scene for scene, _ in WHOLE])
+"""What seeds are about. Of these `SCENES` are acted in other seeds, too."""
 
 
 def scene_for(shape: Shape, number: int) -> Scene:
@@ -556,32 +548,21 @@ def scene_for(shape: Shape, number: int) -> Scene:
 
 def suits(scene: Scene, shape: Shape) -> bool:
     """Say whether a scene means something to such tiers."""
-    return scene is nothing or any(each is scene and is_for(shape) for each, is_for in _ALL)
+    return scene is nothing or _SUITS[scene](shape)
 
 
 def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
     """Draw the scene that a seed is about, or none, and tiers that it means something to."""
-    theme = tape.pick("plan", [scene for scene, _ in SCENES]) if tape.chance("plan", _THEMES) else nothing
-    if HAS_HOST and tape.chance("clients", _CLIENTS):
-        theme = CLIENTS[0]
-    if tape.chance("ranks", _RANKED):
-        theme = RANKS[0]
-    if HAS_HOST and tape.chance("planners", _PLANNED):
-        theme = PLANNERS[0]
-    if tape.chance("hands", _HANDED):
-        theme = tape.pick("hands", [scene for scene, _ in HANDS])
-    if tape.chance("disks", _APART):
-        theme = DIRECTORIES[0]
-    if is_scrubbed := tape.chance("scrubs", _SCRUBBED):
-        theme = tape.pick("scrubs", (*(scene for scene, _ in SCRUBS), theme))
+    theme = tape.pick("plan", THEMES) if tape.chance("plan", _ABOUT_ONE) else nothing
     for _ in range(_MOST_DRAWN):
         shape = drawn_shape(tape)
         if suits(theme, shape):
             break
     else:
         theme = nothing
-    if theme is DIRECTORIES[0]:
-        shape = replace(shape, num_disks=2 + tape.draw("disks", NUM_DISKS - 1), changes_disks=True)
+    if theme is live_on_directories:
+        shape = replace(shape, num_disks=2 + tape.draw("plan", NUM_DISKS - 1), changes_disks=True)
+    is_scrubbed = theme in dict(SCRUBS) or tape.chance("plan", _SCRUBBED)
     return theme, scrubbed(shape, tape) if is_scrubbed else shape
 
 

@@ -44,8 +44,8 @@ async def break_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
         if not numbers[3] % 2 or requests.ending:
             await asyncio.sleep(1.0)
             continue
-        what = world.tape.pick("scrubs", _BESIDE)
-        await requests.do(what, (world.tape.draw("scrubs", 1 << 16), 2, 2, world.tape.draw("scrubs", 1 << 16)))
+        what = world.tape.pick("plan", _BESIDE)
+        await requests.do(what, (world.tape.draw("plan", 1 << 16), 2, 2, world.tape.draw("plan", 1 << 16)))
         num_bytes = max(num_bytes, requests.disk_bytes * shape.num_disks)
     if requests.ending or world.may_have_been_wrong(started) or world.may_be_late:
         return

@@ -162,6 +162,6 @@ def scrubbed(shape: Shape, tape: Tape) -> Shape:
         return shape
     return replace(
         shape,
-        scrub_bytes_per_s=tape.pick("scrubs", (1 << 30, 400_000, 100_000)),
-        scrub_interval_s=tape.pick("scrubs", (1.0, 1.0, 5.0, 20.0)),
+        scrub_bytes_per_s=tape.pick("plan", (1 << 30, 400_000, 100_000)),
+        scrub_interval_s=tape.pick("plan", (1.0, 1.0, 5.0, 20.0)),
     )

@@ -9,10 +9,8 @@ from collections.abc import Mapping, Sequence
 from typing import Final, Literal, TypeVar, get_args
 
 T = TypeVar("T")
-Track = Literal[
-    "plan", "turns", "faults", "clients", "scrubs", "ranks", "planners", "hands", "disks", "events", "ledgers"
-]
-"""What the engines ask for; who goes on; what goes wrong, and how long things take; what is only in some."""
+Track = Literal["plan", "turns", "faults"]
+"""What there is and what is asked of it; who goes on; what goes wrong, and how long things take."""
 _TRACKS: Final[tuple[Track, ...]] = get_args(Track)
 Numbers = Mapping[Track, Sequence[int]]
 

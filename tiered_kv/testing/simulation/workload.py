@@ -90,7 +90,7 @@ class Requests(Asking, Keeping):
                 world.bury(self.kv)
                 await self.kv.__aenter__()
         world.tell("opened")
-        self._subscriber = Subscriber(self) if world.tape.chance("events", _SUBSCRIBES) else None
+        self._subscriber = Subscriber(self) if world.tape.chance("plan", _SUBSCRIBES) else None
         for group, caches in enumerate(self.memory.caches):
             self.kv.register_kv_caches(caches, group=group)
         for group, pool in enumerate(self.memory.pools):

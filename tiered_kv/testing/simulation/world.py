@@ -491,7 +491,7 @@ class World:
         for name, offset, _ in where.places():
             path = Path(name)
             disk = next(each for each in self.disks if path.is_relative_to(each.path))
-            disk.flip(path, offset + PAGE_BYTES + self.tape.draw("scrubs", _SHORTEST_PAYLOAD))
+            disk.flip(path, offset + PAGE_BYTES + self.tape.draw("plan", _SHORTEST_PAYLOAD))
 
     def _are_damaged(self, keys: Sequence[str]) -> bool:
         """Say whether all blocks that an event names were damaged, as far as can be said where names are hidden."""
