@@ -128,7 +128,8 @@ def _mute_some(world: World) -> None:
     """Have some of the directories not say any more of themselves what they are to say."""
     for disk in _in_use(world):
         if world.tape.chance("plan", _TAKES_NO_NOTE):
-            world.mute_disk(disk)
+            world.mute.add(disk)
+            world.trouble_of(f"{disk.path} takes no note", [disk], takes_no_note=True)
 
 
 async def live_on_directories(requests: "Requests", numbers: "Numbers") -> None:

@@ -303,11 +303,7 @@ async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> 
 async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """Media hang, and much is to be written: who flushes is told that it is not, and does not wait for ever."""
     world = requests.world
-    for kind in ("disk hangs", "store hangs"):
-        world.begin_trouble(numbers[1], kind)
-    for disk in world.disks:
-        disk.faults.hang = 1.0
-    world.store.faults.hang = 1.0
+    world.trouble_of("all calls hang", [*world.disks, world.store], hang=1.0)
     storing = [
         asyncio.ensure_future(requests.do("store", (numbers[0] + i, 2, 10, 2))) for i in range(3 + numbers[2] % 4)
     ]
@@ -362,7 +358,7 @@ async def suffer(requests: "Requests", numbers: "Numbers") -> None:
     media = {medium for medium, name in (("store", "store"), ("disk", "nvme")) if requests.shape.has(name)}
     kinds = [kind for kind in KINDS_OF_TROUBLE if ("store" if kind.startswith("store") else "disk") in media]
     kind = kinds[numbers[1] % len(kinds)]
-    world.tell(f"trouble: {world.begin_trouble(numbers[2], kind)}, most of the time")
+    world.begin_trouble(numbers[2], kind)
     for i, what in enumerate(2 * ("lookup", "load", "stats", "store", "groups", "evict", "explain", "store", "load")):
         await requests.do(what, (numbers[0] + (i + numbers[3]) % 3, 2, 10, 3 * (numbers[3] >> i & 1) + 2))
     world.end_trouble()

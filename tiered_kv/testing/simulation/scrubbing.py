@@ -62,7 +62,7 @@ async def _fail_beside_scrubs(requests: "Requests", prompts: Sequence[BlockKeys]
     if requests.ending or requests.world.may_be_late:
         return
     quiet, before = Quiet(requests), [_num_on_disk(requests, keys) for keys in prompts]
-    requests.world.tell(f"trouble: {requests.world.begin_trouble(0, kind)}")
+    requests.world.begin_trouble(0, kind)
     await asyncio.sleep(requests.shape.scrubbed_within_s(requests.disk_bytes))
     await well(requests)
     if requests.ending or not quiet.is_so() or not requests.keeps_all() or not requests.are_in_use:

@@ -269,10 +269,8 @@ class Requests(Asking, Keeping):
     # The world.
 
     async def _trouble(self, numbers: Numbers) -> None:
-        if self.world.trouble.is_settled:
-            return
-        what = self.world.begin_trouble(numbers[3])
-        self.world.tell(f"trouble: {what}")
+        if not self.world.trouble.is_settled:
+            self.world.begin_trouble(numbers[3])
 
     async def _calm(self, _: Numbers) -> None:
         self.world.end_trouble()

@@ -246,68 +246,56 @@ class World:
         """Return a capacity of the NVMe tier for so many slots of each group."""
         return 300_000 + num_slots * _DISK_SLOT
 
-    def begin_trouble(self, number: int, kind: str = "") -> str:
-        """Have something go wrong from now on, of some kind or any, often where a kind is named; return what."""
+    def begin_trouble(self, number: int, kind: str = "") -> None:
+        """Have something go wrong from now on, of some kind or any, often where a kind is named."""
         tape = self.tape
-        disk, store = self.disks[number % len(self.disks)].faults, self.store.faults
         odds = 0.6
         if not kind:
             kind = tape.pick("plan", KINDS_OF_TROUBLE)
             odds = tape.pick("plan", (0.03, 0.2, 0.6))
         if kind == "disk is away":
-            self.disks[number % self.shape.num_disks].gone = errno.ENODEV
+            self.fail_disk(self.disks[number % self.shape.num_disks], kind)
         elif kind == "store is broken":
-            store.broken_methods = (tape.pick("plan", ("locate", "describe", "lookup", "delete", "write")),)
+            broken = tape.pick("plan", ("locate", "describe", "lookup", "delete", "write"))
+            self.trouble_of(f"the store cannot {broken}", [self.store], broken_methods=(broken,))
+        elif _RATES[kind][0]:
+            self.fail_disk(self.disks[number % len(self.disks)], kind, odds)
         else:
-            is_of_disk, what, share = _RATES[kind]
-            setattr(disk if is_of_disk else store, what, odds * share)
-        self.trouble.has_lied |= kind == "store lies"
-        self._is_in_trouble()
-        return f"{kind} {odds}"
+            self.trouble.has_lied |= kind == "store lies"
+            _, what, share = _RATES[kind]
+            self.trouble_of(f"{kind} {odds}", [self.store], **{what: odds * share})
 
-    def fail_disk(self, disk: SimulatedDisk, kind: str) -> None:
+    def fail_disk(self, disk: SimulatedDisk, kind: str, odds: float = 0.6) -> None:
         """Have a disk be away, or fail often, in one of the ways in which disks do."""
         if kind == "disk is away":
             disk.gone = errno.ENODEV
+            self.trouble_of(f"{disk.path} is away", ())
         else:
             _, what, share = _RATES[kind]
-            setattr(disk.faults, what, 0.6 * share)
-        self._is_in_trouble()
-        self.tell(f"trouble: {disk.path}, {kind}")
+            self.trouble_of(f"{disk.path}, {kind} {odds}", [disk], **{what: odds * share})
 
-    def mute_disk(self, disk: SimulatedDisk) -> None:
-        """Have a disk take what a directory holds, and not what it is to say of itself."""
-        disk.faults.takes_no_note = True
-        self.mute.add(disk)
-        self._is_in_trouble()
-        self.tell(f"trouble: {disk.path} takes no note")
+    def trouble_of(self, what: str, media: Sequence[SimulatedDisk | SharedStore], **faults: object) -> None:
+        """Have something go wrong with some media from now on: some of their faults are as is said."""
+        for medium in media:
+            for name, rate in faults.items():
+                setattr(medium.faults, name, rate)
+        self._see_sound()
+        self.known.trouble_begins()
+        self.trouble.is_on = self.trouble.since_told = True
+        self.tell(f"trouble: {what}")
 
     def fail_once(self, number: int, at: int, num_calls: int = 1) -> None:
         """Have the ``at``'th call of a disk from now on fail, and perhaps some after it, and no others."""
         disk = self.disks[number % self.shape.num_disks]
-        disk.faults.once, disk.faults.num_once = at, num_calls
-        self._is_in_trouble()
-        self.tell(f"trouble: call {at} of {disk.path} fails, {num_calls} in a row")
+        self.trouble_of(f"call {at} of {disk.path} fails, {num_calls} in a row", [disk], once=at, num_once=num_calls)
 
     def fail_all(self) -> None:
         """Have every call of every disk fail."""
-        for disk in self.disks:
-            disk.faults.error = 1.0
-        self._is_in_trouble()
-        self.tell("trouble: all calls of disks fail")
+        self.trouble_of("all calls of disks fail", self.disks, error=1.0)
 
     def stall_all(self) -> None:
         """Have every call of every medium take longer than it should."""
-        for disk in self.disks:
-            disk.faults.stall = 1.0
-        self.store.faults.stall = 1.0
-        self._is_in_trouble()
-        self.tell("trouble: all calls stall")
-
-    def _is_in_trouble(self) -> None:
-        self._see_sound()
-        self.known.trouble_begins()
-        self.trouble.is_on = self.trouble.since_told = True
+        self.trouble_of("all calls stall", [*self.disks, self.store], stall=1.0)
 
     def _see_sound(self) -> None:
         self.sound = {disk for disk in self.sound if not (disk.gone or disk.faults.are_any)}
