@@ -3,23 +3,29 @@
 import asyncio
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from tiered_kv.testing.scripted import ScriptedEvent
 from tiered_kv.testing.simulation.engine import PROMPTS, STRIDE, span
-from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of, within
+from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.requester import COPIES_S, Numbers, Requester
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.tiers.gate import Priority
+from tiered_kv.transfers.handles import LoadHandle
+from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.hints import ReuseHint
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import LoadResult, StoreResult
+from tiered_kv.values.specs import EngineBlocks
 
+T = TypeVar("T")
 _OWN_S: Final = 1.0
 """What a load takes at most of tiers that answer in milliseconds, whatever other tiers do."""
+_POLLED_S: Final = 0.5
+"""After which a thread looks again whether what it has submitted has ended: another one may have heard of that."""
 
 
 class Transferring(Requester):
@@ -32,7 +38,10 @@ class Transferring(Requester):
         await self.transfer(span(numbers), numbers, is_load=False)
 
     async def _start(self, numbers: Numbers) -> None:
-        await self.transfer(span(numbers), numbers, is_load=numbers[3] % 2 == 0, is_layerwise=True)
+        await self.transfer(span(numbers), numbers, is_load=numbers[3] % 2 == 0, form="layers")
+
+    async def _submit(self, numbers: Numbers) -> None:
+        await self.transfer(span(numbers), numbers, is_load=numbers[3] % 2 == 0, form="thread")
 
     async def _swap_out(self, numbers: Numbers) -> None:
         if (region := self.memory.take()) is None:
@@ -48,16 +57,16 @@ class Transferring(Requester):
             known.store_ends(names, self.now, is_whole=False, may_be_lost=self.may_be_lost())
             self.memory.give(region)
 
-    async def transfer(self, keys: BlockKeys, numbers: Numbers, *, is_load: bool, is_layerwise: bool = False) -> None:
-        """Load or store; perhaps from a pool, behind an event, with gaps, from the back, cancelled."""
+    async def transfer(self, keys: BlockKeys, numbers: Numbers, *, is_load: bool, form: str = "") -> None:
+        """Load or store, perhaps by layers or from a thread, from a pool, behind an event, with gaps, cancelled."""
         if (region := self.memory.take()) is None:
             await asyncio.sleep(0.01)
             return
-        in_pool, began = numbers[3] % 7 == 0 and not is_layerwise, self.now
+        in_pool, began = numbers[3] % 7 == 0 and form != "layers", self.now
         try:
             move = self._loads if is_load else self._stores
-            task = asyncio.ensure_future(move(keys, region, numbers, in_pool=in_pool, is_layerwise=is_layerwise))
-            if is_cancelled := numbers[3] % 5 == 1:
+            task = asyncio.ensure_future(move(keys, region, numbers, in_pool=in_pool, form=form))
+            if is_cancelled := numbers[3] % 5 == 1 and form != "thread":
                 for _ in range(numbers[2] % 40):
                     await asyncio.sleep(0)
                 task.cancel()
@@ -71,6 +80,9 @@ class Transferring(Requester):
                 task.result()
             elif not is_cancelled:
                 raise WrongAnswer("cancelled", "a transfer was cancelled by nobody")
+        except ClosedError:
+            if not (self.ending and form == "thread"):  # which may come too late
+                raise
         finally:
             self._computing.pop(region, None)
             self.memory.give(region)
@@ -108,28 +120,37 @@ class Transferring(Requester):
         if not self.memory.is_poisoned(region):
             self.world.fail(WrongAnswer("too early", f"a load wrote to region {region} before its event"))
 
-    async def _loads(
-        self, keys: BlockKeys, region: int, numbers: Numbers, *, in_pool: bool, is_layerwise: bool
-    ) -> None:
+    async def _loads(self, keys: BlockKeys, region: int, numbers: Numbers, *, in_pool: bool, form: str) -> None:
         known, weights = self.world.known, self.weights
         names = names_of(keys, weights)
         asked, started = known.ask(names), self.now
         event = self._event(numbers, region, partial(self._see_untouched, region))
         known.used(names, self.now)
-        way = {0: "gaps", 1: "back"}.get(numbers[2] % 8, "") if not is_layerwise else "layers"
+        way = form if form == "layers" else {0: "gaps", 1: "back"}.get(numbers[2] % 8, "")
         deadline_s = (None, None, None, 0.0, 0.5)[numbers[3] % 5]
         self._asked["load"] += len(keys)
         num_epochs, were_in_use = self.num_epochs, self.are_in_use
-        handle = self.kv.start_load(
-            keys,
-            self.memory.at(keys, region, in_pool=in_pool),
-            after=event,
-            deadline_s=deadline_s,
-            priority=Priority.PREFETCH if numbers[3] % 11 == 0 else Priority.LOAD,
-            layerwise=is_layerwise,
-            gaps=way == "gaps",
-            order="back" if way == "back" else "front",
-        )
+        into = self.memory.at(keys, region, in_pool=in_pool)
+        priority = Priority.PREFETCH if numbers[3] % 11 == 0 else Priority.LOAD
+        how: dict[str, Any] = {"after": event, "deadline_s": deadline_s, "priority": priority, "gaps": way == "gaps"}
+        if form == "thread":
+            result = await self._in_a_thread(lambda: self.kv.submit_load(keys, into, **how))
+        else:
+            how["order"] = "back" if way == "back" else "front"
+            handle = self.kv.start_load(keys, into, layerwise=form == "layers", **how)
+            result = await self._not_overtaken(handle, weights)
+        limit_s = LIMITS.load_timeout_s if deadline_s is None else deadline_s
+        self.check_load(asked, keys, region, result, weights, in_pool=in_pool)
+        self._check_took(started, limit_s, f"a {form} load", in_pool=in_pool)
+        known.used(names, self.now)
+        known.loaded(name for name, is_there in zip(names, result.mask, strict=True) if is_there)
+        is_in_reach = not in_pool or not self.shape.has("gpu")  # no copy goes from the pool to host memory
+        is_free = event is None and deadline_s is None and num_epochs == self.num_epochs
+        if is_free and is_in_reach:
+            self._check_reach(asked, names, result, self.now - started, is_prefix=not way and were_in_use)
+
+    async def _not_overtaken(self, handle: LoadHandle, weights: str) -> LoadResult:
+        """Wait for a load; if other weights are served before it has ended, it brings nothing."""
         self._loading[handle] = weights
         try:
             result = await handle
@@ -139,17 +160,13 @@ class Transferring(Requester):
             self._overtaken.discard(handle)
         if is_overtaken and result.mask.any():
             raise WrongAnswer("overtaken", f"{result.num_blocks} blocks of other weights than are served now")
-        limit_s = LIMITS.load_timeout_s if deadline_s is None else deadline_s
-        self.check_load(asked, keys, region, result, weights, in_pool=in_pool)
-        took_s = self.now - started
-        if took_s > limit_s + COPIES_S and not self._may_wait_for_medium(in_pool=in_pool, since=started):
-            raise WrongAnswer("late", f"a load took {took_s:.2f} s of {limit_s:g} s")
-        known.used(names, self.now)
-        known.loaded(name for name, is_there in zip(names, result.mask, strict=True) if is_there)
-        is_in_reach = not in_pool or not self.shape.has("gpu")  # no copy goes from the pool to host memory
-        is_free = event is None and deadline_s is None and num_epochs == self.num_epochs
-        if is_free and is_in_reach:
-            self._check_reach(asked, names, result, took_s, is_prefix=not way and were_in_use)
+        return result
+
+    def _check_took(self, started: float, limit_s: float, what: str, *, in_pool: bool) -> None:
+        """A transfer ends in time; a thread may see that a while later."""
+        took_s, most_s = self.now - started, limit_s + COPIES_S + _POLLED_S * ("thread" in what)
+        if took_s > most_s and not self._may_wait_for_medium(in_pool=in_pool, since=started):
+            raise WrongAnswer("late", f"{what} took {took_s:.2f} s of {limit_s:g} s")
 
     def check_load(
         self, asked: Asked, keys: BlockKeys, region: int, result: LoadResult, weights: str, *, in_pool: bool
@@ -180,9 +197,7 @@ class Transferring(Requester):
         if is_prefix and result.num_blocks < num_kept and self.are_in_use:
             raise WrongAnswer("lost", f"{result.num_blocks} of {num_kept} blocks came that were kept: {result.faults}")
 
-    async def _stores(
-        self, keys: BlockKeys, region: int, numbers: Numbers, *, in_pool: bool, is_layerwise: bool
-    ) -> None:
+    async def _stores(self, keys: BlockKeys, region: int, numbers: Numbers, *, in_pool: bool, form: str) -> None:
         known, weights, started, num_removals = self.world.known, self.weights, self.now, self.num_removals
         names = names_of(keys, weights)
         source = self.memory.at(keys, region, in_pool=in_pool)
@@ -199,10 +214,7 @@ class Transferring(Requester):
         is_whole = False
         try:
             hint = ReuseHint(0.0) if numbers[2] % 13 == 0 else None
-            handle = self.kv.start_store(keys, source, after=event, layerwise=is_layerwise, hint=hint)
-            for layer in (1, 0) if is_layerwise else ():
-                handle.store_layer(layer)
-            result = await handle
+            result = await self._stored(keys, source, form, {"after": event, "hint": hint})
             is_whole = result.num_dropped == 0
         finally:
             is_use, may_be_lost = numbers[2] % 13 > 0, self.may_be_lost(is_told=is_whole)
@@ -211,7 +223,9 @@ class Transferring(Requester):
         queued, most_queued = self.kv.stats().store_queue_bytes, max(self.shape.queue_bytes, len(PROMPTS[0]) * STRIDE)
         if queued > most_queued:
             raise WrongAnswer("limit", f"{queued} bytes wait to be written, {most_queued} at most")
-        self._check_store(result, len(keys), self.now - started, in_pool=in_pool)
+        if result.num_stored + result.num_present + result.num_dropped != len(keys):
+            raise WrongAnswer("counts", f"{result} of {len(keys)} blocks")
+        self._check_took(started, LIMITS.store_timeout_s, f"a {form} store", in_pool=in_pool)
         if self.keeps_in_memory() and num_removals == self.num_removals and not self.world.may_be_late:
             known.remember(names)
         if numbers[2] % 3 == 0:
@@ -220,72 +234,43 @@ class Transferring(Requester):
                 if tier.written + tier.present + tier.deferred + tier.dropped + tier.failed != len(keys):
                     raise WrongAnswer("counts", f"{tier} of {len(keys)} blocks")
 
+    async def _stored(self, keys: BlockKeys, source: EngineBlocks, form: str, how: dict[str, Any]) -> StoreResult:
+        if form == "thread":
+            return await self._in_a_thread(lambda: self.kv.submit_store(keys, source, **how))
+        handle = self.kv.start_store(keys, source, layerwise=form == "layers", **how)
+        for layer in (1, 0) if form == "layers" else ():
+            handle.store_layer(layer)
+        return await handle
+
     def _settles(self, names: list[Name], result: StoreResult) -> None:
         """Take note of what a store says once it has settled: of what was lost on its way nothing is promised."""
         self._settling.append((asyncio.ensure_future(result.settled()), names))
 
-    def _check_store(self, result: StoreResult, num_keys: int, took_s: float, *, in_pool: bool) -> None:
-        if result.num_stored + result.num_present + result.num_dropped != num_keys:
-            raise WrongAnswer("counts", f"{result} of {num_keys} blocks")
-        if took_s > LIMITS.store_timeout_s + COPIES_S and not self._may_wait_for_medium(
-            in_pool=in_pool, since=self.now - took_s
-        ):
-            raise WrongAnswer("late", f"a store took {took_s:.2f} s")
+    async def _in_a_thread(self, submit: Callable[[], Ticket[T]]) -> T:
+        """Load or store from a thread of the engine's, which polls. No other weights are named before it has begun."""
+        loop, kv = asyncio.get_running_loop(), self.kv
+        ended: asyncio.Future[T] = loop.create_future()
+        self._num_beginning += 1
 
-    async def _submit(self, numbers: Numbers) -> None:
-        """Load or store from a thread of the engine's, which polls."""
-        if (region := self.memory.take()) is None:
-            return
-        keys, weights, kv, is_load = span(numbers), self.weights, self.kv, numbers[3] % 2 == 0
-        names, known, is_whole = names_of(keys, weights), self.world.known, False
-        asked, ended = known.ask(names), asyncio.get_running_loop().create_future()
-        loop = asyncio.get_running_loop()
-        self._asked["load" if is_load else "store"] += len(keys)
-        known.used(names, self.now)
-        if is_load:
-            into = self.memory.at(keys, region)
-        else:
-            into = self.memory.fill(keys, weights, region)
-            known.store_begins(names, self.now)
-
-        self._num_beginning += 1  # until the thread has named the blocks by the weights that are served
+        def tell(result: T | None, error: Exception | None) -> None:
+            if ended.done():
+                return
+            if error is not None:
+                ended.set_exception(error)
+            elif result is not None:
+                ended.set_result(result)
 
         def work() -> None:
             try:
                 try:
-                    ticket = kv.submit_load(keys, into) if is_load else kv.submit_store(keys, into)
+                    ticket = submit()
                 finally:
                     loop.call_soon_threadsafe(self._has_begun)
                 while ticket.result is None:
-                    kv.poll(0.5)
-                loop.call_soon_threadsafe(_tell, ended, ticket.result, None)
+                    kv.poll(_POLLED_S)
+                loop.call_soon_threadsafe(tell, ticket.result, None)
             except Exception as error:  # noqa: BLE001 - carried to who waits
-                loop.call_soon_threadsafe(_tell, ended, None, error)
+                loop.call_soon_threadsafe(tell, None, error)
 
         self.world.start_thread(self.process, work, f"{self.process.name}: submits")
-        try:
-            result = await within(LONGEST_S, "what a thread has submitted", ended)
-            if isinstance(result, LoadResult):
-                self.check_load(asked, keys, region, result, weights, in_pool=False)
-                known.loaded(name for name, is_there in zip(names, result.mask, strict=True) if is_there)
-                known.used(names, self.now)
-            else:
-                is_whole = result.num_dropped == 0
-                self._settles(names, result)
-        except ClosedError:
-            if not self.ending:
-                raise
-        finally:
-            if not is_load:
-                may_be_lost = self.may_be_lost(is_told=is_whole)
-                known.store_ends(names, self.now, is_whole=is_whole, may_be_lost=may_be_lost)
-            self.memory.give(region)
-
-
-def _tell(ended: "asyncio.Future[Any]", result: object, error: Exception | None) -> None:
-    if ended.done():
-        return
-    if error is None:
-        ended.set_result(result)
-    else:
-        ended.set_exception(error)
+        return await ended
