@@ -224,9 +224,7 @@ class SimulatedDisk:
 
     def flip(self, path: Path, at: int) -> None:
         """Change a bit of the byte at a place of a file that is there."""
-        node: _Node | None = self.root
-        for part in path.relative_to(self.path).parts:
-            node = None if node is None or node.entries is None else node.entries.get(part)
+        node = _walk(self.root, path.relative_to(self.path).parts)
         assert node is not None
         _flip(node, at, 1)
 
@@ -373,13 +371,11 @@ class SimulatedFiles(Files):
     def exists(self, path: Path) -> bool:
         """Whether there is anything at a path."""
         disk, parts = self._disk(path)
-        disk.spend()
-        return self._walk(disk.root, parts) is not None
+        return _walk(disk.root, parts) is not None
 
     @override
     def make_folders(self, path: Path, mode: int) -> None:
         disk, parts = self._disk(path)
-        disk.spend()
         node = disk.root
         for part in parts:
             if node.entries is None:
@@ -391,7 +387,6 @@ class SimulatedFiles(Files):
     @override
     def mkdir(self, name: str, mode: int, *, dir_fd: int) -> None:
         disk, folder = self._folder(dir_fd)
-        disk.spend()
         if name in (folder.entries or {}):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), name)
         disk.name(folder, name, disk.new_node(is_folder=True))
@@ -404,8 +399,7 @@ class SimulatedFiles(Files):
         else:
             disk, folder = self._folder(dir_fd)
             parts = [] if str(path) == "." else [str(path)]
-        disk.spend()
-        node, parent = self._walk(folder, parts), self._walk(folder, parts[:-1])
+        node, parent = _walk(folder, parts), _walk(folder, parts[:-1])
         if node is None:
             if not flags & os.O_CREAT or parent is None or parent.entries is None:
                 raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -431,53 +425,42 @@ class SimulatedFiles(Files):
 
     @override
     def fstat(self, fd: int) -> os.stat_result:
-        each = self._of(fd)
-        each.disk.spend()
+        each = self._at(fd)
         kind = stat.S_IFREG | 0o600 if each.node.entries is None else stat.S_IFDIR | 0o700
         return os.stat_result((kind, each.node.number, 1, each.node.num_names, 0, 0, len(each.node.data), 0, 0, 0))
 
     @override
     def entries(self, fd: int) -> list[FolderEntry]:
-        disk, folder = self._folder(fd)
-        disk.spend()
+        _, folder = self._folder(fd)
         found = (folder.entries or {}).items()
         return [FolderEntry(name, node.entries is not None, node.used_ns) for name, node in found]
 
     @override
     def disk_usage(self, name: str, *, dir_fd: int) -> int:
-        disk, folder = self._folder(dir_fd)
-        disk.spend()
+        _, folder = self._folder(dir_fd)
         node = (folder.entries or {}).get(name)
         return 0 if node is None else sum(each.allocated for each in (node, *(node.entries or {}).values()))
 
     @override
     def utime(self, fd: int) -> None:
-        each = self._of(fd)
-        each.disk.spend()
+        each = self._at(fd)
         each.node.used_ns = int(self._turns.now * 1e9)
 
     @override
     def unlink(self, name: str, *, dir_fd: int) -> None:
         disk, folder = self._folder(dir_fd)
-        disk.spend()
-        if name not in (folder.entries or {}):
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+        _named(folder, name)
         disk.name(folder, name, None)
 
     @override
     def rename(self, name: str, other: str, *, dir_fd: int) -> None:
         disk, folder = self._folder(dir_fd)
-        disk.spend()
-        node = (folder.entries or {}).get(name)
-        if node is None:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
-        disk.name(folder, other, node)
+        disk.name(folder, other, _named(folder, name))
         disk.name(folder, name, None)
 
     @override
     def remove_tree(self, name: str, *, dir_fd: int) -> None:
         disk, folder = self._folder(dir_fd)
-        disk.spend()
         node = (folder.entries or {}).get(name)
         for each in list(node.entries or {}) if node is not None else ():
             disk.spend()  # killed here, a part is left
@@ -486,32 +469,28 @@ class SimulatedFiles(Files):
 
     def flock(self, fd: int, operation: int) -> None:
         """See `fcntl.flock`; only without waiting."""
-        each = self._of(fd)
-        each.disk.spend()
+        each = self._at(fd)
         if each.node.locked_by not in (None, each):
             raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK))
         each.node.locked_by = each if operation & fcntl.LOCK_EX else None
 
     @override
     def free_bytes(self, fd: int) -> int:
-        disk = self._of(fd).disk
-        disk.spend()
+        disk = self._at(fd).disk
         return disk.capacity_bytes - disk.used_bytes
 
     # Files.
 
     @override
     def ftruncate(self, fd: int, length: int) -> None:
-        each = self._of(fd)
-        each.disk.spend()
+        each = self._at(fd)
         if length != len(each.node.data):
             each.node.change(length, None)
             each.node.allocated = min(each.node.allocated, _whole(length))
 
     @override
     def posix_fallocate(self, fd: int, offset: int, length: int) -> None:
-        each = self._of(fd)
-        each.disk.spend()
+        each = self._at(fd)
         each.disk.check_room(each.node, offset + length)
         if offset + length > len(each.node.data):
             each.node.change(offset + length, None)
@@ -533,8 +512,7 @@ class SimulatedFiles(Files):
 
     @override
     def fsync(self, fd: int) -> None:
-        each = self._of(fd)
-        each.disk.spend(name=each.name)
+        each = self._at(fd)
         each.disk.sync(each.node)
         if each.name == "member":
             self.on_note()
@@ -549,21 +527,8 @@ class SimulatedFiles(Files):
         return self.pwritev(fd, [memoryview(data)], offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
-        """See `os.preadv`. The buffers are filled one after another, and others may run between them."""
-        each, wanted = self._of(fd), sum(map(len, buffers))
-        lent = list(map(bytes, buffers))
-        each.disk.spend(wanted, each.name)
-        check_lent(lent, list(map(bytes, buffers)), "read", self._turns.found)
-        left = each.disk.part(max(0, min(wanted, len(each.node.data) - offset)))
-        moved = 0
-        for buffer in buffers:
-            n = min(len(buffer), left)
-            if not n:
-                break
-            buffer[:n] = each.node.data[offset : offset + n]
-            offset, left, moved = offset + n, left - n, moved + n
-            self._turns.pause(0.1)
-        return moved
+        """See `os.preadv`."""
+        return self._move(self._of(fd), buffers, offset, is_read=True)
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         """See `os.pwritev`. Who is killed meanwhile leaves a part."""
@@ -583,25 +548,33 @@ class SimulatedFiles(Files):
         disk.half_written -= slots
         return moved
 
-    def _write(self, each: _Open, buffers: Sequence[memoryview], offset: int) -> int:
-        wanted, start = sum(map(len, buffers)), offset
+    def _move(self, each: _Open, buffers: Sequence[memoryview], offset: int, *, is_read: bool) -> int:
+        """Move the bytes of one buffer after another; others may run between them."""
+        disk, node, wanted = each.disk, each.node, sum(map(len, buffers))
         lent = list(map(bytes, buffers))
-        each.disk.spend(wanted, each.name)
-        if each.disk.faults.takes_no_note and each.name == "member":
+        disk.spend(wanted, each.name)
+        if disk.faults.takes_no_note and each.name == "member" and not is_read:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        check_lent(lent, list(map(bytes, buffers)), "write", self._turns.found)
-        left = each.disk.part(wanted)
+        check_lent(lent, list(map(bytes, buffers)), "read" if is_read else "write", self._turns.found)
+        left = disk.part(max(0, min(wanted, len(node.data) - offset)) if is_read else wanted)
         moved = 0
         for buffer in buffers:
             n = min(len(buffer), left)
             if not n:
                 break
-            each.disk.check_room(each.node, offset + n)
-            each.node.change(offset, bytes(buffer[:n]))
+            if is_read:
+                buffer[:n] = node.data[offset : offset + n]
+            else:
+                disk.check_room(node, offset + n)
+                node.change(offset, bytes(buffer[:n]))
             offset, left, moved = offset + n, left - n, moved + n
             self._turns.pause(0.1)
+        return moved
+
+    def _write(self, each: _Open, buffers: Sequence[memoryview], offset: int) -> int:
+        moved = self._move(each, buffers, offset, is_read=False)
         if each.name == "ledger":
-            for slot in self._slots(each, start, moved, _ENTRY_BYTES):
+            for slot in self._slots(each, offset, moved, _ENTRY_BYTES):
                 name = self._entered(each, slot[1])
                 if each.disk.unentered.get(slot, name) != name and slot not in each.disk.half_written:
                     del each.disk.unentered[slot]
@@ -637,13 +610,19 @@ class SimulatedFiles(Files):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return each
 
+    def _at(self, fd: int) -> _Open:
+        """Let a call about an open file take its time, and fail if it is to; return that file."""
+        each = self._of(fd)
+        each.disk.spend(name=each.name)
+        return each
+
     def _close(self, fd: int) -> None:
         each = self._open.pop(fd)
         if each.node.locked_by is each and each not in self._open.values():
             each.node.locked_by = None
 
     def _folder(self, fd: int) -> tuple[SimulatedDisk, _Node]:
-        each = self._of(fd)
+        each = self._at(fd)
         if each.node.entries is None:
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
         return each.disk, each.node
@@ -651,17 +630,18 @@ class SimulatedFiles(Files):
     def _disk(self, path: Path) -> tuple[SimulatedDisk, list[str]]:
         for disk in self._disks:
             if path.is_relative_to(disk.path):
+                disk.spend()
                 return disk, list(path.relative_to(disk.path).parts)
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
-    @staticmethod
-    def _walk(node: _Node, parts: Sequence[str]) -> _Node | None:
-        for part in parts:
-            found = (node.entries or {}).get(part)
-            if found is None:
-                return None
-            node = found
-        return node
+
+def _walk(node: _Node, parts: Sequence[str]) -> _Node | None:
+    for part in parts:
+        found = (node.entries or {}).get(part)
+        if found is None:
+            return None
+        node = found
+    return node
 
 
 def _apply(data: bytearray, offset: int, change: bytes | None) -> None:
@@ -695,6 +675,12 @@ def _set(folder: _Node, name: str, node: _Node | None) -> None:
         folder.entries.pop(name, None)
     else:
         folder.entries[name] = node
+
+
+def _named(folder: _Node, name: str) -> _Node:
+    if (node := (folder.entries or {}).get(name)) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
+    return node
 
 
 def _whole(num_bytes: int) -> int:
