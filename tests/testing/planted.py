@@ -182,8 +182,8 @@ def plant(changes: Sequence[Change]) -> None:
 def find(first: int, most_seeds: int, steps: int, scene: str, say: Callable[[Found], None]) -> None:
     """Try seeds, one after another, until one finds something; say so. With a scene, only those that are about it."""
     from tiered_kv.testing.simulation.run import simulate  # noqa: PLC0415 - only once the bug is planted
-    from tiered_kv.testing.simulation.scenes import drawn_theme  # noqa: PLC0415 - the same
     from tiered_kv.testing.simulation.tape import Tape  # noqa: PLC0415 - the same
+    from tiered_kv.testing.simulation.themes import drawn_theme  # noqa: PLC0415 - the same
 
     for n in range(1, most_seeds + 1):
         if scene and drawn_theme(Tape(first + n - 1))[0].__name__ != scene:

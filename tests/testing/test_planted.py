@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tests.testing.planted import HEAD, PAGE, ROOT, Change, NotPlantedError, all_planted
-from tiered_kv.testing.simulation.scenes import THEMES
+from tiered_kv.testing.simulation.themes import THEMES
 
 QUICK = (
     "a revoked copy runs all the same",

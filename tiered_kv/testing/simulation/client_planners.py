@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, files, system
+from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.client_connections import ClientSocket
 from tiered_kv.testing.simulation.clients import Served
 from tiered_kv.testing.simulation.engine import STRIDE
@@ -35,7 +36,8 @@ _UNHEARD: Final = 0.1
 """How often a client does not hear that its worker was introduced."""
 
 
-async def plan_for_clients(requests: "Requests", numbers: "Numbers") -> None:
+@scene(lambda shape: shape.codec == "none" and shape.has("cpu"), alone=5)
+async def plan(requests: "Requests", numbers: "Numbers") -> None:
     """A client plans, and goes in some way or other; then another comes."""
     for _ in range(1 + numbers[1] % _LIVES):
         if requests.ending or requests.world.is_over:

@@ -19,6 +19,7 @@ from tiered_kv.host.session import Session
 from tiered_kv.host.session_transfers import Account
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, system
+from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.engine import LAYOUT, STRIDE, content, span
 from tiered_kv.testing.simulation.known import Asked, Name, WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
@@ -43,7 +44,8 @@ _LIMITS: Final = HostSettings(
 )
 
 
-async def serve_clients(requests: "Requests", numbers: "Numbers") -> None:
+@scene(lambda shape: shape.codec == "none", alone=5)
+async def serve(requests: "Requests", numbers: "Numbers") -> None:
     """A client attaches, asks for some things, and goes in some way or other; then another comes, or the same again."""
     for life in range(1 + numbers[1] % _LIVES):
         if requests.ending or requests.world.is_over:

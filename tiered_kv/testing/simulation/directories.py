@@ -8,8 +8,8 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
+from tiered_kv.testing.simulation.acting import evict, scene, store
 from tiered_kv.testing.simulation.disk import SimulatedDisk
-from tiered_kv.testing.simulation.meetings import evict, store
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.world import World
 
@@ -132,6 +132,7 @@ def _mute_some(world: World) -> None:
             world.trouble_of(f"{disk.path} takes no note", [disk], takes_no_note=True)
 
 
+@scene(lambda shape: shape.has("nvme") and shape.is_owned and shape.ttl_s is None, alone=5)
 async def live_on_directories(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while one directory is away; then the next life begins, on these or others."""
     world = requests.world

@@ -11,18 +11,19 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.testing.simulation.engine import LAYOUT, PROMPTS, content
-from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.meetings import (
+from tiered_kv.testing.simulation.acting import (
     COMPUTED_LATER,
     PLAIN,
     Quiet,
     die,
     evict,
     leave_memory,
+    scene,
     store,
     well,
 )
+from tiered_kv.testing.simulation.engine import LAYOUT, PROMPTS, content
+from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.planning import PLANNED_S
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.transfers.jobs import Job
@@ -134,6 +135,7 @@ class _Hand:
         return held
 
 
+@scene(lambda shape: shape.has("cpu") and shape.codec == "none", alone=1)
 async def answer_by_keys(requests: "Requests", numbers: "Numbers") -> None:
     """Stores are planned beside each other, for several tenants; what was answered as copied is loaded, and right."""
     prompts = _TOGETHER[numbers[0] % len(_TOGETHER)]
@@ -149,6 +151,7 @@ async def answer_by_keys(requests: "Requests", numbers: "Numbers") -> None:
                 await hand.load(run, gaps=bool(numbers[3] >> 3 & 1))
 
 
+@scene(lambda shape: shape.keeps_in_memory and shape.codec == "none", alone=1)
 async def leave_to_each_other(requests: "Requests", numbers: "Numbers") -> None:
     """Plans, or stores without one, leave blocks to each other, which may not come: none of those counts as there."""
     kv, quiet = requests.kv, Quiet(requests)
@@ -178,6 +181,12 @@ async def leave_to_each_other(requests: "Requests", numbers: "Numbers") -> None:
                 raise WrongAnswer("counts", f"two stores counted {counted} blocks as there, and {num_there} are")
 
 
+@scene(
+    lambda shape: (
+        shape.keeps_in_memory and shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue
+    ),
+    alone=1,
+)
 async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
     """Workers have slots for every other block of a long prompt: a load with gaps has what storage has of the rest."""
     world, kv = requests.world, requests.kv
@@ -213,6 +222,7 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
         await requests.within(LONGEST_S, "evict", kv.evict(keys))
 
 
+@scene(lambda shape: shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue, alone=1)
 async def store_what_a_tier_lacks(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks have gone from the disk alone, and are stored again, with a plan or without: the disk has them then."""
     await well(requests)
@@ -237,6 +247,7 @@ async def store_what_a_tier_lacks(requests: "Requests", numbers: "Numbers") -> N
         await die(requests, (0, 0, 1, numbers[3]))
 
 
+@scene(lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1, alone=1)
 async def store_again_while_written(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks leave memory while they are written, and are stored again: drained, they are there, or it says not so."""
     world = requests.world

@@ -7,8 +7,27 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from tiered_kv.testing.simulation.acting import (
+    AT_ONCE_S,
+    COMPUTED_LATER,
+    NEARLY_LATE_S,
+    PLAIN,
+    SMALL,
+    WELL_S,
+    Quiet,
+    evict,
+    evict_all,
+    evict_from_memory,
+    has_room,
+    is_there,
+    leave_memory,
+    load,
+    scene,
+    store,
+    well,
+)
 from tiered_kv.testing.simulation.engine import PROMPTS, N, fresh
-from tiered_kv.testing.simulation.known import WrongAnswer, names_of
+from tiered_kv.testing.simulation.known import WrongAnswer
 from tiered_kv.testing.simulation.world import KINDS_OF_TROUBLE, LONGEST_S
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState
@@ -17,105 +36,16 @@ if TYPE_CHECKING:
     from tiered_kv.testing.simulation.requester import Numbers
     from tiered_kv.testing.simulation.workload import Requests
 
-WELL_S: Final = 13.0
-"""After this, tiers that were at fault are in use again."""
-NEARLY_LATE_S: Final = 0.9
-AT_ONCE_S: Final = 0.5
-"""What a load takes at most from memory, or from a disk that takes 10 ms a call."""
-PLAIN: Final = (1, 1, 10, 2)
-"""Numbers of a transfer without anything particular."""
-COMPUTED_LATER: Final = (1, 0, 10, 2)
-"""The same behind an event that fires 0.2 s later."""
 _COPY_S: Final = 0.005
 _SLOW_WRITE_S: Final = 0.05
 _LONGEST_STALL_S: Final = 30.0
 _LATE_DELETION_S: Final = (1.5, 3.0)
 
 
-async def well(requests: "Requests") -> None:
-    """Wait until nothing is, or was lately, at fault."""
-    requests.world.end_trouble()
-    await asyncio.sleep(WELL_S)
-
-
-async def store(requests: "Requests", numbers: "Numbers") -> None:
-    """Store a prompt; by half of the numbers all of it."""
-    await requests.do("store", (numbers[0], 2, 30 if numbers[3] % 2 else 10, 2))
-
-
-async def evict(requests: "Requests", numbers: "Numbers") -> None:
-    """Evict a prompt from everywhere."""
-    await requests.do("evict", (numbers[0], 2, 10, 1))
-
-
-async def load(requests: "Requests", prompts: Sequence[int]) -> None:
-    """Load prompts, one after another."""
-    for prompt in prompts:
-        await requests.do("load", (prompt, 2, 10, 2))
-
-
-async def die(requests: "Requests", numbers: "Numbers") -> None:
-    """Have the process end suddenly, soon, and perhaps its machine."""
-    await requests.do("power" if numbers[2] % 5 == 0 else "die", (0, 0, 0, numbers[3] % 40))
-
-
-async def leave_memory(requests: "Requests", prompts: Sequence[int]) -> None:
-    """Evict prompts from the memory tiers."""
-    for i, tier in enumerate(requests.shape.chain):
-        for prompt in prompts if tier in {"gpu", "cpu"} else ():
-            await requests.do("evict", (prompt, 2, 10, of_tier(i)))
-
-
-def of_tier(i: int) -> int:
-    """Return the last number of an eviction from the ``i``'th tier alone."""
-    return 4 * i
-
-
-class Quiet:
-    """Says whether nothing that a scene did not do has happened since it was made."""
-
-    def __init__(self, requests: "Requests") -> None:
-        self._requests = requests
-        self._before = self._now()
-
-    def is_so(self, num_own: int = 0) -> bool:
-        """Say whether nothing was taken away but by the scene, no weights were named, and nothing is at fault."""
-        requests, (num_removals, num_epochs) = self._requests, self._before
-        is_same = self._now() == (num_removals + num_own, num_epochs)
-        return is_same and not requests.ending and not requests.world.may_be_wrong
-
-    def _now(self) -> tuple[int, int]:
-        return self._requests.num_removals, self._requests.num_epochs
-
-
-def is_there(requests: "Requests", keys: BlockKeys) -> bool:
-    """Say whether all of some blocks are found at once."""
-    return requests.kv.lookup_nowait(keys).num_blocks == len(keys)
-
-
-def has_room(requests: "Requests", n: int) -> bool:
-    """Say whether the CPU tier can take blocks that stay: clients that hang may hold all of its slots."""
-    memory = requests.kv.stats()["cpu"] if requests.shape.has("cpu") else None
-    return memory is None or memory.leased + memory.pending + n <= requests.shape.cpu_slots
-
-
-async def evict_all(requests: "Requests", keys: BlockKeys) -> None:
-    """Evict blocks that scenes alone have named, or of which nothing more is expected."""
-    requests.world.known.forget_kept(names_of(keys, requests.weights))
-    await requests.kv.evict(keys)
-
-
-async def evict_from_memory(requests: "Requests", keys: BlockKeys) -> None:
-    """Have the memory tiers lose blocks."""
-    requests.world.known.taken_from_memory(names_of(keys, requests.weights))
-    for tier in requests.shape.chain:
-        if tier in {"gpu", "cpu"}:
-            await requests.kv.evict(keys, tier=tier)
-
-
 # Other capacities.
 
 
+@scene(lambda shape: shape.keeps_all and shape.writes_back and shape.has("cpu") and shape.admit_after == 1)
 async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
     """The CPU tier is made smaller while blocks wait there to be written: they are written first."""
     await well(requests)
@@ -135,6 +65,7 @@ async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
         await evict_all(requests, keys)
 
 
+@scene(lambda shape: shape.has("cpu") or shape.has("nvme"))
 async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None:
     """A tier is made smaller while blocks are on their way to slots beyond its new end."""
     for prompt in range(3):
@@ -155,6 +86,7 @@ async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None
 # What is on its way.
 
 
+@scene(lambda shape: shape.chain[0] in {"cpu", "gpu"})
 async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None:
     """Half of a prompt is there, and the rest not even computed: it is not found."""
     await evict(requests, numbers)
@@ -168,6 +100,7 @@ async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None
     await storing
 
 
+@scene(lambda shape: shape.is_owned and shape.has("gpu") and shape.cpu_slots <= SMALL)
 async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while they go from one tier to the next, or wait for room there: they arrive nowhere."""
     world = requests.world
@@ -219,6 +152,7 @@ async def _arrive_nowhere(requests: "Requests", prompts: Sequence[BlockKeys], nu
             raise WrongAnswer("came back", "blocks were evicted on their way from tier to tier, and are there")
 
 
+@scene(lambda shape: shape.has("cpu") and shape.cpu_slots <= SMALL)
 async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
     """Plans lie in a queue while much is stored: their slots are nobody else's."""
     world = requests.world
@@ -237,6 +171,7 @@ async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
 # Waits.
 
 
+@scene(lambda shape: shape.keeps_all)
 async def flush_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """What is on its way to a slow disk is there once it is flushed."""
     with requests.world.slow():
@@ -248,6 +183,7 @@ async def flush_and_die(requests: "Requests", numbers: "Numbers") -> None:
         await asyncio.sleep(0.1)
 
 
+@scene(lambda shape: shape.keeps_all)
 async def load_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     """More is loaded at once from media that are well than there are slots for: each load is whole, and soon."""
     await well(requests)
@@ -260,6 +196,7 @@ async def load_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     await asyncio.gather(*(load(requests, [prompt]) for prompt in prompts[1:]))
 
 
+@scene(lambda shape: shape.keeps_all and shape.chain[0] == "nvme")
 async def load_behind_held_slots(requests: "Requests", _: "Numbers") -> None:
     """Loads that wait for what the engine computes have all slots: who comes next has theirs as soon as they end."""
     world, kv = requests.world, requests.kv
@@ -282,6 +219,7 @@ async def load_behind_held_slots(requests: "Requests", _: "Numbers") -> None:
         raise WrongAnswer("delayed", f"a load took {took_s:.2f} s behind others that had the slots for 0.2 s")
 
 
+@scene(lambda shape: shape.has("store") and shape.chain[0] in {"cpu", "nvme"})
 async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> None:
     """A store is nearly late with each call: what is in tiers of the cache's own is loaded at once."""
     with requests.world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
@@ -300,6 +238,7 @@ async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> 
             raise WrongAnswer("delayed", f"a load from tiers of its own took {took_s:.2f} s beside a slow store")
 
 
+@scene(lambda shape: not shape.has("other"))
 async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """Media hang, and much is to be written: who flushes is told that it is not, and does not wait for ever."""
     world = requests.world
@@ -312,6 +251,7 @@ async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     world.end_trouble()
 
 
+@scene(lambda shape: (shape.keeps_all or shape.keeps_in_store) and shape.admit_after == 1)
 async def use_again(requests: "Requests", numbers: "Numbers") -> None:
     """Media that were at fault are in use again some seconds after they are well: they are written to, and read."""
     world, kv = requests.world, requests.kv
@@ -348,6 +288,7 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
         await asyncio.sleep(1.0)
 
 
+@scene(lambda shape: not shape.has("other"))
 async def suffer(requests: "Requests", numbers: "Numbers") -> None:
     """Something is wrong with media most of the time, of one kind, while all that there is to ask is asked."""
     world = requests.world
@@ -364,6 +305,7 @@ async def suffer(requests: "Requests", numbers: "Numbers") -> None:
     world.end_trouble()
 
 
+@scene(lambda shape: shape.keeps_in_store and shape.admit_after == 1)
 async def ask_where(requests: "Requests", _: "Numbers") -> None:
     """A store cannot say where blocks are; that it has them it can say, and it is read."""
     world, kv = requests.world, requests.kv
@@ -384,6 +326,7 @@ async def ask_where(requests: "Requests", _: "Numbers") -> None:
             raise WrongAnswer("bypassed", f"{after} of {before} blocks are found in a store that cannot say where")
 
 
+@scene(lambda shape: shape.keeps_in_store and shape.admit_after == 1)
 async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") -> None:
     """A store is late to delete blocks: what is stored anew, once who evicted knows that, is there if it says so."""
     world, kv, memory = requests.world, requests.kv, requests.memory

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.threads import SimulatedProcess
@@ -21,6 +22,7 @@ _MOST_REQUESTS: Final = 16
 _CALLS: Final = ("load", "load", "store", "store", "evict", "lookup", "wait", "wait")
 
 
+@scene(lambda shape: shape.has_neighbours and shape.has("nvme"))
 async def open_beside(requests: "Requests", _: "Numbers") -> None:
     """Another process opens a cache on the same directory: it is told that somebody has it."""
     world = requests.world
@@ -42,6 +44,7 @@ async def open_beside(requests: "Requests", _: "Numbers") -> None:
     await world.until_ended(world.start_process("another owner", main))
 
 
+@scene(lambda shape: shape.has_neighbours and shape.has("store"))
 async def share_store(requests: "Requests", numbers: "Numbers") -> None:
     """Another engine has the same store below, and goes on beside this one until it ends or dies."""
     world = requests.world

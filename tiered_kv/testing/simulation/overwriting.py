@@ -4,17 +4,19 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.testing.simulation.engine import PROMPTS, fresh
-from tiered_kv.testing.simulation.meetings import (
+from tiered_kv.testing.simulation.acting import (
     PLAIN,
+    SMALL,
     evict,
     evict_all,
     evict_from_memory,
     leave_memory,
     load,
+    scene,
     store,
     well,
 )
+from tiered_kv.testing.simulation.engine import PROMPTS, fresh
 from tiered_kv.testing.simulation.world import LONGEST_S
 
 if TYPE_CHECKING:
@@ -28,6 +30,7 @@ _ANY_SPEED: Final = 1e18
 NUM_ROT: Final = 24
 
 
+@scene(lambda shape: shape.has("nvme") and shape.disk_slots <= SMALL)
 async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """The process dies while a small disk takes new blocks in the place of others: each is what it is called."""
     world = requests.world
@@ -43,6 +46,7 @@ async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
         await asyncio.gather(*storing)
 
 
+@scene(lambda shape: shape.has("nvme") and shape.disk_slots <= SMALL)
 async def fail_to_overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A small disk fails to write blocks in the place of others, and these are evicted by name: they stay away."""
     world = requests.world
@@ -104,6 +108,7 @@ class _Churn:
             await evict_all(self._requests, prompt[self._gap : 1 + self._gap])
 
 
+@scene(lambda shape: shape.writes_soon and (shape.disk_slots <= SMALL or shape.num_disks > 1))
 async def note_down_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """Disks note down what they hold while blocks come and go, in the place of others; then the process may die."""
     world, churn = requests.world, _Churn(requests, numbers)
@@ -133,6 +138,7 @@ async def note_down_beside_stores(requests: "Requests", numbers: "Numbers") -> N
             await churn.read(i)
 
 
+@scene(lambda shape: shape.keeps_all)
 async def pin_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks that somebody holds are noted down like others."""
     await well(requests)
@@ -147,6 +153,7 @@ async def pin_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     await asyncio.sleep(0.1)
 
 
+@scene(lambda shape: shape.is_owned)
 async def clear_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """All is cleared while blocks are stored: these are whole if they are there, and what was there before is not."""
     world, n = requests.world, numbers[2]
@@ -169,6 +176,7 @@ async def clear_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
             await evict_all(requests, each)
 
 
+@scene(lambda shape: shape.has("nvme") and shape.num_disks == 1)
 async def evict_rot_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted, then bits change in what a disk has noted down: it does not bring them back."""
     for prompt in range(len(PROMPTS)):

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of, within
 from tiered_kv.testing.simulation.planning import Planning, WorkerProcess
@@ -36,6 +37,7 @@ _LATE_S: Final = (0.0, 0.0, 0.01, 0.3, 4.0)
 """How long a worker does something else before it does what is planned, and before it says that it has."""
 
 
+@scene(lambda _: True, alone=5)
 async def plan_for_ranks(requests: "Requests", numbers: "Numbers") -> None:
     """An engine of several ranks loads and stores by plans: every rank has its part of a block, or none is used."""
     world = requests.world

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field, replace
 from typing import Final
 
 from tiered_kv.testing.simulation import directories
+from tiered_kv.testing.simulation.acting import Scene
 from tiered_kv.testing.simulation.known import WrongAnswer
-from tiered_kv.testing.simulation.scenes import Scene, drawn_theme
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.tape import Numbers, Tape, Track
+from tiered_kv.testing.simulation.themes import drawn_theme
 from tiered_kv.testing.simulation.threads import SimulatedProcess, Stuck
 from tiered_kv.testing.simulation.workload import Requests
 from tiered_kv.testing.simulation.world import WEIGHTS, World

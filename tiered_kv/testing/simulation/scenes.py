@@ -5,64 +5,14 @@ what has left the books of a tier while its medium was not told, and waits that 
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import replace
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_kv.testing.simulation.directories import NUM_DISKS, live_on_directories
+from tiered_kv.testing.simulation.acting import NEARLY_LATE_S, WELL_S, die, evict, leave_memory, of_tier, scene, store
 from tiered_kv.testing.simulation.engine import PROMPTS, fresh, span
-from tiered_kv.testing.simulation.hand_plans import (
-    answer_by_keys,
-    leave_to_each_other,
-    load_around_workers,
-    store_again_while_written,
-    store_what_a_tier_lacks,
-)
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.meetings import (
-    NEARLY_LATE_S,
-    WELL_S,
-    ask_where,
-    die,
-    evict,
-    evict_on_its_way,
-    flush_and_die,
-    hang_and_flush,
-    leave_memory,
-    load_behind_held_slots,
-    load_beside_a_slow_store,
-    load_in_a_crowd,
-    look_while_computing,
-    of_tier,
-    plan_and_store,
-    shrink_memory,
-    shrink_while_filling,
-    store,
-    store_after_a_late_deletion,
-    suffer,
-    use_again,
-)
-from tiered_kv.testing.simulation.neighbours import open_beside, share_store
-from tiered_kv.testing.simulation.overwriting import (
-    NUM_ROT,
-    clear_beside_stores,
-    evict_rot_and_die,
-    fail_to_overwrite_and_die,
-    note_down_beside_stores,
-    overwrite_and_die,
-    pin_and_flush,
-)
-from tiered_kv.testing.simulation.ranks import plan_for_ranks
-from tiered_kv.testing.simulation.scrubbing import (
-    break_beside_scrubs,
-    overfill_beside_scrubs,
-    replace_beside_scrubs,
-)
-from tiered_kv.testing.simulation.shapes import Shape, drawn_shape, scrubbed
-from tiered_kv.testing.simulation.tape import Tape
+from tiered_kv.testing.simulation.overwriting import NUM_ROT
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS
 from tiered_kv.values.results import BlockState
 
@@ -70,9 +20,6 @@ if TYPE_CHECKING:
     from tiered_kv.testing.simulation.requester import Numbers
     from tiered_kv.testing.simulation.workload import Requests
 
-Scene = Callable[["Requests", "Numbers"], Awaitable[None]]
-Suited = tuple[tuple[Scene, Callable[[Shape], bool]], ...]
-"""Scenes, and for which tiers each is."""
 _CROWD: Final = 150
 _SLOW_LOOKUP_S: Final = 0.2
 """Of 16 at once, so that a crowd takes nearly two seconds: twice the time limit of one call."""
@@ -86,6 +33,7 @@ _AT_ONCE_S: Final = 1.5
 """What a load of one prompt takes at most from a store so slow, where it has to wait for nobody's prefetches."""
 
 
+@scene(lambda shape: shape.ttl_s is not None and shape.has("nvme"))
 async def expire_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks get too old, are evicted by name, and the process dies: they are not found again."""
     ttl_s = requests.shape.ttl_s or 0.0
@@ -97,6 +45,7 @@ async def expire_and_die(requests: "Requests", numbers: "Numbers") -> None:
     await die(requests, numbers)
 
 
+@scene(lambda shape: shape.is_roomy)
 async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A tier is made smaller while some of its blocks are pinned; all are evicted, and the process dies."""
     prompts = range(1 + numbers[1] % 4)
@@ -119,6 +68,7 @@ async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     await die(requests, numbers)
 
 
+@scene(lambda shape: shape.has("nvme"))
 async def fail_once_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A call of a medium fails, or a few in a row, while blocks leave; all is well again, and the process dies."""
     world, what = requests.world, ("clear", "store", "evict", "resize")[numbers[1] % 4]
@@ -144,6 +94,7 @@ async def fail_once_and_die(requests: "Requests", numbers: "Numbers") -> None:
     await die(requests, numbers)
 
 
+@scene(lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other"))
 async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are stored without end; who flushes, drains or resizes is not kept waiting by that."""
     world = requests.world
@@ -173,6 +124,7 @@ async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
             await traffic
 
 
+@scene(lambda shape: shape.keeps_all)
 async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
     """What is stored before a drain that says True is there when the next process begins, whatever fails meanwhile."""
     if numbers[2] % 3 == 0:
@@ -191,6 +143,7 @@ async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
         await die(requests, numbers)
 
 
+@scene(lambda shape: shape.keeps_all)
 async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
     """What a flush has synced is there when the machine is back."""
     requests.world.end_trouble()
@@ -201,6 +154,7 @@ async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
     await requests.do("power", (0, 0, 0, numbers[3] % 40))
 
 
+@scene(lambda shape: shape.keeps_all and shape.admit_after > 1)
 async def use_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """A block that is used again goes to tiers that take what is used often; who flushes waits for it."""
     with requests.world.slow():
@@ -215,6 +169,7 @@ async def use_and_flush(requests: "Requests", numbers: "Numbers") -> None:
         await asyncio.sleep(0.1)
 
 
+@scene(lambda shape: shape.has("store") and not shape.has("other"))
 async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are in a store alone that is nearly late with each call: who loads or plans hears by the deadline."""
     chain, world = requests.shape.chain, requests.world
@@ -226,6 +181,7 @@ async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
         await requests.do("plan" if numbers[1] % 2 else "load", (numbers[0], 2, 30, 0))
 
 
+@scene(lambda _: True)
 async def overtake(requests: "Requests", numbers: "Numbers") -> None:
     """Weights change while blocks of theirs are being loaded, and change back."""
     await store(requests, numbers)
@@ -240,6 +196,7 @@ async def overtake(requests: "Requests", numbers: "Numbers") -> None:
     await requests.do("epoch", (0, 0, 0, number))
 
 
+@scene(lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other"))
 async def store_for_two(requests: "Requests", numbers: "Numbers") -> None:
     """Two tenants' blocks of the same hashes wait to be written together, and each is served its own."""
     whose = [number for number, keys in enumerate(PROMPTS) if keys.digests == PROMPTS[0].digests]
@@ -255,6 +212,7 @@ async def store_for_two(requests: "Requests", numbers: "Numbers") -> None:
         await requests.do("load", (prompt, 2, 30, 2))
 
 
+@scene(lambda shape: shape.has("cpu") and len(shape.chain) > 1 and not shape.has_neighbours)
 async def be_late(requests: "Requests", numbers: "Numbers") -> None:
     """Calls end long after their time, when others would like their slots: no block has another's bytes."""
     world, is_read = requests.world, numbers[1] % 2 == 0
@@ -277,6 +235,7 @@ async def be_late(requests: "Requests", numbers: "Numbers") -> None:
         await requests.do("load", (prompt, 2, 10, 2))
 
 
+@scene(lambda shape: shape.has("nvme") != shape.has("store"))
 async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
     """Bits change where blocks are: those are not served."""
     prompts = [numbers[0], numbers[0] + 1]
@@ -290,6 +249,7 @@ async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
         await requests.do("load", (prompt, 2, 10, 2))
 
 
+@scene(lambda shape: shape.chain == ("nvme",) and shape.has_direct_pools)
 async def evict_before_it_is_there(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while they are being stored, and wait for a disk: then they are not there."""
     with requests.world.slow():
@@ -323,6 +283,7 @@ async def _evict_at_once(requests: "Requests", num_turns: int, *, in_pool: bool)
         raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
 
 
+@scene(lambda shape: shape.has("store") and not shape.has_neighbours)
 async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted and stored anew while a store is slow to write them, to delete them, or to say what it has."""
     world, kv, n = requests.world, requests.kv, numbers[3]
@@ -377,6 +338,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
             await asyncio.gather(*asking)
 
 
+@scene(lambda shape: shape.keeps_in_store and shape.keeps_in_memory and shape.admit_after == 1)
 async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     """Much is being brought ahead from a slow store: a load that comes later goes before it."""
     world, kv, is_alone = requests.world, requests.kv, requests.is_alone
@@ -403,6 +365,7 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
             raise WrongAnswer("delayed", f"a load took {took_s:.2f} s beside prefetches that came before it")
 
 
+@scene(lambda shape: shape.has("store") and not shape.has_neighbours and not shape.has("other"))
 async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     """So many ask a store at once that the last waits for longer than a call may take: it hears what it would alone."""
     keys, kv, world = span(numbers), requests.kv, requests.world
@@ -424,148 +387,3 @@ async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
         is_same = changes == (requests.num_epochs, requests.num_removals) and not world.trouble.has_rot
         if is_same and last.num_blocks < alone.num_blocks:
             raise WrongAnswer("crowded out", f"{last.num_blocks} of {alone.num_blocks} blocks are found in a crowd")
-
-
-_SMALL: Final = 24
-_ABOUT_ONE: Final = 0.9
-"""How many seeds are about one scene, and on tiers for it."""
-_SCRUBBED: Final = 0.02
-"""How many others have tiers that are scrubbed."""
-_MOST_DRAWN: Final = 100
-SCENES: Final[Suited] = (
-    (expire_and_die, lambda shape: shape.ttl_s is not None and shape.has("nvme")),
-    (shrink_and_die, lambda shape: shape.is_roomy),
-    (fail_once_and_die, lambda shape: shape.has("nvme")),
-    (wait_beside_stores, lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other")),
-    (drain_and_end, lambda shape: shape.keeps_all),
-    (use_and_flush, lambda shape: shape.keeps_all and shape.admit_after > 1),
-    (load_from_afar, lambda shape: shape.has("store") and not shape.has("other")),
-    (overtake, lambda _: True),
-    (store_for_two, lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other")),
-    (ask_in_a_crowd, lambda shape: shape.has("store") and not shape.has_neighbours and not shape.has("other")),
-    (be_late, lambda shape: shape.has("cpu") and len(shape.chain) > 1 and not shape.has_neighbours),
-    (rot_and_load, lambda shape: shape.has("nvme") != shape.has("store")),
-    (evict_before_it_is_there, lambda shape: shape.chain == ("nvme",) and shape.has_direct_pools),
-    (load_before_prefetches, lambda shape: shape.keeps_in_store and shape.keeps_in_memory and shape.admit_after == 1),
-    (evict_from_a_slow_store, lambda shape: shape.has("store") and not shape.has_neighbours),
-    (sync_and_lose_power, lambda shape: shape.keeps_all),
-    (open_beside, lambda shape: shape.has_neighbours and shape.has("nvme")),
-    (share_store, lambda shape: shape.has_neighbours and shape.has("store")),
-    (
-        shrink_memory,
-        lambda shape: shape.keeps_all and shape.writes_back and shape.has("cpu") and shape.admit_after == 1,
-    ),
-    (shrink_while_filling, lambda shape: shape.has("cpu") or shape.has("nvme")),
-    (look_while_computing, lambda shape: shape.chain[0] in {"cpu", "gpu"}),
-    (evict_on_its_way, lambda shape: shape.is_owned and shape.has("gpu") and shape.cpu_slots <= _SMALL),
-    (plan_and_store, lambda shape: shape.has("cpu") and shape.cpu_slots <= _SMALL),
-    (overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
-    (
-        note_down_beside_stores,
-        lambda shape: shape.writes_soon and (shape.disk_slots <= _SMALL or shape.num_disks > 1),
-    ),
-    (fail_to_overwrite_and_die, lambda shape: shape.has("nvme") and shape.disk_slots <= _SMALL),
-    (load_behind_held_slots, lambda shape: shape.keeps_all and shape.chain[0] == "nvme"),
-    (pin_and_flush, lambda shape: shape.keeps_all),
-    (clear_beside_stores, lambda shape: shape.is_owned),
-    (evict_rot_and_die, lambda shape: shape.has("nvme") and shape.num_disks == 1),
-    (flush_and_die, lambda shape: shape.keeps_all),
-    (load_in_a_crowd, lambda shape: shape.keeps_all),
-    (load_beside_a_slow_store, lambda shape: shape.has("store") and shape.chain[0] in {"cpu", "nvme"}),
-    (hang_and_flush, lambda shape: not shape.has("other")),
-    (use_again, lambda shape: (shape.keeps_all or shape.keeps_in_store) and shape.admit_after == 1),
-    (suffer, lambda shape: not shape.has("other")),
-    (ask_where, lambda shape: shape.keeps_in_store and shape.admit_after == 1),
-    (store_after_a_late_deletion, lambda shape: shape.keeps_in_store and shape.admit_after == 1),
-)
-
-
-async def serve(requests: "Requests", numbers: "Numbers") -> None:
-    """Clients of a server that has this cache come and go; see `clients`, which needs what a server does."""
-    from tiered_kv.testing.simulation.clients import serve_clients  # noqa: PLC0415 - an extra, see `HAS_HOST`
-
-    await serve_clients(requests, numbers)
-
-
-async def plan(requests: "Requests", numbers: "Numbers") -> None:
-    """Clients of a server plan, and their workers copy; see `client_planners`, which needs what a server does."""
-    from tiered_kv.testing.simulation.client_planners import plan_for_clients  # noqa: PLC0415 - as in `serve`
-
-    await plan_for_clients(requests, numbers)
-
-
-HAS_HOST: Final = find_spec("msgspec") is not None
-"""Whether the extra ``host`` is there: without it no seed is about clients."""
-SCRUBS: Final[Suited] = (
-    (break_beside_scrubs, lambda shape: shape.keeps_all),
-    (replace_beside_scrubs, lambda shape: shape.keeps_all and shape.writes_soon),
-    (
-        overfill_beside_scrubs,
-        lambda shape: (
-            shape.chain == ("nvme",)
-            and shape.policy == "lru"
-            and shape.disk_slots <= _SMALL
-            and shape.ttl_s is None
-            and shape.writes_soon
-        ),
-    ),
-)
-"""Of tiers that are scrubbed. Such tiers go with any other scene, too."""
-HANDS: Final[Suited] = (
-    (answer_by_keys, lambda shape: shape.has("cpu") and shape.codec == "none"),
-    (leave_to_each_other, lambda shape: shape.keeps_in_memory and shape.codec == "none"),
-    (
-        load_around_workers,
-        lambda shape: (
-            shape.keeps_in_memory and shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue
-        ),
-    ),
-    (
-        store_what_a_tier_lacks,
-        lambda shape: shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue,
-    ),
-    (store_again_while_written, lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1),
-)
-"""Of a scheduler that copies itself, and of what it stores again."""
-WHOLE: Final[Suited] = (
-    (serve, lambda shape: HAS_HOST and shape.codec == "none"),
-    (plan, lambda shape: HAS_HOST and shape.codec == "none" and shape.has("cpu")),
-    (plan_for_ranks, lambda _: True),
-    (live_on_directories, lambda shape: shape.has("nvme") and shape.is_owned and shape.ttl_s is None),
-)
-"""What much of the library is for alone, so that more seeds are about it than about any other scene."""
-_TIMES: Final = 5
-_SUITS: Final = dict((*SCENES, *SCRUBS, *HANDS, *WHOLE))
-THEMES: Final = (*(scene for scene, _ in (*SCENES, *HANDS, *SCRUBS, *SCRUBS)), *_TIMES * [scene for scene, _ in WHOLE])
-"""What seeds are about. Of these `SCENES` are acted in other seeds, too."""
-
-
-def scene_for(shape: Shape, number: int) -> Scene:
-    """Choose one that means something to such tiers."""
-    scenes = [scene for scene, is_for in SCENES if is_for(shape)]
-    return scenes[number % len(scenes)] if scenes else nothing
-
-
-def suits(scene: Scene, shape: Shape) -> bool:
-    """Say whether a scene means something to such tiers."""
-    return scene is nothing or _SUITS[scene](shape)
-
-
-def drawn_theme(tape: Tape) -> tuple[Scene, Shape]:
-    """Draw the scene that a seed is about, or none, and tiers that it means something to."""
-    theme = tape.pick("plan", THEMES) if tape.chance("plan", _ABOUT_ONE) else nothing
-    for _ in range(_MOST_DRAWN):
-        shape = drawn_shape(tape)
-        if suits(theme, shape):
-            break
-    else:
-        theme = nothing
-    if theme is live_on_directories:
-        shape = replace(shape, num_disks=2 + tape.draw("plan", NUM_DISKS - 1), changes_disks=True)
-    is_scrubbed = theme in dict(SCRUBS) or tape.chance("plan", _SCRUBBED)
-    return theme, scrubbed(shape, tape) if is_scrubbed else shape
-
-
-async def nothing(_: "Requests", __: "Numbers") -> None:
-    """Act none."""
-    await asyncio.sleep(0)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from tiered_kv.testing.simulation.acting import PLAIN, SMALL, Quiet, evict_from_memory, is_there, scene, well
 from tiered_kv.testing.simulation.engine import FRESH_SALT, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.meetings import PLAIN, Quiet, evict_from_memory, is_there, well
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.results import BlockState
@@ -27,6 +27,7 @@ _ONE_PASS_S: Final = 1.5
 """After this, one pass more has begun where passes follow each other closely, and read a handful of blocks."""
 
 
+@scene(lambda shape: shape.keeps_all, alone=2)
 async def break_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks break that nobody asks for: they are gone within the time of a pass and its interval, others stay."""
     shape, world = requests.shape, requests.world
@@ -72,6 +73,7 @@ async def _fail_beside_scrubs(requests: "Requests", prompts: Sequence[BlockKeys]
         raise WrongAnswer("lost", f"of prompts of two blocks on a disk that was at fault {after} are there of {before}")
 
 
+@scene(lambda shape: shape.keeps_all and shape.writes_soon, alone=2)
 async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
     """Broken blocks are evicted and stored anew while a slow disk is scrubbed: from then on they are there."""
     world, kv, memory = requests.world, requests.kv, requests.memory
@@ -108,6 +110,16 @@ async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> Non
                 raise WrongAnswer("lost", f"of {len(keys)} blocks that were stored in the place of broken ones {there}")
 
 
+@scene(
+    lambda shape: (
+        shape.chain == ("nvme",)
+        and shape.policy == "lru"
+        and shape.disk_slots <= SMALL
+        and shape.ttl_s is None
+        and shape.writes_soon
+    ),
+    alone=2,
+)
 async def overfill_beside_scrubs(requests: "Requests", _: "Numbers") -> None:
     """A small disk that is full takes more: what has to go for it is what was used least recently, not verified so."""
     world, shape, is_alone = requests.world, requests.shape, requests.is_alone
@@ -166,3 +178,7 @@ async def _result_of(task: "asyncio.Task[Any]") -> object:
 
 def _num_on_disk(requests: "Requests", keys: BlockKeys) -> int:
     return int(np.count_nonzero(requests.kv.membership(keys, tier="nvme") == BlockState.HIT))
+
+
+SCRUBS: Final = (break_beside_scrubs, replace_beside_scrubs, overfill_beside_scrubs)
+"""What is acted on tiers that are scrubbed. Such tiers go with any other scene, too."""

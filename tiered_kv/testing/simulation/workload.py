@@ -5,6 +5,7 @@ from typing import Final
 
 import numpy as np
 
+from tiered_kv.testing.simulation.acting import Scene, nothing
 from tiered_kv.testing.simulation.asking import Asking
 from tiered_kv.testing.simulation.disk import RECORD_BYTES
 from tiered_kv.testing.simulation.engine import PROMPTS, span
@@ -13,7 +14,7 @@ from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.mirroring import Subscriber
 from tiered_kv.testing.simulation.planning import EnginesPlanning, Planning
 from tiered_kv.testing.simulation.requester import Numbers
-from tiered_kv.testing.simulation.scenes import Scene, nothing, scene_for, suits
+from tiered_kv.testing.simulation.themes import scene_for, suits
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LONGEST_S, WEIGHTS, World, what_is_held
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
