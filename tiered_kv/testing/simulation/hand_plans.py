@@ -24,7 +24,7 @@ from tiered_kv.testing.simulation.acting import (
 )
 from tiered_kv.testing.simulation.engine import LAYOUT, PROMPTS, content
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
-from tiered_kv.testing.simulation.planning import PLANNED_S
+from tiered_kv.testing.simulation.planned_jobs import PLANNED_S
 from tiered_kv.testing.simulation.world import LONGEST_S
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.errors import ConfigurationError

@@ -29,7 +29,7 @@ from tiered_kv.testing.simulation.client_connections import (
 )
 from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
 from tiered_kv.testing.simulation.known import within
-from tiered_kv.testing.simulation.planning import PLANNED_S, Planning, WorkerProcess
+from tiered_kv.testing.simulation.planned_jobs import PLANNED_S, Planning, WorkerProcess
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.values.errors import ClosedError, ConfigurationError, Reason

@@ -16,7 +16,7 @@ from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.engine import Memory, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of, within
-from tiered_kv.testing.simulation.planning import Planning, WorkerProcess
+from tiered_kv.testing.simulation.planned_jobs import Planning, WorkerProcess
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LONGEST_S, TIMEOUT_S, World, what_is_held
 from tiered_kv.values.errors import BackendUnavailableError

@@ -12,7 +12,7 @@ from tiered_kv.testing.simulation.engine import PROMPTS, span
 from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.mirroring import Subscriber
-from tiered_kv.testing.simulation.planning import EnginesPlanning, Planning
+from tiered_kv.testing.simulation.planned_jobs import EnginesPlanning, Planning
 from tiered_kv.testing.simulation.requester import Numbers
 from tiered_kv.testing.simulation.themes import scene_for, suits
 from tiered_kv.testing.simulation.threads import SimulatedProcess
