@@ -8,7 +8,7 @@ import asyncio
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.testing.simulation.acting import evict, scene, store
+from tiered_kv.testing.simulation.acting import scene
 from tiered_kv.testing.simulation.disk import SimulatedDisk
 from tiered_kv.testing.simulation.shapes import Shape
 from tiered_kv.testing.simulation.world import World
@@ -136,19 +136,17 @@ def _mute_some(world: World) -> None:
 async def live_on_directories(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted while one directory is away; then the next life begins, on these or others."""
     world = requests.world
-    for prompt in range(1 + numbers[0] % 4):
-        await store(requests, (numbers[0] + prompt, *numbers[1:]))
+    await requests.store(*(numbers[0] + prompt for prompt in range(1 + numbers[0] % 4)))
     await requests.do("flush", (0, 0, 0, numbers[1]))
     if numbers[1] % 3:
         _fail(world, numbers[2])
         await asyncio.sleep(_NOTICED_S[numbers[3] % 4])
-        await store(requests, (numbers[0] + numbers[3] % 4, *numbers[1:]))  # which tells who fails
-    for prompt in range(numbers[2] % 4):
-        await evict(requests, (numbers[0] + prompt, *numbers[1:]))
+        await requests.store(numbers[0] + numbers[3] % 4)  # which tells who fails
+    await requests.evict(*(numbers[0] + prompt for prompt in range(numbers[2] % 4)))
     if numbers[1] >> 2 & 1:
         world.end_trouble()
         await asyncio.sleep(_NOTICED_S[numbers[3] >> 2 & 3])
     if numbers[1] >> 3 & 1:
-        await requests.do("flush", (0, 0, 0, 0))
+        await requests.flush(sync=True)
     how = ("die", "die", "reopen", "power")[numbers[3] >> 4 & 3]
     await requests.do(how, (0, 0, 0, numbers[3] >> 6 & 31))

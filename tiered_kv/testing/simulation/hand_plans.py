@@ -11,17 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 from numpy.typing import NDArray
 
-from tiered_kv.testing.simulation.acting import (
-    COMPUTED_LATER,
-    PLAIN,
-    Quiet,
-    die,
-    evict,
-    leave_memory,
-    scene,
-    store,
-    well,
-)
+from tiered_kv.testing.simulation.acting import COMPUTED_LATER, Quiet, scene
 from tiered_kv.testing.simulation.engine import LAYOUT, PROMPTS, content
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.planned_jobs import PLANNED_S
@@ -140,13 +130,12 @@ async def answer_by_keys(requests: "Requests", numbers: "Numbers") -> None:
     """Stores are planned beside each other, for several tenants; what was answered as copied is loaded, and right."""
     prompts = _TOGETHER[numbers[0] % len(_TOGETHER)]
     runs = [PROMPTS[prompt][: 1 + numbers[2] % 5] for prompt in prompts]
-    for prompt in prompts if numbers[3] % 2 else ():
-        await evict(requests, (prompt, *numbers[1:]))
+    await requests.evict(*prompts if numbers[3] % 2 else ())
     with requests.planning().unless_ended():
         hand = _Hand(requests)
         await asyncio.gather(*(hand.store(runs) for _ in range(1 + numbers[1] % 2)))
         for run in runs:
-            await requests.transfer(run, PLAIN, is_load=True)
+            await requests.get(run)
             if numbers[3] >> 2 & 1:
                 await hand.load(run, gaps=bool(numbers[3] >> 3 & 1))
 
@@ -158,7 +147,7 @@ async def leave_to_each_other(requests: "Requests", numbers: "Numbers") -> None:
     prompt = (0, 4, 5)[numbers[0] % 3]
     some = PROMPTS[prompt][: 1 + numbers[2] % 4]
     more = PROMPTS[prompt][: len(some) + 1]
-    await requests.do("evict", (prompt, 2, 10, 1))
+    await requests.evict(prompt)
     with requests.planning().unless_ended():
         before = kv.stats()
         if numbers[1] % 2:
@@ -190,7 +179,7 @@ async def leave_to_each_other(requests: "Requests", numbers: "Numbers") -> None:
 async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
     """Workers have slots for every other block of a long prompt: a load with gaps has what storage has of the rest."""
     world, kv = requests.world, requests.kv
-    await well(requests)
+    await requests.well()
     world.flood()
     tokens = np.arange(_LONG * LAYOUT.groups[0].block_size) + 1_000_000 * world.number()
     keys = hash_blocks(tokens, block_size=LAYOUT.groups[0].block_size, salt="long")
@@ -198,7 +187,7 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
         hand, disk = _Hand(requests), requests.shape.chain[-1]
         for __ in range(requests.shape.admit_after):
             await hand.store([keys], "all", 0.0)
-        await requests.do("flush", (0, 0, 0, 1))
+        await requests.flush()
         if requests.ending:
             return
         quiet = Quiet(requests)
@@ -225,10 +214,9 @@ async def load_around_workers(requests: "Requests", _: "Numbers") -> None:
 @scene(lambda shape: shape.keeps_all and shape.chain == ("cpu", "nvme") and not shape.has_short_queue, alone=1)
 async def store_what_a_tier_lacks(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks have gone from the disk alone, and are stored again, with a plan or without: the disk has them then."""
-    await well(requests)
-    for _ in range(requests.shape.admit_after):
-        await store(requests, (numbers[0], *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.well()
+    await requests.store(*[numbers[0]] * requests.shape.admit_after)
+    await requests.flush()
     prompt = PROMPTS[numbers[0] % len(PROMPTS)]
     requests.num_removals += 1
     requests.world.known.taken_apart(names_of(prompt, requests.weights))
@@ -238,31 +226,31 @@ async def store_what_a_tier_lacks(requests: "Requests", numbers: "Numbers") -> N
         if numbers[1] % 2:
             await _Hand(requests).store([prompt], "all", 0.0)
         else:
-            await requests.do("store", (numbers[0], 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, [numbers[0]])
+            await requests.store(numbers[0])
+    await requests.flush()
+    await requests.leave_memory(numbers[0])
     if numbers[2] % 2:
-        await requests.do("load", (numbers[0], 2, 10, 2))
+        await requests.load(numbers[0])
     else:
-        await die(requests, (0, 0, 1, numbers[3]))
+        await requests.die((0, 0, 1, numbers[3]))
 
 
 @scene(lambda shape: shape.keeps_all and shape.has("cpu") and shape.admit_after == 1, alone=1)
 async def store_again_while_written(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks leave memory while they are written, and are stored again: drained, they are there, or it says not so."""
     world = requests.world
-    await well(requests)
+    await requests.well()
     for disk in world.disks:
         disk.faults.latency_s = _SLOW_WRITE_S
-    await requests.do("store", (numbers[0], 2, 10, 2))
+    await requests.store(numbers[0])
     await asyncio.sleep(0.005 * (numbers[1] % 8))
     if numbers[2] % 3:
         world.fail_once(numbers[2], 1 + numbers[3] % 3, 1 + (numbers[3] >> 4) % 3)
-    await leave_memory(requests, [numbers[0]])
-    await requests.do("store", (numbers[0], 2, 10, 2))
+    await requests.leave_memory(numbers[0])
+    await requests.store(numbers[0])
     await asyncio.sleep(0.2)
     world.end_trouble()
     for disk in world.disks:
         disk.faults.latency_s = 1e-4
     await requests.do("drain", (0, 0, 0, 0))
-    await die(requests, (0, 0, 1, numbers[3] >> 8))
+    await requests.die((0, 0, 1, numbers[3] >> 8))

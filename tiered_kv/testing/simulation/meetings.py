@@ -15,16 +15,7 @@ from tiered_kv.testing.simulation.acting import (
     SMALL,
     WELL_S,
     Quiet,
-    evict,
-    evict_all,
-    evict_from_memory,
-    has_room,
-    is_there,
-    leave_memory,
-    load,
     scene,
-    store,
-    well,
 )
 from tiered_kv.testing.simulation.engine import PROMPTS, N, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer
@@ -48,28 +39,27 @@ _LATE_DELETION_S: Final = (1.5, 3.0)
 @scene(lambda shape: shape.keeps_all and shape.writes_back and shape.has("cpu") and shape.admit_after == 1)
 async def shrink_memory(requests: "Requests", numbers: "Numbers") -> None:
     """The CPU tier is made smaller while blocks wait there to be written: they are written first."""
-    await well(requests)
+    await requests.well()
     prompts = [fresh(requests.world.number()) for _ in range(5 + numbers[1] % 4)]
     quiet, is_resizing = Quiet(requests), requests.num_resizing > 0
     for keys in prompts:
-        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.put(keys)
     # What has found no room there is in the GPU pool only, if at all: its store has said so.
     there = [keys for keys in prompts if (requests.kv.membership(keys, tier="cpu") == BlockState.HIT).all()]
     if requests.ending or not requests.keeps_all() or is_resizing:
         return
     await requests.do("resize", (0, 0, 0, 1))
     is_quiet = quiet.is_so(1) and requests.are_in_use
-    if is_quiet and requests.keeps_all() and (lost := sum(not is_there(requests, keys) for keys in there)):
+    if is_quiet and requests.keeps_all() and (lost := sum(not requests.is_there(keys) for keys in there)):
         raise WrongAnswer("lost", f"{lost} of {len(there)} prompts that were in memory, as it was made smaller")
     for keys in prompts:
-        await evict_all(requests, keys)
+        await requests.evict_all(keys)
 
 
 @scene(lambda shape: shape.has("cpu") or shape.has("nvme"))
 async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None:
     """A tier is made smaller while blocks are on their way to slots beyond its new end."""
-    for prompt in range(3):
-        await store(requests, (prompt, *numbers[1:]))
+    await requests.store(*range(3))
     is_of_memory = bool(numbers[3] % 2)
     with requests.world.slow():
         how: Numbers = COMPUTED_LATER if is_of_memory else PLAIN
@@ -89,7 +79,7 @@ async def shrink_while_filling(requests: "Requests", numbers: "Numbers") -> None
 @scene(lambda shape: shape.chain[0] in {"cpu", "gpu"})
 async def look_while_computing(requests: "Requests", numbers: "Numbers") -> None:
     """Half of a prompt is there, and the rest not even computed: it is not found."""
-    await evict(requests, numbers)
+    await requests.evict(numbers[0])
     await requests.do("store", (numbers[0], 2, 10 + N // 2, 2))
     await requests.do("store", (numbers[0], 2, 10 + N // 2, 2))  # a use more
     prompt = PROMPTS[numbers[0] % len(PROMPTS)]
@@ -113,7 +103,7 @@ async def evict_on_its_way(requests: "Requests", numbers: "Numbers") -> None:
         for i in range(4):
             num_epochs = requests.num_epochs
             others, keys = [fresh(world.number()) for _ in range(numbers[1] >> i & 3)], fresh(world.number())
-            await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in (*others, keys)))
+            await asyncio.gather(*(requests.put(each) for each in (*others, keys)))
             await asyncio.sleep(0.002 * (numbers[3] >> 3 * i & 7))
             await _arrive_nowhere(requests, [keys], num_epochs)
             if requests.ending:
@@ -132,7 +122,7 @@ async def _evict_behind_a_full_host(requests: "Requests", numbers: "Numbers") ->
         for i in range(3):
             num_epochs, prompts = requests.num_epochs, [fresh(world.number()) for _ in range(8)]
             for keys in prompts:
-                await requests.transfer(keys, PLAIN, is_load=False)
+                await requests.put(keys)
             await asyncio.sleep(0.005 * (numbers[3] >> 3 * i & 7))
             await _arrive_nowhere(requests, prompts, num_epochs)
             if requests.ending:
@@ -144,7 +134,7 @@ async def _arrive_nowhere(requests: "Requests", prompts: Sequence[BlockKeys], nu
     kv = requests.kv
     evicted = await asyncio.gather(*(requests.within(LONGEST_S, "evict", kv.evict(keys)) for keys in prompts))
     await asyncio.sleep(0.1)
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.flush()
     if requests.ending or requests.num_epochs != num_epochs:
         return
     for keys, each in zip(prompts, evicted, strict=True):
@@ -157,13 +147,12 @@ async def plan_and_store(requests: "Requests", numbers: "Numbers") -> None:
     """Plans lie in a queue while much is stored: their slots are nobody else's."""
     world = requests.world
     prompts = [numbers[0] + i for i in range(1 + numbers[1] % 2)]
-    for prompt in prompts:
-        await store(requests, (prompt, 0, 0, 0))
+    await requests.store(*prompts)
     planning = [asyncio.ensure_future(requests.do("plan", (prompt, 2, 5 + 8 * 2, 0))) for prompt in prompts]
     world.flood()
     for _ in range(4):
         keys = [fresh(world.number()) for _ in range(5)]
-        await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
+        await asyncio.gather(*(requests.put(each) for each in keys))
         await asyncio.sleep(0.01)
     await asyncio.gather(*planning)
 
@@ -176,8 +165,7 @@ async def flush_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """What is on its way to a slow disk is there once it is flushed."""
     with requests.world.slow():
         await asyncio.sleep(WELL_S)
-        for prompt in range(1 + numbers[1] % 3):
-            await store(requests, (numbers[0] + prompt, *numbers[1:]))
+        await requests.store(*(numbers[0] + prompt for prompt in range(1 + numbers[1] % 3)))
         await requests.do("flush", (0, 0, 0, numbers[3]))
         await requests.do("power" if numbers[3] % 4 == 0 else "die", (0, 0, 0, numbers[2] % 8))
         await asyncio.sleep(0.1)
@@ -186,33 +174,31 @@ async def flush_and_die(requests: "Requests", numbers: "Numbers") -> None:
 @scene(lambda shape: shape.keeps_all)
 async def load_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     """More is loaded at once from media that are well than there are slots for: each load is whole, and soon."""
-    await well(requests)
+    await requests.well()
     prompts = [numbers[0] + i for i in range(8)]
-    for prompt in prompts:
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, prompts)
-    await load(requests, prompts[:1])  # a tier that was bypassed till now lets one try it alone
-    await asyncio.gather(*(load(requests, [prompt]) for prompt in prompts[1:]))
+    await requests.store(*prompts)
+    await requests.flush()
+    await requests.leave_memory(*prompts)
+    await requests.load(*prompts[:1])  # a tier that was bypassed till now lets one try it alone
+    await asyncio.gather(*(requests.load(prompt) for prompt in prompts[1:]))
 
 
 @scene(lambda shape: shape.keeps_all and shape.chain[0] == "nvme")
 async def load_behind_held_slots(requests: "Requests", _: "Numbers") -> None:
     """Loads that wait for what the engine computes have all slots: who comes next has theirs as soon as they end."""
     world, kv = requests.world, requests.kv
-    await well(requests)
+    await requests.well()
     prompts = [0, 1, 2, 3, 4]
-    for prompt in prompts:
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.store(*prompts)
+    await requests.flush()
     mine, *others = [PROMPTS[prompt][:4] for prompt in prompts]
-    are_there = all(is_there(requests, keys) for keys in (mine, *others))
+    are_there = all(requests.is_there(keys) for keys in (mine, *others))
     if requests.ending or not requests.is_alone or kv.stats().transfers or not are_there or world.may_be_late:
         return
     holding = [asyncio.ensure_future(requests.transfer(keys, COMPUTED_LATER, is_load=True)) for keys in others]
     await asyncio.sleep(0.1)
     started = requests.now
-    await requests.transfer(mine, PLAIN, is_load=True)
+    await requests.get(mine)
     took_s = requests.now - started
     await asyncio.gather(*holding)
     if took_s > AT_ONCE_S and not requests.ending and not world.may_be_late:
@@ -225,16 +211,16 @@ async def load_beside_a_slow_store(requests: "Requests", numbers: "Numbers") -> 
     with requests.world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
         await asyncio.sleep(WELL_S)
         keys = fresh(requests.world.number())
-        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.put(keys)
         if numbers[1] % 2 and requests.shape.has("nvme"):
-            await requests.do("flush", (0, 0, 0, 1))
-            await evict_from_memory(requests, keys)
-        if requests.ending or not is_there(requests, keys):
+            await requests.flush()
+            await requests.evict_from_memory(keys)
+        if requests.ending or not requests.is_there(keys):
             return
         started = requests.now
-        await requests.transfer(keys, PLAIN, is_load=True)
+        await requests.get(keys)
         took_s = requests.now - started
-        if is_there(requests, keys) and took_s > AT_ONCE_S and not requests.ending:
+        if requests.is_there(keys) and took_s > AT_ONCE_S and not requests.ending:
             raise WrongAnswer("delayed", f"a load from tiers of its own took {took_s:.2f} s beside a slow store")
 
 
@@ -243,11 +229,9 @@ async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """Media hang, and much is to be written: who flushes is told that it is not, and does not wait for ever."""
     world = requests.world
     world.trouble_of("all calls hang", [*world.disks, world.store], hang=1.0)
-    storing = [
-        asyncio.ensure_future(requests.do("store", (numbers[0] + i, 2, 10, 2))) for i in range(3 + numbers[2] % 4)
-    ]
+    storing = [asyncio.ensure_future(requests.store(numbers[0] + i)) for i in range(3 + numbers[2] % 4)]
     await asyncio.gather(*storing)
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.flush()
     world.end_trouble()
 
 
@@ -264,7 +248,7 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
     for i in range(4):
         cancelled = (numbers[0] + i, 2, numbers[2] >> i, 1)
         await asyncio.gather(
-            requests.do("store", (numbers[0] + i, 2, 10, 2)),
+            requests.store(numbers[0] + i),
             requests.do("load", cancelled),
             requests.do("load", cancelled),
             requests.do("lookup", (numbers[0] + i, 2, 10, 1)),
@@ -275,14 +259,12 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
     quiet = Quiet(requests)
     for is_probe in (True, False):
         keys = fresh(world.number())
-        is_roomy = has_room(requests, len(keys))
-        await requests.transfer(keys, PLAIN, is_load=False)
-        await requests.do("flush", (0, 0, 0, 1))
-        await evict_from_memory(requests, keys)
+        is_roomy = requests.has_room(len(keys))
+        await requests.put_below(keys)
         if requests.ending:
             return
         num_found = (await requests.within(LONGEST_S, "lookup", kv.lookup(keys))).num_blocks
-        await requests.transfer(keys, PLAIN, is_load=True)
+        await requests.get(keys)
         if not is_probe and num_found < len(keys) and is_roomy and quiet.is_so() and requests.keeps_all():
             raise WrongAnswer("bypassed", f"{num_found} of {len(keys)} blocks are kept by media that are well again")
         await asyncio.sleep(1.0)
@@ -292,10 +274,9 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
 async def suffer(requests: "Requests", numbers: "Numbers") -> None:
     """Something is wrong with media most of the time, of one kind, while all that there is to ask is asked."""
     world = requests.world
-    for prompt in range(2):
-        await store(requests, (numbers[0] + prompt, *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, [numbers[0]])
+    await requests.store(*(numbers[0] + prompt for prompt in range(2)))
+    await requests.flush()
+    await requests.leave_memory(numbers[0])
     media = {medium for medium, name in (("store", "store"), ("disk", "nvme")) if requests.shape.has(name)}
     kinds = [kind for kind in KINDS_OF_TROUBLE if ("store" if kind.startswith("store") else "disk") in media]
     kind = kinds[numbers[1] % len(kinds)]
@@ -312,9 +293,7 @@ async def ask_where(requests: "Requests", _: "Numbers") -> None:
     with world.slow():
         await asyncio.sleep(WELL_S)
         keys = fresh(world.number())
-        await requests.transfer(keys, PLAIN, is_load=False)
-        await requests.do("flush", (0, 0, 0, 1))
-        await evict_from_memory(requests, keys)
+        await requests.put_below(keys)
         if requests.ending:
             return
         quiet, before = Quiet(requests), (await kv.lookup(keys)).num_blocks
@@ -333,8 +312,8 @@ async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") 
     with world.slow():
         await asyncio.sleep(WELL_S)
         keys = fresh(world.number())
-        await requests.transfer(keys, PLAIN, is_load=False)
-        await requests.do("flush", (0, 0, 0, 1))
+        await requests.put(keys)
+        await requests.flush()
         world.store.faults.extra_s = {"delete": _LATE_DELETION_S[numbers[1] % 2]}
         evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
         if requests.ending or not evicted.kept_by or (region := memory.take()) is None:
@@ -348,7 +327,7 @@ async def store_after_a_late_deletion(requests: "Requests", numbers: "Numbers") 
         is_written = all(tier.written == len(keys) for tier in settled if tier.tier == "store")
         await asyncio.sleep(2 * _LATE_DELETION_S[1])
         world.store.faults.extra_s = {}
-        await evict_from_memory(requests, keys)
+        await requests.evict_from_memory(keys)
         if requests.ending:
             return
         is_in_use, num_found = requests.are_in_use, (await kv.lookup(keys)).num_blocks

@@ -4,18 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.testing.simulation.acting import (
-    PLAIN,
-    SMALL,
-    evict,
-    evict_all,
-    evict_from_memory,
-    leave_memory,
-    load,
-    scene,
-    store,
-    well,
-)
+from tiered_kv.testing.simulation.acting import SMALL, scene
 from tiered_kv.testing.simulation.engine import PROMPTS, fresh
 from tiered_kv.testing.simulation.world import LONGEST_S
 
@@ -34,13 +23,12 @@ NUM_ROT: Final = 24
 async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """The process dies while a small disk takes new blocks in the place of others: each is what it is called."""
     world = requests.world
-    for prompt in range(len(PROMPTS)):
-        await requests.do("store", (prompt, 2, 10, 2))
+    await requests.store(*range(len(PROMPTS)))
     await requests.do("flush", (0, 0, 0, numbers[1] % 2))
     world.flood()
     with world.slow():
         keys = [fresh(world.number()) for _ in range(1 + numbers[2] % 5)]
-        storing = [asyncio.ensure_future(requests.transfer(each, PLAIN, is_load=False)) for each in keys]
+        storing = [asyncio.ensure_future(requests.put(each)) for each in keys]
         await asyncio.sleep(0.002 * (numbers[3] >> 6 & 31))
         await requests.do("die", (0, 0, 0, numbers[3] % 8))
         await asyncio.gather(*storing)
@@ -50,19 +38,17 @@ async def overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
 async def fail_to_overwrite_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A small disk fails to write blocks in the place of others, and these are evicted by name: they stay away."""
     world = requests.world
-    for prompt in range(3):
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.store(*range(3))
+    await requests.flush()
     world.flood()
     world.fail_all()
     keys = [fresh(world.number()) for _ in range(1 + numbers[1] % 3)]
-    await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
+    await asyncio.gather(*(requests.put(each) for each in keys))
     await asyncio.sleep(0.001 * (numbers[2] % 8))
-    await well(requests)
-    for prompt in range(len(PROMPTS)):
-        await evict(requests, (prompt, *numbers[1:]))
+    await requests.well()
+    await requests.evict(*range(len(PROMPTS)))
     if numbers[3] % 2:
-        await requests.do("flush", (0, 0, 0, 0))
+        await requests.flush(sync=True)
     await requests.do("die", (0, 0, 0, numbers[3] % 8))
     await asyncio.sleep(0.1)
 
@@ -91,21 +77,21 @@ class _Churn:
     async def go_and_come(self, i: int) -> None:
         """Evict, store and load a prompt of another KV group, which the same threads note down."""
         prompt = PROMPTS[5 + i % 2]
-        await evict_all(self._requests, prompt)
-        await self._requests.transfer(prompt, PLAIN, is_load=False)
+        await self._requests.evict_all(prompt)
+        await self._requests.put(prompt)
         await self.read(5 + i % 2)
 
     async def come(self, i: int) -> None:
         """Store a part of a prompt."""
-        await self._requests.transfer(PROMPTS[i % 5][: self._num_blocks], PLAIN, is_load=False)
+        await self._requests.put(PROMPTS[i % 5][: self._num_blocks])
 
     async def read(self, i: int) -> None:
         """Load a prompt from the disk; perhaps have it lose a block, so that there are gaps."""
         prompt = PROMPTS[i % len(PROMPTS)]
-        await evict_from_memory(self._requests, prompt)
-        await self._requests.transfer(prompt, PLAIN, is_load=True)
+        await self._requests.evict_from_memory(prompt)
+        await self._requests.get(prompt)
         if self._gap and i < 5:
-            await evict_all(self._requests, prompt[self._gap : 1 + self._gap])
+            await self._requests.evict_all(prompt[self._gap : 1 + self._gap])
 
 
 @scene(lambda shape: shape.writes_soon and (shape.disk_slots <= SMALL or shape.num_disks > 1))
@@ -141,14 +127,14 @@ async def note_down_beside_stores(requests: "Requests", numbers: "Numbers") -> N
 @scene(lambda shape: shape.keeps_all)
 async def pin_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks that somebody holds are noted down like others."""
-    await well(requests)
-    await store(requests, numbers)
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, [numbers[0]])
+    await requests.well()
+    await requests.store(numbers[0])
+    await requests.flush()
+    await requests.leave_memory(numbers[0])
     await requests.do("pin", (numbers[0], 2, 10, 1))
-    await requests.do("flush", (0, 0, 0, 0))
+    await requests.flush(sync=True)
     if numbers[1] % 2:
-        await load(requests, [numbers[0]])
+        await requests.load(numbers[0])
     await requests.do("die", (0, 0, 0, numbers[3] % 8))
     await asyncio.sleep(0.1)
 
@@ -158,32 +144,29 @@ async def clear_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
     """All is cleared while blocks are stored: these are whole if they are there, and what was there before is not."""
     world, n = requests.world, numbers[2]
     with world.slow():
-        for prompt in range(1 + numbers[1] % 4):
-            await store(requests, (prompt, *numbers[1:]))
+        await requests.store(*range(1 + numbers[1] % 4))
         if n % 2:
-            await requests.do("flush", (0, 0, 0, 1))
+            await requests.flush()
         clearing = asyncio.ensure_future(requests.do("clear", (0, 0, 0, 0)))
         for _ in range(n >> 1 & 7):
             await asyncio.sleep(0.001 * (n >> 4 & 3))
         keys = [fresh(world.number()) for _ in range(3)]
-        await asyncio.gather(*(requests.transfer(each, PLAIN, is_load=False) for each in keys))
+        await asyncio.gather(*(requests.put(each) for each in keys))
         await clearing
         for prompt in range(len(PROMPTS)):
             await requests.do("lookup", (prompt, 2, 10, 1))
         for each in keys:
-            await evict_from_memory(requests, each)
-            await requests.transfer(each, PLAIN, is_load=True)
-            await evict_all(requests, each)
+            await requests.evict_from_memory(each)
+            await requests.get(each)
+            await requests.evict_all(each)
 
 
 @scene(lambda shape: shape.has("nvme") and shape.num_disks == 1)
 async def evict_rot_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are evicted, then bits change in what a disk has noted down: it does not bring them back."""
-    for prompt in range(len(PROMPTS)):
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    for prompt in range(len(PROMPTS)):
-        await evict(requests, (prompt, *numbers[1:]))
+    await requests.store(*range(len(PROMPTS)))
+    await requests.flush()
+    await requests.evict(*range(len(PROMPTS)))
     for _ in range(NUM_ROT):
         await requests.do("rot", (0, 0, 0, 4))
     await requests.do("die", (0, 0, 0, numbers[3] % 8))

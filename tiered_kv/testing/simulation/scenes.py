@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from tiered_kv.testing.simulation.acting import NEARLY_LATE_S, WELL_S, die, evict, leave_memory, of_tier, scene, store
+from tiered_kv.testing.simulation.acting import NEARLY_LATE_S, WELL_S, scene
 from tiered_kv.testing.simulation.engine import PROMPTS, fresh, span
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.overwriting import NUM_ROT
@@ -37,27 +37,25 @@ _AT_ONCE_S: Final = 1.5
 async def expire_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks get too old, are evicted by name, and the process dies: they are not found again."""
     ttl_s = requests.shape.ttl_s or 0.0
-    await store(requests, numbers)
+    await requests.store(numbers[0])
     await asyncio.sleep(3 * ttl_s + 7.0)
     if numbers[1] % 2:
-        await evict(requests, numbers)
+        await requests.evict(numbers[0])
         await asyncio.sleep(2.5 * (numbers[2] % 2))
-    await die(requests, numbers)
+    await requests.die(numbers)
 
 
 @scene(lambda shape: shape.is_roomy)
 async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A tier is made smaller while some of its blocks are pinned; all are evicted, and the process dies."""
     prompts = range(1 + numbers[1] % 4)
-    for prompt in [*prompts] * requests.shape.admit_after:
-        await requests.do("store", (prompt, 2, 10, 2))
-    await requests.do("flush", (0, 0, 0, 0))
+    await requests.store(*[*prompts] * requests.shape.admit_after)
+    await requests.flush(sync=True)
     if numbers[1] >> 2 & 1:  # else it is memory that holds what is pinned
-        await leave_memory(requests, prompts)
+        await requests.leave_memory(*prompts)
     await requests.do("pin", (prompts[-1], 2, 10 + numbers[2] % 3, 1 + numbers[3] % 2))
     await requests.do("resize", (0, 0, numbers[2] % 2, 0))
-    for prompt in range(len(PROMPTS)):
-        await evict(requests, (prompt, *numbers[1:]))
+    await requests.evict(*range(len(PROMPTS)))
     if waits := numbers[2] % 3 == 2:
         for keys in PROMPTS:
             requests.kv.unpin(keys)
@@ -65,33 +63,31 @@ async def shrink_and_die(requests: "Requests", numbers: "Numbers") -> None:
     await asyncio.sleep((0.0, 0.5, 7.0)[numbers[2] % 3])
     if waits and most_bytes == requests.disk_bytes and not requests.world.may_be_wrong:
         requests.check_disks()  # nobody reads what has gone for so long
-    await die(requests, numbers)
+    await requests.die(numbers)
 
 
 @scene(lambda shape: shape.has("nvme"))
 async def fail_once_and_die(requests: "Requests", numbers: "Numbers") -> None:
     """A call of a medium fails, or a few in a row, while blocks leave; all is well again, and the process dies."""
     world, what = requests.world, ("clear", "store", "evict", "resize")[numbers[1] % 4]
-    for prompt in range(2 + numbers[2] % 3):
-        await store(requests, (prompt, *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.store(*range(2 + numbers[2] % 3))
+    await requests.flush()
     world.fail_once(numbers[2], 1 + numbers[3] % 8, 1 + (numbers[3] >> 4) % 6)
     if what == "clear":
         await requests.do("clear", (0, 0, 0, 0))
     elif what == "store":  # others have to go for it
-        await store(requests, (3 + numbers[0], *numbers[1:]))
+        await requests.store(3 + numbers[0])
     elif what == "evict":
-        await evict(requests, numbers)
+        await requests.evict(numbers[0])
     else:
         await requests.do("resize", (0, 0, numbers[2], 0))
     await asyncio.sleep(0.1)
     world.end_trouble()
     if what != "clear":
-        for prompt in range(len(PROMPTS)):
-            await evict(requests, (prompt, *numbers[1:]))
+        await requests.evict(*range(len(PROMPTS)))
     await asyncio.sleep(WELL_S)
-    await requests.do("flush", (0, 0, 0, 0))
-    await die(requests, numbers)
+    await requests.flush(sync=True)
+    await requests.die(numbers)
 
 
 @scene(lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other"))
@@ -105,7 +101,7 @@ async def wait_beside_stores(requests: "Requests", numbers: "Numbers") -> None:
 
     async def store_for_ever() -> None:
         while not (is_over or requests.ending or world.is_over):
-            await requests.transfer(fresh(world.number())[:2], (1, 1, 10, 2), is_load=False)
+            await requests.put(fresh(world.number())[:2])
             await asyncio.sleep(_FLOOD_GAP_S)
 
     with world.slow():
@@ -131,16 +127,15 @@ async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
         requests.world.fail_once(numbers[2], 1 + numbers[3] % 8)
     elif numbers[2] % 3 == 1:
         requests.world.fail_all()
-    for prompt in range(1 + numbers[1] % 3):
-        await store(requests, (numbers[0] + prompt, *numbers[1:]))
+    await requests.store(*(numbers[0] + prompt for prompt in range(1 + numbers[1] % 3)))
     if numbers[0] % 3 == 0:
-        await evict(requests, numbers)
+        await requests.evict(numbers[0])
     if numbers[0] % 2:
         requests.world.end_trouble()
         await asyncio.sleep(WELL_S)
     await requests.do("drain", (0, 0, 0, 0))
     if numbers[3] % 2:
-        await die(requests, numbers)
+        await requests.die(numbers)
 
 
 @scene(lambda shape: shape.keeps_all)
@@ -148,9 +143,8 @@ async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
     """What a flush has synced is there when the machine is back."""
     requests.world.end_trouble()
     await asyncio.sleep(WELL_S)
-    for prompt in range(1 + numbers[1] % 3):
-        await store(requests, (numbers[0] + prompt, *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 0))
+    await requests.store(*(numbers[0] + prompt for prompt in range(1 + numbers[1] % 3)))
+    await requests.flush(sync=True)
     await requests.do("power", (0, 0, 0, numbers[3] % 40))
 
 
@@ -159,13 +153,13 @@ async def use_and_flush(requests: "Requests", numbers: "Numbers") -> None:
     """A block that is used again goes to tiers that take what is used often; who flushes waits for it."""
     with requests.world.slow():
         await asyncio.sleep(WELL_S)
-        await store(requests, numbers)
+        await requests.store(numbers[0])
         if numbers[1] % 2 and requests.shape.has("cpu"):
             await requests.do("plan", (numbers[0], 2, 30, 0))
         else:
-            await requests.do("load", (numbers[0], 2, 10, 2))
+            await requests.load(numbers[0])
         await requests.do("flush", (0, 0, 0, numbers[3]))
-        await die(requests, numbers)
+        await requests.die(numbers)
         await asyncio.sleep(0.1)
 
 
@@ -173,10 +167,9 @@ async def use_and_flush(requests: "Requests", numbers: "Numbers") -> None:
 async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks are in a store alone that is nearly late with each call: who loads or plans hears by the deadline."""
     chain, world = requests.shape.chain, requests.world
-    await requests.do("store", (numbers[0], 2, 30, 2))
-    await requests.do("flush", (0, 0, 0, 1))
-    for i in range(len(chain) - 1):
-        await requests.do("evict", (numbers[0], 2, 30, of_tier(i)))
+    await requests.store(numbers[0])
+    await requests.flush()
+    await requests.leave(chain[:-1], numbers[0])
     with world.slow(lookup_s=NEARLY_LATE_S, latency_s=NEARLY_LATE_S):
         await requests.do("plan" if numbers[1] % 2 else "load", (numbers[0], 2, 30, 0))
 
@@ -184,12 +177,12 @@ async def load_from_afar(requests: "Requests", numbers: "Numbers") -> None:
 @scene(lambda _: True)
 async def overtake(requests: "Requests", numbers: "Numbers") -> None:
     """Weights change while blocks of theirs are being loaded, and change back."""
-    await store(requests, numbers)
+    await requests.store(numbers[0])
     chain = requests.shape.chain
     if len(chain) > 1:
-        await requests.do("evict", (numbers[0], 2, 30, of_tier(0)))
+        await requests.leave(chain[:1], numbers[0])
     number = WEIGHTS.index(requests.weights)
-    loading = asyncio.ensure_future(requests.do("load", (numbers[0], 2, 30, 2)))
+    loading = asyncio.ensure_future(requests.load(numbers[0]))
     await asyncio.sleep((0.0, 0.0002, 0.001, 0.003)[numbers[1] % 4])
     await requests.do("epoch", (0, 0, 0, 1 - number))
     await loading
@@ -197,19 +190,14 @@ async def overtake(requests: "Requests", numbers: "Numbers") -> None:
 
 
 @scene(lambda shape: shape.writes_back and shape.has("cpu") and not shape.has("other"))
-async def store_for_two(requests: "Requests", numbers: "Numbers") -> None:
+async def store_for_two(requests: "Requests", _: "Numbers") -> None:
     """Two tenants' blocks of the same hashes wait to be written together, and each is served its own."""
     whose = [number for number, keys in enumerate(PROMPTS) if keys.digests == PROMPTS[0].digests]
-    for prompt in whose:
-        await evict(requests, (prompt, *numbers[1:]))
-    for prompt in whose:
-        await store(requests, (prompt, *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 1))
-    for i in range(len(requests.shape.chain) - 1):
-        for prompt in whose:
-            await requests.do("evict", (prompt, 2, 30, of_tier(i)))
-    for prompt in whose:
-        await requests.do("load", (prompt, 2, 30, 2))
+    await requests.evict(*whose)
+    await requests.store(*whose)
+    await requests.flush()
+    await requests.leave(requests.shape.chain[:-1], *whose)
+    await requests.load(*whose)
 
 
 @scene(lambda shape: shape.has("cpu") and len(shape.chain) > 1 and not shape.has_neighbours)
@@ -217,36 +205,31 @@ async def be_late(requests: "Requests", numbers: "Numbers") -> None:
     """Calls end long after their time, when others would like their slots: no block has another's bytes."""
     world, is_read = requests.world, numbers[1] % 2 == 0
     if is_read:
-        await store(requests, numbers)
-        await requests.do("flush", (0, 0, 0, 1))
-        await leave_memory(requests, [numbers[0]])
+        await requests.store(numbers[0])
+        await requests.flush()
+        await requests.leave_memory(numbers[0])
     world.stall_all()
     await requests.do("load" if is_read else "store", (numbers[0], 2, 10, 2))
     await asyncio.sleep((0.0, 1.5)[numbers[2] % 2])
     world.end_trouble()
     others = [numbers[0] + 1 + i for i in range(3)]
-    for prompt in others:
-        await store(requests, (prompt, *numbers[1:]))
+    await requests.store(*others)
     await asyncio.sleep((0.0, 6.0, 25.0)[numbers[3] % 3])
-    for prompt in (*others, numbers[0]):
-        await requests.do("load", (prompt, 2, 10, 2))
-    await leave_memory(requests, [*others, numbers[0]])
-    for prompt in (*others, numbers[0]):
-        await requests.do("load", (prompt, 2, 10, 2))
+    await requests.load(*others, numbers[0])
+    await requests.leave_memory(*others, numbers[0])
+    await requests.load(*others, numbers[0])
 
 
 @scene(lambda shape: shape.has("nvme") != shape.has("store"))
 async def rot_and_load(requests: "Requests", numbers: "Numbers") -> None:
     """Bits change where blocks are: those are not served."""
     prompts = [numbers[0], numbers[0] + 1]
-    for prompt in prompts:
-        await store(requests, (prompt, *numbers[1:]))
-    await requests.do("flush", (0, 0, 0, 1))
-    await leave_memory(requests, prompts)
+    await requests.store(*prompts)
+    await requests.flush()
+    await requests.leave_memory(*prompts)
     for _ in range(NUM_ROT):
         await requests.do("rot", (0, 0, 0, 1 if requests.shape.has("store") else 2))
-    for prompt in prompts:
-        await requests.do("load", (prompt, 2, 10, 2))
+    await requests.load(*prompts)
 
 
 @scene(lambda shape: shape.chain == ("nvme",) and shape.has_direct_pools)
@@ -278,7 +261,7 @@ async def _evict_at_once(requests: "Requests", num_turns: int, *, in_pool: bool)
     evicted = await requests.within(LONGEST_S, "evict", kv.evict(keys))
     await requests.within(LONGEST_S, "the end of a store", handle)
     memory.give(region)
-    await requests.do("flush", (0, 0, 0, 1))
+    await requests.flush()
     if not requests.ending and not evicted.kept_by and kv.lookup_nowait(keys).num_blocks:
         raise WrongAnswer("came back", "blocks were evicted while they were being stored, and are there")
 
@@ -317,13 +300,13 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
         asking = [asyncio.ensure_future(ask()) for _ in range(numbers[2] // 3 % 3)]
         try:
             for i in range(4):
-                storing = asyncio.ensure_future(requests.transfer(keys, (1, 1, 10, 2), is_load=False))
+                storing = asyncio.ensure_future(requests.put(keys))
                 await asyncio.sleep((0.01, 0.02, 0.2, 0.5)[(n >> 2 * i) % 4])
                 if n >> (8 + i) & 1:
                     await storing
                     world.known.forget_kept(names_of(keys, requests.weights))
                     await asyncio.gather(*(kv.evict(keys, tier=tier) for tier in requests.shape.chain[:-1]))
-                    loading = asyncio.ensure_future(requests.transfer(keys, (1, 1, 10, 2), is_load=True))
+                    loading = asyncio.ensure_future(requests.get(keys))
                     await asyncio.sleep(0.01)
                     await evict(at_once=n >> (12 + i) & 1 == 1)
                     await loading
@@ -332,7 +315,7 @@ async def evict_from_a_slow_store(requests: "Requests", numbers: "Numbers") -> N
                 await storing
                 if requests.ending:
                     return
-            await requests.do("flush", (0, 0, 0, 1))
+            await requests.flush()
         finally:
             is_over = True
             await asyncio.gather(*asking)
@@ -346,8 +329,8 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     world.end_trouble()
     await asyncio.sleep(WELL_S)
     for keys in (mine, *ahead):
-        await requests.transfer(keys, (1, 1, 10, 2), is_load=False)
-    await requests.do("flush", (0, 0, 0, 1))
+        await requests.put(keys)
+    await requests.flush()
     for tier in requests.shape.chain[:-1]:
         await asyncio.gather(*(kv.evict(keys, tier=tier) for keys in (mine, *ahead)))
     world.known.forget_kept([name for keys in (mine, *ahead) for name in names_of(keys, requests.weights)])
@@ -358,7 +341,7 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
             kv.prefetch(keys)
         await asyncio.sleep(1.0)  # by then fewer calls are made at once
         started = requests.now
-        await requests.transfer(mine, (1, 1, 10, 2), is_load=True)
+        await requests.get(mine)
         took_s = requests.now - started
         # Loads that came before it go before it: all prefetches would take most of a minute.
         if took_s > _AT_ONCE_S * (1 if is_alone else 4) and not requests.ending:
@@ -374,7 +357,7 @@ async def ask_in_a_crowd(requests: "Requests", numbers: "Numbers") -> None:
     with world.slow(lookup_s=_SLOW_LOOKUP_S):
         await asyncio.sleep(WELL_S)
         await requests.do("store", numbers)
-        await requests.do("flush", (0, 0, 0, 1))
+        await requests.flush()
         if requests.shape.has("cpu"):
             await requests.do("evict", (*numbers[:3], 0))  # from memory alone
         if requests.ending:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from tiered_kv.testing.simulation.acting import PLAIN, SMALL, Quiet, evict_from_memory, is_there, scene, well
+from tiered_kv.testing.simulation.acting import SMALL, Quiet, scene
 from tiered_kv.testing.simulation.engine import FRESH_SALT, fresh
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.world import LONGEST_S
@@ -31,9 +31,9 @@ _ONE_PASS_S: Final = 1.5
 async def break_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
     """Blocks break that nobody asks for: they are gone within the time of a pass and its interval, others stay."""
     shape, world = requests.shape, requests.world
-    await well(requests)
+    await requests.well()
     prompts = [fresh(world.number()) for _ in range(2 + numbers[1] % 3)]
-    await _put_on_disk(requests, prompts)
+    await requests.put_below(*prompts)
     if numbers[0] % 2 and shape.num_disks == 1:  # of several one may be given up
         await _fail_beside_scrubs(requests, prompts, _KINDS[numbers[1] >> 2 & 3])
     quiet, started = Quiet(requests), requests.now
@@ -53,7 +53,7 @@ async def break_beside_scrubs(requests: "Requests", numbers: "Numbers") -> None:
     if _num_on_disk(requests, broken):
         took_s = requests.now - started
         raise WrongAnswer("unscrubbed", f"{_num_on_disk(requests, broken)} blocks are broken since {took_s:.0f} s")
-    lost = sum(not is_there(requests, keys) for keys in others)
+    lost = sum(not requests.is_there(keys) for keys in others)
     if lost and quiet.is_so() and requests.keeps_all():
         raise WrongAnswer("lost", f"{lost} of {len(others)} prompts on a disk of which others are broken")
 
@@ -65,7 +65,7 @@ async def _fail_beside_scrubs(requests: "Requests", prompts: Sequence[BlockKeys]
     quiet, before = Quiet(requests), [_num_on_disk(requests, keys) for keys in prompts]
     requests.world.begin_trouble(0, kind)
     await asyncio.sleep(requests.shape.scrubbed_within_s(requests.disk_bytes))
-    await well(requests)
+    await requests.well()
     if requests.ending or not quiet.is_so() or not requests.keeps_all() or not requests.are_in_use:
         return
     after = [_num_on_disk(requests, keys) for keys in prompts]
@@ -82,7 +82,7 @@ async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> Non
             disk.faults.extra_s = {"slab": _SLOW_CALL_S}
         for i in range(4):
             keys = fresh(world.number())
-            await _put_on_disk(requests, [keys])
+            await requests.put_below(keys)
             if requests.ending or not await _break(requests, keys):
                 continue
             await _until_held(requests, patience_s=_ONE_PASS_S * (numbers[2] >> i & 3))
@@ -123,19 +123,19 @@ async def replace_beside_scrubs(requests: "Requests", numbers: "Numbers") -> Non
 async def overfill_beside_scrubs(requests: "Requests", _: "Numbers") -> None:
     """A small disk that is full takes more: what has to go for it is what was used least recently, not verified so."""
     world, shape, is_alone = requests.world, requests.shape, requests.is_alone
-    await well(requests)
+    await requests.well()
     world.flood()
     quiet, started = Quiet(requests), requests.now
     num_slots = requests.kv.stats()["nvme"].num_slots // 2  # of one KV group
     prompts = [fresh(world.number()) for _ in range(num_slots // 2 + 2)]
     for keys in prompts[:-2]:
-        await requests.transfer(keys, PLAIN, is_load=False)
+        await requests.put(keys)
         await requests.within(LONGEST_S, "flush", requests.kv.flush())  # else writes end in any order
     await asyncio.sleep(shape.scrubbed_within_s(requests.disk_bytes * shape.num_disks))
     prompts = [keys for keys in prompts if _num_on_disk(requests, keys)] + prompts[-2:]
     for keys in prompts[-2:]:
-        await requests.transfer(keys, PLAIN, is_load=False)
-    await requests.do("flush", (0, 0, 0, 1))
+        await requests.put(keys)
+    await requests.flush()
     are_there = [_num_on_disk(requests, keys) for keys in prompts]
     if is_alone and are_there != sorted(are_there) and quiet.is_so() and not world.may_have_been_wrong(started):
         raise WrongAnswer("order", f"of prompts of two blocks, the oldest first, are there {are_there}")
@@ -146,15 +146,6 @@ async def _until_held(requests: "Requests", patience_s: float) -> None:
     until = requests.now + patience_s
     while requests.now < until and not requests.ending and not requests.kv.stats()["nvme"].leased:  # noqa: ASYNC110 - a tier tells nobody
         await asyncio.sleep(_SLOW_CALL_S / 4)
-
-
-async def _put_on_disk(requests: "Requests", prompts: Sequence[BlockKeys]) -> None:
-    """Store blocks that nobody has named before, often enough for the disk to take them, and leave them there alone."""
-    for keys in [*prompts] * requests.shape.admit_after:
-        await requests.transfer(keys, PLAIN, is_load=False)
-    await requests.do("flush", (0, 0, 0, 1))
-    for keys in prompts:
-        await evict_from_memory(requests, keys)
 
 
 async def _break(requests: "Requests", keys: BlockKeys) -> bool:

@@ -5,11 +5,9 @@ from typing import Final
 
 import numpy as np
 
-from tiered_kv.testing.simulation.acting import Scene, nothing
-from tiered_kv.testing.simulation.asking import Asking
+from tiered_kv.testing.simulation.acting import Acting, Scene, nothing
 from tiered_kv.testing.simulation.disk import RECORD_BYTES
 from tiered_kv.testing.simulation.engine import PROMPTS, span
-from tiered_kv.testing.simulation.keeping import Keeping
 from tiered_kv.testing.simulation.known import WrongAnswer, names_of
 from tiered_kv.testing.simulation.mirroring import Subscriber
 from tiered_kv.testing.simulation.planned_jobs import EnginesPlanning, Planning
@@ -65,7 +63,7 @@ _LOOKS: Final = 40
 """Within which a scrub, which rests for a second between passes, holds nothing for a moment."""
 
 
-class Requests(Asking, Keeping):
+class Requests(Acting):
     """The requests of one process's engine, while its cache is open."""
 
     def __init__(self, world: World, process: SimulatedProcess, weights: str, theme: Scene) -> None:
@@ -137,19 +135,9 @@ class Requests(Asking, Keeping):
                 await asyncio.sleep(_LOOKS_AGAIN_S)
                 continue
             is_theme = self._theme is not nothing and tape.chance("plan", _THEME_ODDS)
-            name = "theme" if is_theme else tape.pick("plan", _NAMES)
+            name = "of_theme" if is_theme else tape.pick("plan", _NAMES)
             a, b, c, d = (tape.draw("plan", 1 << 16) for _ in range(4))
             await self.do(name, (a, b, c, d), by=str(number))
-
-    async def do(self, name: str, numbers: Numbers, *, by: str = "scene", **how: float) -> None:
-        """Do one thing, and check what can be checked after each."""
-        world = self.world
-        world.num_steps += 1
-        call = f"{by}: {name}"
-        world.tell(f"{call} {' '.join(str(number % 97) for number in numbers)}")
-        await (self._of_theme if name == "theme" else getattr(self, f"_{name}"))(numbers, **how)
-        self._check()
-        world.tell(f"{call} done")
 
     async def _scene(self, numbers: Numbers) -> None:
         await self._act(scene_for(self.shape, numbers[0]), (numbers[0] // 7, *numbers[1:]))
@@ -166,22 +154,6 @@ class Requests(Asking, Keeping):
             await scene(self, numbers)
         finally:
             self.is_alone &= not is_alone
-
-    def _check(self) -> None:
-        world = self.world
-        if touched := self.memory.touched():
-            raise WrongAnswer("foreign memory", f"somebody has written to regions {touched}, which are nobody's")
-        if races := self.device.races:
-            raise WrongAnswer("race", f"accesses that nothing orders: {races[0]}")
-        for tier in self.kv.stats().tiers:
-            beyond = tier.leased if tier.tier in self._small else 0  # what somebody holds goes when nobody does
-            if tier.num_slots and tier.free + tier.ready + tier.withheld > tier.num_slots + beyond:
-                held = f"{tier.free} free, {tier.ready} ready, {tier.withheld} withheld"
-                raise WrongAnswer("limit", f"{tier.tier}: {held} of {tier.num_slots} slots")
-        if self.shape.ttl_s is not None and self.shape.is_owned and not world.trouble.since_told:
-            idle_s = 3 * self.shape.ttl_s + 6.0
-            world.known.expire(idle_s, self.now, weakly=world.trouble.since_told)
-        world.check()
 
     async def _settle(self) -> None:
         """Let everything end: then nothing is held, and what was counted adds up."""
