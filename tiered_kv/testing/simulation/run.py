@@ -8,10 +8,9 @@ shrink(report)                           # "first come, first served, but at cho
 import asyncio
 import signal
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 from tiered_kv.testing.simulation import directories
@@ -46,7 +45,6 @@ class RunReport:
         digest: Of the whole timeline: two runs of one tape have the same.
         tape: All numbers.
         timeline: What happened, where it was asked for.
-        seconds: Of real time.
     """
 
     seed: int
@@ -57,14 +55,12 @@ class RunReport:
     digest: str
     tape: Numbers
     timeline: tuple[str, ...] = ()
-    seconds: float = field(default=0.0, compare=False)
 
 
 def simulate(
     seed: int, num_steps: int = STEPS_A_SEED, *, tape: Numbers | None = None, keeps_timeline: bool = False
 ) -> RunReport:
     """Run one seed, or the numbers of a run before."""
-    started = time.perf_counter()
     numbers = Tape(seed, tape)
     theme, shape = drawn_theme(numbers)
     world = World(numbers, num_steps, shape, keeps_timeline=keeps_timeline)
@@ -83,7 +79,6 @@ def simulate(
         f"{world.num_lines}-{world.hash:08x}",
         numbers.drawn,
         tuple(world.timeline),
-        time.perf_counter() - started,
     )
 
 
