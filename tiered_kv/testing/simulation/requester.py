@@ -64,6 +64,7 @@ class Requester:
         self._computing: dict[int, ScriptedEvent] = {}
         self.copies_until = 0.0
         self._num_beginning = 0
+        self._is_polled = False
         self._asked = {"load": 0, "store": 0}
         self._perhaps = {"load": 0, "store": 0}
         self._settling: list[tuple[asyncio.Task[Any], list[Name]]] = []
