@@ -258,7 +258,7 @@ class Planning:
         self.begins(keys, is_load=is_load)
         if is_load:
             job = self._planner.plan_load(
-                keys, pages if is_named else None, gaps=tape.pick("plan", (False, False, True))
+                keys, pages if is_named else None, gaps=not is_plain and tape.pick("plan", (False, False, True))
             )
         else:
             for rank in self.ranks:
