@@ -292,6 +292,8 @@ def test_what_sglang_is_given_is_read(tmp_path: Path) -> None:
     assert (keys["prefill_tokens_per_s"]["value"], keys["prefill_tokens_per_s"]["source"]) == ("900.0", str(file))
     result = run("doctor", "--config", str(file))
     assert (result.exit_code, "weights: for the adapter alone to read" in result.stderr) == (0, True), result.output
+    file.write_text(json.dumps({"backend_name": "tiered_kv", "interface_v1": 1, "tiered_kv": None}))
+    assert {each["source"] for each in answer("config", "--config", str(file))} == {"default"}
 
 
 @pytest.mark.parametrize(

@@ -75,8 +75,8 @@ def said_in(config: Path, *, tells: bool = False) -> dict[str, Any]:
     try:
         said = json.loads(text)
         engine = _OF_VLLM if _OF_VLLM in said else _OF_SGLANG
-        extra = json.loads(text.replace(*_FIRST_RANK[engine]))[engine]
-        ours = [each for each in extra.get("secondary_tiers", ()) if each["type"] == _BELOW_VLLMS]
+        extra = json.loads(text.replace(*_FIRST_RANK[engine]))[engine] or {}
+        ours = [each for each in extra.get("secondary_tiers") or () if each["type"] == _BELOW_VLLMS]
         extra = {**(ours[0] if ours else extra)}
         others = sorted({*extra} - {*_OF_A_CACHE} if engine == _OF_VLLM else {*extra} & {*_OF_AN_ADAPTER})
         found = {name: value for name, value in extra.items() if name not in others}

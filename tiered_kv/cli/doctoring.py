@@ -23,7 +23,7 @@ from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings, paths_of, place_of
+from tiered_kv.settings.tier_settings import BookedTierSettings, StorageTierSettings, paths_of, real_path
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 from tiered_kv.values.events import Event, TierFailed, TierStalled
 from tiered_kv.values.keys import ModelIdentity, hash_blocks
@@ -227,7 +227,7 @@ def _filesystem(path: Path) -> str:
     with suppress(OSError):
         for line in Path("/proc/mounts").read_text().splitlines():
             _, mount, named, *_ = line.split()
-            if place_of(path).is_relative_to(mount) and len(mount) >= len(best):
+            if real_path(path).is_relative_to(mount) and len(mount) >= len(best):
                 best, kind = mount, named
     return kind
 

@@ -33,7 +33,7 @@ from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
 from tiered_kv.settings.setting_errors import size_in_words
 from tiered_kv.settings.settings import TieredKVSettings
-from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings, place_of
+from tiered_kv.settings.tier_settings import BookedTierSettings, TierSettings, real_path
 from tiered_kv.telemetry.page import Page
 from tiered_kv.tiers.tasks import Tasks, in_a_thread
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError, TieredKVError, in_words
@@ -181,7 +181,7 @@ class DividedTier:
         One that a cache of its own has used is refused: what that has left counts nowhere, and nobody would delete it.
         """
         for path in self.paths:
-            if self._medium().has_left(place_of(path)):  # which follows no link, as a model's directory is none
+            if self._medium().has_left(real_path(path)):  # which follows no link, as a model's directory is none
                 raise ConfigurationError(
                     f"tier {self.name!r}: {path} has the blocks of a cache that is no server's, which a server neither "
                     "serves nor counts: choose another directory, or delete that one"

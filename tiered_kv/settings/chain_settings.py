@@ -17,7 +17,7 @@ from tiered_kv.settings.tier_settings import (
     TierSettings,
     default_size,
     paths_of,
-    place_of,
+    real_path,
     split_tier_url,
 )
 from tiered_kv.values.errors import ConfigurationError
@@ -183,7 +183,7 @@ def check_policies(tiers: Sequence[TierSettings], names: Sequence[str]) -> None:
             what = f"tier {name!r} has write='back', but there is no gpu or cpu tier to wait in"
         is_owned = isinstance(tier, OwnedTierSettings)
         for path in paths_of(tier):
-            here = place_of(path)
+            here = real_path(path)
             for there, (other, is_others_alone) in taken.items():
                 are_apart = other == name or not (here.is_relative_to(there) or there.is_relative_to(here))
                 if not are_apart and (is_owned or is_others_alone):

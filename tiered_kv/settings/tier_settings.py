@@ -181,7 +181,7 @@ def paths_of(tier: TierSettings) -> tuple[Path, ...]:
     return paths if all(isinstance(each, Path) for each in paths) else ()
 
 
-def place_of(path: Path) -> Path:
+def real_path(path: Path) -> Path:
     """Return where a path leads, through links; a link that leads back to itself is left as it is."""
     return Path(os.path.realpath(path))  # `Path.resolve` raises there before Python 3.13
 

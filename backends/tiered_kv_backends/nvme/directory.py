@@ -32,7 +32,7 @@ from typing_extensions import override
 
 from tiered_kv.media.backend import Block, RecordShape
 from tiered_kv.settings.setting_errors import size_in_words
-from tiered_kv.settings.tier_settings import place_of
+from tiered_kv.settings.tier_settings import real_path
 from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES, blocks_within
@@ -362,7 +362,7 @@ def taken(path: Path) -> Iterator[int]:
 
 def _check_apart(path: Path, fd: int) -> None:
     """Refuse a directory right above or in another tier's, as a host's server has them: neither counts the other's."""
-    above = place_of(path).parent
+    above = real_path(path).parent
     folders = [path / each.name for each in files().entries(fd) if each.is_folder]
     if nested := next((each for each in (above, *folders) if _is_a_tiers(each)), None):
         where = "in" if nested == above else "above"

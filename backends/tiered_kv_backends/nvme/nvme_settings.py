@@ -7,7 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator, model_validator
 
 from tiered_kv.settings.setting_errors import size_in_words
-from tiered_kv.settings.tier_settings import OwnedTierSettings, Size, SizeOrNone, default_size, place_of
+from tiered_kv.settings.tier_settings import OwnedTierSettings, Size, SizeOrNone, default_size, real_path
 
 _MOST_DIRECTORIES = 64
 
@@ -56,7 +56,7 @@ class NVMeSettings(OwnedTierSettings):
     def _check_paths(self) -> Self:
         if not 1 <= len(self.paths) <= _MOST_DIRECTORIES:
             raise ValueError(f"path names 1 to {_MOST_DIRECTORIES} directories, got {len(self.paths)}")
-        places = [place_of(path) for path in self.paths]
+        places = [real_path(path) for path in self.paths]
         if any(place.is_relative_to(other) for place, other in permutations(places, 2)):
             raise ValueError("path names a directory twice, or one in another: each needs its own")
         return self

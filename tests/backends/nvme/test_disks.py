@@ -162,12 +162,17 @@ async def test_what_was_evicted_while_a_disk_was_away_does_not_come_back(paths: 
         assert set(tier.recovered(N).values()) == set(range(0, N, 2))
 
 
-async def test_a_disk_is_emptied_of_what_has_no_ledger(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A start would find the blocks by their headers; what was killed while it emptied is gone on with."""
+async def leave_one_out(paths: Sequence[Path]) -> None:
+    """Have blocks in two directories, and a run of the first alone."""
     async with opened(paths[:2]) as tier:
         await tier.write(count_up(N))
     async with opened(paths[:1]):
         pass
+
+
+async def test_a_disk_is_emptied_of_what_has_no_ledger(paths: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A start would find the blocks by their headers; what was killed while it emptied is gone on with."""
+    await leave_one_out(paths)
     slab_of(paths[1]).with_name("ledger").unlink()
 
     def fail(*_: object, **__: object) -> None:
@@ -185,10 +190,7 @@ async def test_a_disk_is_emptied_of_what_has_no_ledger(paths: list[Path], monkey
 
 async def test_what_is_emptied_is_told(paths: list[Path], caplog: pytest.LogCaptureFixture) -> None:
     """A disk that missed a run loses its blocks: the log says of which disk and which models; of a new one nothing."""
-    async with opened(paths[:2]) as tier:
-        await tier.write(count_up(N))
-    async with opened(paths[:1]):
-        pass
+    await leave_one_out(paths)
     async with opened(paths):
         pass
     (told,) = [each for each in caplog.messages if each.startswith("nvme.directory_emptied")]
@@ -200,10 +202,7 @@ async def test_what_is_emptied_is_so_for_good_before_it_is_named(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A loss of power must not leave the blocks beside a note that the directory was in use."""
-    async with opened(paths[:2]) as tier:
-        await tier.write(count_up(N))
-    async with opened(paths[:1]):
-        pass
+    await leave_one_out(paths)
     forced = list[Path]()
     with monkeypatch.context() as patch:
         before_calls(patch, paths[1], lambda fd: forced.append(Path(f"/proc/self/fd/{fd}").readlink()), ("fsync",))
@@ -216,10 +215,7 @@ async def test_none_is_taken_for_empty_that_could_not_be_looked_into(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Others may have all descriptors for a moment, just then: what was evicted meanwhile would come back."""
-    async with opened(paths[:2]) as tier:
-        await tier.write(count_up(N))
-    async with opened(paths[:1]):
-        pass
+    await leave_one_out(paths)
     do_open, failed = Files.open, list[str]()
 
     def fail_once(files: Files, path: str | Path, flags: int, mode: int = 0o777, *, dir_fd: int | None = None) -> int:
