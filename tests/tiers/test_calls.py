@@ -11,7 +11,7 @@ from tests.support.caches import until
 from tests.support.virtual import CountingDevice, VirtualLoop, advance, run, watch
 from tiered_kv.media.backend import Outcome, Then
 from tiered_kv.tiers.calls import Calls, Outcomes, Turn
-from tiered_kv.tiers.gate import Budget, Kind, Waiter
+from tiered_kv.tiers.gate import Budget, Kind, Pace, Waiter
 from tiered_kv.tiers.health import StorageHealth
 from tiered_kv.tiers.storage import READ
 from tiered_kv.tiers.tasks import Tasks
@@ -32,6 +32,59 @@ async def test_who_waits_for_a_turn_is_told_when_a_call_is_late() -> None:
     assert not any(each.done() for each in hanging)
     gate.set()
     assert all([(await each).was_made for each in hanging])
+
+
+async def test_what_is_off_keeps_nobody_waiting() -> None:
+    """Once a tier is bypassed whoever waits or comes is told, and takes nothing, whatever it does a moment later."""
+    tasks, turns = Tasks(), list[Turn | None]()
+    health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: 0.0, rng=random.Random(1))
+    calls = Calls(health, tasks, Budget(10))
+    for _ in range(2):
+        calls.when_due("read", 10, Waiter(Kind.LOAD), tasks, turns.append)
+    assert (len(turns), calls.num_waiting) == (1, 1)
+    health.late("lookup", 1.0)
+    calls.when_due("read", 10, Waiter(Kind.LOAD), tasks, turns.append)
+    health.ended("lookup", 1.0, is_late=True, has_failed=False)
+    await until(lambda: not tasks)
+    assert turns[1:] == [None, None]
+    assert (calls.budget.in_flight, calls.num_waiting) == (10, 0)
+
+
+async def test_who_gives_up_waits_for_nobody_before_it() -> None:
+    """It is told, wherever it stands in its line, and takes nothing; the others stay where they are."""
+    tasks, turns = Tasks(), dict[int, Turn | None]()
+    health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: 0.0, rng=random.Random(1))
+    calls, waiters = Calls(health, tasks, Budget(10)), [Waiter(Kind.LOAD) for _ in range(4)]
+    for number, waiter in enumerate(waiters):
+        calls.when_due("read", 10, waiter, tasks, partial(turns.__setitem__, number))
+    waiters[2].give_up()
+    await until(lambda: 2 in turns)
+    assert turns.keys() == {0, 2}
+    assert turns[2] is None
+    for number in (0, 1, 3):
+        await until(partial(turns.__contains__, number))
+        turn = turns[number]
+        assert turn is not None
+        turn.give_back()
+    assert (calls.budget.in_flight, calls.num_underway, len(tasks)) == (0, 0, 0)
+
+
+def test_who_waits_for_a_pace_is_told_when_a_call_is_late() -> None:
+    """A tier that stalls meanwhile makes whoever waits look at once."""
+
+    async def main() -> None:
+        loop, tasks, turns = asyncio.get_running_loop(), Tasks(), list[Turn | None]()
+        health = StorageHealth("medium", 5.0, lambda _: None, clock=loop.time, rng=random.Random(1))
+        calls = Calls(health, tasks, Budget(1000, Pace(1.0, loop.time)))
+        for _ in range(2):
+            calls.when_due("read", 100, Waiter(Kind.LOAD), tasks, turns.append)
+        assert (len(turns), calls.num_waiting) == (1, 1)
+        started = loop.time()
+        health.late("lookup", 1.0)
+        await until(lambda: not tasks)
+        assert (turns[1:], loop.time()) == ([None], started)
+
+    run(main)
 
 
 async def test_what_gets_free_at_the_end_is_nobodys() -> None:

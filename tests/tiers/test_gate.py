@@ -189,41 +189,6 @@ async def test_hurry_lets_a_waiter_have_the_one_piece_of_its_new_kind() -> None:
     assert budget.in_flight == 0
 
 
-async def test_what_is_off_keeps_nobody_waiting() -> None:
-    """Once ``is_off()``, whoever waits or comes is told so and takes nothing, whatever the tier does a moment later."""
-    budget, off = Budget(10), asyncio.Event()
-    holder = await budget.take(10, Waiter(Kind.LOAD))
-    waiting = asyncio.create_task(budget.take_unless(off.is_set, 10, Waiter(Kind.LOAD)))
-    for _ in range(3):
-        await checkpoint()
-    assert not waiting.done()
-    off.set()
-    assert await budget.take_unless(off.is_set, 10, Waiter(Kind.LOAD)) is None
-    budget.room.changed()
-    off.clear()
-    assert await waiting is None
-    assert budget.in_flight == 10
-    holder()
-
-
-async def test_who_gives_up_waits_for_nobody_before_it() -> None:
-    """It is told at once, wherever it stands in its line, and takes nothing; the others stay where they are."""
-    budget, waiters = Budget(10), [Waiter(Kind.LOAD) for _ in range(3)]
-    holder = await budget.take(10, Waiter(Kind.LOAD))
-    waiting = [asyncio.create_task(budget.take_unless(lambda: False, 10, waiter)) for waiter in waiters]
-    await checkpoint()
-    waiters[1].give_up()
-    assert await waiting[1] is None
-    assert ([each.done() for each in waiting], budget.room.num_waiting) == ([False, True, False], 2)
-    for each in (waiting[0], waiting[2]):
-        holder()
-        give = await each
-        assert give is not None
-        holder = give
-    holder()
-    assert budget.in_flight == 0
-
-
 async def test_a_load_of_low_priority_is_a_load() -> None:
     """It waits behind what is more urgent, has the share of its priority, and the one piece that loads may have."""
     budget = Budget(100)
@@ -493,23 +458,6 @@ def test_the_pace_of_reads_holds_up_no_writes() -> None:
         (await waiting)()
         assert loop.time() - started == pytest.approx(10)
         assert (budget.in_flight, budget.room.num_waiting) == (0, 0)
-
-    run(main)
-
-
-def test_what_is_given_up_does_not_wait_for_its_pace() -> None:
-    """A tier that stalls meanwhile makes whoever waits look at once."""
-
-    async def main() -> None:
-        budget, loop = _paced(1.0)
-        (await budget.take(1000, Waiter(Kind.LOAD)))()
-        started, is_off = loop.time(), [False]
-        waiting = asyncio.create_task(budget.take_unless(lambda: is_off[0], 1, Waiter(Kind.LOAD)))
-        await checkpoint()
-        is_off[0] = True
-        budget.room.changed()
-        assert await waiting is None
-        assert loop.time() == started
 
     run(main)
 

@@ -22,13 +22,14 @@ from tiered_kv.catalog.locate import append_runs, states_from_any_thread
 from tiered_kv.catalog.table import Slots
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
-from tiered_kv.tiers.calls import all_failed, outcomes_problem
+from tiered_kv.tiers.calls import Outcomes
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
-from tiered_kv.tiers.storage import READ, StorageTier
+from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, prefix_of
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.integers import Mask
@@ -311,30 +312,30 @@ async def _epochs_in(chain: Chain, served: bytes) -> list[bytes]:
             names, slots, _ = index.ready_from(start, 1)
             if not len(names) or not tier.is_in_use:
                 continue
-            if (key := await _key_in(tier, names, slots)) is not None:
+            if (key := await _key_in(tier, names, slots, chain.tasks)) is not None:
                 epochs[key.namespace.epoch] = None
     return [epoch for epoch in epochs if epoch != served]
 
 
-async def _key_in(tier: OwnedTier, names: Names, slots: Slots) -> BlockKey | None:
+async def _key_in(tier: OwnedTier, names: Names, slots: Slots, tasks: Tasks) -> BlockKey | None:
     """Return the key in the header of one record, if that can be read in time."""
-    block, lease, is_reading = Block.empty(tier.shape.payload_bytes), tier.index.lease(names), False
+    block, lease = Block.empty(tier.shape.payload_bytes), tier.index.lease(names)
+    seen: asyncio.Future[list[Outcome] | None] = asyncio.get_running_loop().create_future()
+    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
 
-    async def read() -> list[Outcome]:
-        nonlocal is_reading
-        is_reading = True
-        with lease:  # nobody else has the slot before this has returned, though it is late
-            return await tier.backend.read(tier.group, slots, [block])
+    def see(outcomes: list[Outcome] | None) -> None:
+        if not seen.done():
+            seen.set_result(outcomes)
 
+    def end(answer: Outcomes) -> None:
+        lease.release()  # nobody else has the slot before, though it is late
+        see(answer.value)
+
+    tier.start_look(lambda: tier.backend.read(tier.group, slots, [block]), 1, waiter, tasks, lambda: see(None), end)
     try:
-        answer = await tier.calls.make(
-            "read", read, num_blocks=1, waiter=Waiter(Kind.PREFETCH, Priority.DEMOTE), until_late=True,
-            problem_of=partial(outcomes_problem, 1, READ), is_failure=all_failed,
-        )  # fmt: skip
+        return tier.records.key_in(block.header) if await seen == [Outcome.HIT] else None
     finally:
-        if not is_reading:
-            lease.release()
-    return tier.records.key_in(block.header) if answer.value == [Outcome.HIT] else None
+        waiter.give_up()  # where this was cancelled before its turn came
 
 
 def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[str]:

@@ -155,7 +155,6 @@ class Calls:
         call: Callable[[], Awaitable[T]],
         *,
         num_blocks: int = 0,
-        waiter: Waiter | None = None,
         timeout_s: float | None = None,
         until_late: bool = False,
         is_raised: bool = False,
@@ -169,7 +168,6 @@ class Calls:
             doing: Which call it is, in events and for the breakers.
             call: Makes it. Runs in a task of its own, whoever stops to wait.
             num_blocks: For events.
-            waiter: Its place among calls of its kind; a load's if left out. None that lends memory: see `Turn.make`.
             timeout_s: After so long it is late; the tier's time limit if left out.
             until_late: Wait no longer than that.
             is_raised: Whether whoever makes it tells of a failure, and no event does.
@@ -182,7 +180,7 @@ class Calls:
         turns = self._turns.get(doing)
         if turns is None:
             self.health.breaker(doing).begin(doing)
-        elif not await turns.take(waiter or Waiter(Kind.LOAD)):
+        elif not await turns.take():
             return NOT_MADE
         late = asyncio.get_running_loop().create_future()
 
@@ -474,9 +472,9 @@ class _Turns:
         self._limit = float(_FIRST_CALLS)
         self.num_taken = 0
 
-    async def take(self, waiter: Waiter) -> bool:
+    async def take(self) -> bool:
         """Wait for a turn, and take it; False, and none taken, once the tier is bypassed."""
-        return await self.room.acquire(self._attempt, waiter, lambda taken: self._undo(taken=taken))
+        return await self.room.acquire(self._attempt, Waiter(Kind.LOAD), lambda taken: self._undo(taken=taken))
 
     @property
     def has_room(self) -> bool:

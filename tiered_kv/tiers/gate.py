@@ -375,18 +375,6 @@ class Budget:
         attempt = partial(self.attempt, num_bytes, waiter)
         return await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
 
-    async def take_unless(self, is_off: Callable[[], bool], num_bytes: int, waiter: Waiter) -> Give | None:
-        """`take`, or None, and nothing taken, once ``is_off()`` or the waiter has given up: then nobody waits.
-
-        `Room.changed` makes them look.
-        """
-
-        def attempt() -> Give | None:
-            return _nothing if waiter.is_given_up or is_off() else self.attempt(num_bytes, waiter)
-
-        give = await self.room.acquire(attempt, waiter, lambda give: give(), num_bytes)
-        return None if give is _nothing else give
-
     def attempt(self, num_bytes: int, waiter: Waiter) -> Give | None:
         """Have so many bytes in flight, and return what gives them back; None if they have to wait."""
         fits = sum(self._in_flight) + num_bytes <= self.limit * _SHARE[waiter.priority]
@@ -402,10 +390,6 @@ class Budget:
         if taken:
             self._in_flight[kind] -= taken.pop()
             self.room.changed()
-
-
-def _nothing() -> None:
-    pass
 
 
 class Bandwidth:

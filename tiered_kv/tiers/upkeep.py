@@ -6,7 +6,6 @@ waits for it, and one that is never asked for does not keep its slot for ever.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -15,12 +14,12 @@ from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import all_failed, both, outcomes_problem
+from tiered_kv.tiers.calls import Outcomes
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, StorageTier
+from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier
 from tiered_kv.values.events import TierScrubbed
@@ -176,7 +175,7 @@ async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
         if len(slots):
             pace.take(len(slots) * shape.stride_bytes)
             late = asyncio.Event()
-            work = _verify(tier, names, slots, blocks[: len(slots)], late.set)
+            work = _verify(tier, names, slots, blocks[: len(slots)], tasks, late.set)
             verifying = tasks.spawn(work, f"verify {len(slots)} blocks of {tier.name}")
             # Where the tier is used on although a read is late, what that hangs on has been taken out of use.
             while not verifying.done() and not (late.is_set() and tier.is_in_use):
@@ -201,7 +200,7 @@ def _empty(num_blocks: int, payload_bytes: int) -> list[Block]:
 
 
 async def _verify(
-    tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block], on_late: Callable[[], None]
+    tier: OwnedTier, names: Names, slots: Slots, blocks: list[Block], tasks: Tasks, on_late: Callable[[], None]
 ) -> tuple[int, int] | None:
     """Remove what is not what the books say; return how many blocks could be read, and how many of them are broken.
 
@@ -215,36 +214,29 @@ async def _verify(
         names: What should be there.
         slots: In which slots.
         blocks: To read into.
+        tasks: Those that this is of.
         on_late: Called when the medium is late with them; the bytes in flight are others' from then on.
     """
-    waiter, num_bytes = Waiter(Kind.PREFETCH, Priority.DEMOTE), len(names) * tier.shape.stride_bytes
-    give_back = await tier.calls.budget.take_unless(lambda: tier.health.is_bypassed, num_bytes, waiter)
-    if give_back is None:
+    seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, tasks, on_late)
+    if seen is None:
         return None
-    late = both(give_back, on_late)
-    try:
-        seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, waiter, late)
+    is_wrong, _, num_read = seen
+    if not is_wrong.any():
+        return num_read, 0
+    with tier.index.lease(names[is_wrong]) as lease:
+        at = is_wrong.nonzero()[0][lease.slots == slots[is_wrong]]
+        if not len(at):
+            return num_read, 0
+        names, slots = names[at], slots[at]
+        seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], tasks, on_late)
         if seen is None:
             return None
-        is_wrong, _, num_read = seen
-        if not is_wrong.any():
-            return num_read, 0
-        with tier.index.lease(names[is_wrong]) as lease:
-            at = is_wrong.nonzero()[0][lease.slots == slots[is_wrong]]
-            if not len(at):
-                return num_read, 0
-            names, slots = names[at], slots[at]
-            seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], waiter, late)
-            if seen is None:
-                return None
-            is_wrong, refused, num_again = seen
-            is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
-            tier.tell_refused(refused)
-            num_broken = tier.take_out(names, is_wrong, refused)
-            tier.counters.corrupt += num_broken
-            return num_read - len(at) + num_again, num_broken
-    finally:
-        give_back()
+        is_wrong, refused, num_again = seen
+        is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
+        tier.tell_refused(refused)
+        num_broken = tier.take_out(names, is_wrong, refused)
+        tier.counters.corrupt += num_broken
+        return num_read - len(at) + num_again, num_broken
 
 
 async def _wrong(
@@ -253,18 +245,18 @@ async def _wrong(
     names: Names,
     slots: Slots,
     blocks: list[Block],
-    waiter: Waiter,
+    tasks: Tasks,
     on_late: Callable[[], None],
 ) -> tuple[Mask, Refusals, int] | None:
     """Say which blocks are not what they should be, why whole ones are refused, and how many could be read.
 
     None: the tier is bypassed.
     """
-    n = len(names)
-    answer = await tier.calls.make(
-        "read", lambda: read(tier.group, slots, blocks), num_blocks=n, waiter=waiter, on_late=on_late,
-        problem_of=partial(outcomes_problem, n, READ), is_failure=all_failed,
-    )  # fmt: skip
+    n, ended = len(names), asyncio.get_running_loop().create_future()
+    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)  # given up by the end of its tasks, as this is cancelled
+    tier.start_look(lambda: read(tier.group, slots, blocks), n, waiter, tasks, on_late, ended.set_result)
+    await asyncio.wait({ended})
+    answer: Outcomes = ended.result()
     if not answer.was_made:
         return None
     if not answer.value:
