@@ -324,7 +324,7 @@ def cache_statistics(chains: Sequence[Chain], fates: Fates, pins: Pins, num_tran
     return CacheStatistics(
         tiers=tuple(_tier_statistics(chains, number) for number in range(len(chains[0].names))),
         transfers=num_transfers,
-        store_queue_bytes=chains[0].quotas.store_queue.num_bytes,
+        store_queue_bytes=chains[0].quotas.store_queue.in_flight,
         bounce_free=sum(each.bounce_free for each in host),
         bounce_slots=sum(chain.host.index.num_bounce for chain in chains),
         requested=fates.requested,

@@ -24,7 +24,7 @@ from tiered_kv.memory.lanes import Lane, LaneCopy, Lanes, submit_copy
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.tiers.fates import Fates
 from tiered_kv.tiers.fills import Fills
-from tiered_kv.tiers.gate import Backlog, Bandwidth, Budget, Priority, Room, Waiter
+from tiered_kv.tiers.gate import Bandwidth, Budget, Priority, Room, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.shared import SharedTier
 from tiered_kv.tiers.storage import StorageTier
@@ -58,14 +58,14 @@ class Quotas:
     """The limits of one cache that the transfers of all its chains share.
 
     Attributes:
-        store_queue: Of what is to be written down.
+        store_queue: Of bytes of stores that are accepted and not yet written to every tier: nobody waits for it.
         prefetches: Of their bytes in flight.
         clean_bandwidth: Of what has waited to be written.
         takes_stores: False once the cache drains.
     """
 
     def __init__(self, limits: CacheLimits, clock: Callable[[], float]) -> None:
-        self.store_queue = Backlog(limits.store_queue)
+        self.store_queue = Budget(limits.store_queue)
         self.prefetches = Budget(limits.prefetch_quota)
         self.clean_bandwidth = Bandwidth(limits.clean_bandwidth, clock)
         self.takes_stores = True

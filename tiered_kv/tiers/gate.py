@@ -437,25 +437,6 @@ class Pace:
         try_again()
 
 
-@dataclass
-class Backlog:
-    """Bytes of stores that are accepted and not yet written to every tier."""
-
-    limit: int
-    num_bytes: int = 0
-
-    def accept(self, num_bytes: int) -> bool:
-        """Count more bytes, unless that would be too many. A backlog that is empty accepts anything."""
-        if self.num_bytes and self.num_bytes + num_bytes > self.limit:
-            return False
-        self.num_bytes += num_bytes
-        return True
-
-    def done(self, num_bytes: int) -> None:
-        """Count bytes off."""
-        self.num_bytes -= num_bytes
-
-
 _FADE: Final = 0.9
 """Of the weight of each read before, at one more: some ten reads count."""
 _SPREAD: Final = 0.05

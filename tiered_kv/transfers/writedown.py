@@ -23,6 +23,7 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
 from tiered_kv.memory.lanes import LaneCopy
+from tiered_kv.tiers.calls import both
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
@@ -36,6 +37,8 @@ from tiered_kv.values.integers import Mask
 
 _MOST_TRIES: Final = 3
 """How often the cleaner tries to write a block before it counts as failed."""
+_QUEUED: Final = Waiter(Kind.LOAD)
+"""Of the store queue all may have all: there are only stores in it."""
 
 
 class WriteDown:
@@ -500,14 +503,9 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
 
 
 def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> None:
-    num_bytes = n * chain.stride_bytes
-
-    def done() -> None:
-        chain.quotas.store_queue.done(num_bytes)
-        ended()
-
-    if not down.is_done and chain.quotas.store_queue.accept(num_bytes):
-        down.start(done)
+    give = None if down.is_done else chain.quotas.store_queue.attempt(n * chain.stride_bytes, _QUEUED)
+    if give is not None:
+        down.start(both(give, ended))
     else:
         down.give_up()
         ended()
