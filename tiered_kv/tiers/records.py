@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from tiered_kv.media.backend import Block, Outcome, RecordShape, Recovered
 from tiered_kv.media.record import encode, examine, examine_any, key_in
 from tiered_kv.settings.encryption import Encryption
-from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread
+from tiered_kv.tiers.tasks import Tasks, WorkerPool, in_a_thread, to_the_end
 from tiered_kv.tiers.tier import Batch
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, Names, Namespace
@@ -426,7 +426,10 @@ class Verification:
 
     async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify all of them in a thread, of which a medium has said what it found."""
-        return await _to_the_end(self._threads.run(self.verify, range(len(outcomes)), outcomes))  # it writes to blocks
+        verifying = self._threads.run(self.verify, range(len(outcomes)), outcomes)
+        if await to_the_end([verifying]):  # it writes to blocks, which are somebody's again after this
+            raise asyncio.CancelledError
+        return verifying.result()
 
 
 class SpareBlocks:
@@ -473,16 +476,3 @@ def do_soon(threads: WorkerPool, work: Callable[[], T], tasks: Tasks, then: Call
         return
     over = tasks.hold(end)  # the thread cannot be stopped
     threads.begin_each([work], ended)
-
-
-async def _to_the_end(future: "asyncio.Future[T]") -> T:
-    """Wait for a call that touches memory which is somebody's again after this; a cancellation waits too."""
-    cancelled = False
-    while not future.done():
-        try:
-            await asyncio.wait({future})
-        except asyncio.CancelledError:
-            cancelled = True
-    if cancelled:
-        raise asyncio.CancelledError
-    return future.result()

@@ -1,4 +1,4 @@
-"""Daemon threads for blocking calls, and the tasks that the cache owns.
+"""Daemon threads for blocking calls, the tasks that the cache owns, and how what is under way is waited for.
 
 Executors of the standard library are joined when the interpreter ends: one call stuck in a dead filesystem would hang
 the exit. These threads are daemons, and a call costs about 5 us instead of 40 to 75, because one wake-up of the loop
@@ -6,10 +6,11 @@ serves all calls that ended meanwhile.
 """
 
 import asyncio
+import math
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, Protocol, TypeVar, cast
 
 from tiered_kv.system import Queue, system
 from tiered_kv.tiers.gate import Priority
@@ -280,6 +281,63 @@ class Tasks:
         if not ended.cancelled() and (error := ended.exception()) is not None:
             name = ended.get_name() if isinstance(ended, asyncio.Task) else "resident"
             log("error", "transfer.crashed", exc_info=error, task=name)
+
+
+class Awaited(Protocol):
+    """What can be waited for with others: a future, or a fill."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call ``callback`` with this object when it is done: perhaps before this returns."""
+
+    def remove_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Do not call ``callback`` any more."""
+
+
+async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -> None:
+    """Wait until all are done, or it is ``deadline``; a cancellation of the wait reaches none of them.
+
+    As `asyncio.wait` does, for a third of its time.
+    """
+    loop, num_left = asyncio.get_running_loop(), len(futures)
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def one_done(_: object) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            wake()
+
+    timer = None if deadline == math.inf else loop.call_at(deadline, wake)
+    for each in futures:
+        each.add_done_callback(one_done)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for each in futures:
+            each.remove_done_callback(one_done)
+
+
+async def to_the_end(futures: Collection["asyncio.Future[Any]"], stop: Callable[[], object] = lambda: None) -> bool:
+    """Wait until all are done, however often this is cancelled; say whether it was.
+
+    Args:
+        futures: What touches memory that is somebody's again after this, say.
+        stop: Has them be done soon; called whenever this is cancelled.
+    """
+    was_cancelled = False
+    while left := [each for each in futures if not each.done()]:
+        try:
+            await until_done(left)
+        except asyncio.CancelledError:
+            was_cancelled = True
+            stop()
+    return was_cancelled
 
 
 def is_being_cancelled() -> bool:

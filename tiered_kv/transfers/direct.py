@@ -23,9 +23,10 @@ from tiered_kv.memory.lanes import Lane
 from tiered_kv.tiers.chain import Chain
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.owned import OwnedTier
+from tiered_kv.tiers.tasks import to_the_end
 from tiered_kv.tiers.tier import Batch, ReadReport, WriteReport, prefix_of
 from tiered_kv.transfers.engine_memory import DirectSlots
-from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable, until_done
+from tiered_kv.transfers.handles import LAST_COPIES_S, Revocable
 from tiered_kv.transfers.load import Load, WindowCopy
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest
@@ -107,7 +108,7 @@ class DirectLoad(Load):
             ended.add_done_callback(partial(_give_back, lent))
             tier.start_read(there, lent, waiter, late, ended.set_result)
             parts[ended], waiters[ended] = at, waiter
-        await _to_the_end(self, self._chain, waiters, self._request.deadline)
+        await _until_let_go(self, self._chain, waiters, self._request.deadline)
         for ended, at in parts.items():
             right[at] = ended.result().right
         return right
@@ -227,7 +228,7 @@ class DirectStore(Store):
         ended: asyncio.Future[WriteReport] = asyncio.get_running_loop().create_future()
         ended.add_done_callback(partial(_give_back, lent))
         self._tier.start_write(part, lent, wanted.copy, nothing, self._waiter, ended.set_result)
-        await _to_the_end(self, self._chain, {ended: self._waiter}, deadline)
+        await _until_let_go(self, self._chain, {ended: self._waiter}, deadline)
         self._tier.expected.drop(wanted)
         self._count(part, ended.result(), wanted)
 
@@ -269,7 +270,7 @@ async def _until_free(transfer: Revocable, chain: Chain, lane: Lane) -> BaseExce
     return errors[0]
 
 
-async def _to_the_end(
+async def _until_let_go(
     transfer: Revocable, chain: Chain, waiters: "Mapping[asyncio.Future[Any], Waiter]", deadline: float
 ) -> None:
     """Wait for calls that have memory of the engine's, however often this is cancelled.
@@ -281,15 +282,14 @@ async def _to_the_end(
         for waiter in waiters.values():
             waiter.give_up()
 
+    def revoke() -> None:
+        transfer.revoked = True
+        stop()
+
     for ended in waiters:
         chain.tasks.watch(ended, stop)
     timer = asyncio.get_running_loop().call_at(deadline, stop)
-    while left := [ended for ended in waiters if not ended.done()]:
-        try:
-            await until_done(left)
-        except asyncio.CancelledError:
-            transfer.revoked = True
-            stop()
+    await to_the_end(waiters, revoke)
     timer.cancel()
 
 

@@ -22,15 +22,14 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.memory.copies import copy_rows
-from tiered_kv.memory.lanes import LaneCopy
 from tiered_kv.tiers.calls import both
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.tasks import to_the_end, until_done
 from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
-from tiered_kv.transfers.handles import until_done
 from tiered_kv.transfers.tally import Tally
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.integers import Mask
@@ -258,7 +257,8 @@ class WriteDown:
             if fresh.any():
                 source, target = self._slots[fresh], reservation.slots[fresh]
                 copy = chain.copy(chain.d2h.take(), lambda: copy_rows(gpu.rows, source, host.rows, target))
-                if await _ended(copy) is not None:
+                await to_the_end([copy.ended], copy.revoke)  # the slots are ours until then
+                if copy.ended.exception() is not None:
                     return None
             return reservation.commit(fresh & self._goes_down(gpu, passes))
         finally:
@@ -509,16 +509,6 @@ def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> 
     else:
         down.give_up()
         ended()
-
-
-async def _ended(copy: LaneCopy) -> BaseException | None:
-    """Wait until a copy between slots of ours has ended, and return its error. The slots stay ours until then."""
-    while not copy.ended.done():
-        try:
-            await asyncio.wait({copy.ended})
-        except asyncio.CancelledError:
-            copy.revoke()  # the cache is closing
-    return copy.ended.exception()
 
 
 _TICK_S: Final = 1.0
