@@ -67,8 +67,10 @@ class OwnedTier(StorageTier, BookedTier):
         has_lost: Whether a part of the medium has failed with blocks that were written since it was opened.
     """
 
+    is_shared = False
+
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
-        super().__init__(parts, index)
+        super().__init__(parts)
         self.backend = backend
         self._maker = backend if isinstance(backend, RecordBackend) else None
         self.index = index
@@ -112,7 +114,7 @@ class OwnedTier(StorageTier, BookedTier):
         elif (names := evicted.names()) is not None:
             index.remove(names)
         index.on_change, index.on_left = self.index.on_change, self._left
-        self.index = self.books = index
+        self.index = index
         self._is_fresh = np.zeros(index.max_slots, np.bool_)
         self._missing = None
         self._see_missing()

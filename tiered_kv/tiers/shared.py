@@ -301,8 +301,10 @@ class SharedTier(StorageTier):
         answers: What it has said of single blocks lately; any thread may look there.
     """
 
+    is_shared = True
+
     def __init__(self, parts: TierParts, backend: Backend) -> None:
-        super().__init__(parts, None)
+        super().__init__(parts)
         self.backend = backend
         self.suspects = Suspects(parts.health.clock)
         self.answers = Answers(parts.health.clock, 2 * parts.health.timeout_s)

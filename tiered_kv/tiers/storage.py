@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, ClassVar, Final, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,13 +92,13 @@ class StorageTier(Tier):
     """One kind of block in one storage tier.
 
     Attributes:
-        books: Of an owned tier, which say what can be read here; None of a shared tier.
-        is_shared: Whether others may write to the tier's medium.
+        is_shared: Whether others may write to the tier's medium; such a tier has no books here.
     """
 
-    def __init__(self, parts: TierParts, books: TierIndex | None) -> None:
+    is_shared: ClassVar[bool]
+
+    def __init__(self, parts: TierParts) -> None:
         super().__init__(parts.health.name)
-        self.books, self.is_shared = books, books is None
         self.health = parts.health
         self.calls = parts.calls
         self.settings = parts.settings

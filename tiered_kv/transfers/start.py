@@ -24,7 +24,7 @@ from tiered_kv.memory.lanes import LaneCopy, RevokedError
 from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Waiter
-from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.tier import MemoryTier, ReadReport, Tier, prefix_of
 from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
 from tiered_kv.transfers.engine_memory import DirectSlots
@@ -131,7 +131,7 @@ def _read_in_place(request: LoadRequest, slots: NDArray[np.int64]) -> LoadHandle
     most = chain.window_blocks * chain.limits.reads_in_flight
     if direct is None or tier is None or n > most or (slots >= 0).any():
         return None
-    if request.lane.has_events or tier.books is None or not tier.books.ready(request.batch.names).all():
+    if request.lane.has_events or not isinstance(tier, OwnedTier) or not tier.index.ready(request.batch.names).all():
         return None
     return InPlaceLoad(request, direct, tier).start() if chain.tasks.goes_on() else None
 
@@ -143,9 +143,9 @@ def _owned_sources(chain: Chain, names: Names) -> NDArray[np.int8] | None:
     for number, tier in enumerate(chain.storage, start=len(chain.memory)):
         if tier.health.is_bypassed:
             continue
-        if (books := tier.books) is None:
+        if not isinstance(tier, OwnedTier):
             return None
-        sources[(sources < 0) & books.ready(names)] = number
+        sources[(sources < 0) & tier.index.ready(names)] = number
         if min(sources.tolist()) >= 0:
             return sources
     return None
@@ -240,7 +240,7 @@ class BegunLoad(Loading):
 class InPlaceLoad(BegunLoad):
     """A load that one storage tier of this cache's own reads to where it belongs."""
 
-    def __init__(self, request: LoadRequest, slots: DirectSlots, tier: StorageTier) -> None:
+    def __init__(self, request: LoadRequest, slots: DirectSlots, tier: OwnedTier) -> None:
         """Prepare to read from ``tier``."""
         super().__init__(request)
         self._tier = tier
