@@ -53,7 +53,8 @@ class _LoadPart:
 class InParts(InTask):
     """Base of loads that are made of other loads: it holds what memory has of their blocks while these run.
 
-    Each of these loads holds only its own blocks, and would evict those of the others to make room.
+    Each of these loads holds only its own blocks, and would evict those of the others to make room. How many blocks
+    come is known when the whole has ended.
     """
 
     def __init__(self, request: LoadRequest, start_part: Callable[[LoadRequest], LoadHandle]) -> None:
@@ -95,11 +96,6 @@ class BackLoad(InParts):
         self._in_place = len(request.batch)
         self._hole: int | None = None
 
-    def begin(self) -> LoadHandle:
-        """Start the load, in a task of the cache. How many blocks came is known when it has ended."""
-        chain = self._request.chain
-        return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks from the back"))
-
     @override
     def stop_before(self, block: int) -> int:
         while self._parts and (first := self._parts[-1]).start < block and not first.handle.is_copying:
@@ -112,7 +108,7 @@ class BackLoad(InParts):
         self._claimed = max(self._claimed, min(block, self._begun))
         return self._claimed
 
-    async def _run(self) -> LoadResult:
+    async def run(self) -> LoadResult:
         """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
         request, loop = self._request, asyncio.get_running_loop()
         started = loop.time()
@@ -188,12 +184,7 @@ class BackLoad(InParts):
 class GapLoad(InParts):
     """A load with gaps of one KV group's blocks."""
 
-    def begin(self) -> LoadHandle:
-        """Start the load, in a task of the cache. How many blocks came is known when it has ended."""
-        chain = self._request.chain
-        return self.start_load(chain.tasks.spawn(self._run(), f"load {len(self._request.batch)} blocks with gaps"))
-
-    async def _run(self) -> LoadResult:
+    async def run(self) -> LoadResult:
         """Move the blocks; as for `Load.run`, nothing touches the engine's memory any more when it ends."""
         request, loop = self._request, asyncio.get_running_loop()
         started = loop.time()

@@ -30,7 +30,7 @@ from tiered_kv.transfers.direct import DirectLoad, DirectStore, direct_target
 from tiered_kv.transfers.engine_memory import DirectSlots
 from tiered_kv.transfers.handles import LAST_COPIES_S, LoadHandle, Loading
 from tiered_kv.transfers.layerwise import LayerLoad, LayerStore
-from tiered_kv.transfers.load import InTask, Load
+from tiered_kv.transfers.load import Load
 from tiered_kv.transfers.load_parts import BackLoad, GapLoad
 from tiered_kv.transfers.store import Store, StoreHandle
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, LoadRequest, StoreRequest, may_copy_at_once
@@ -46,13 +46,14 @@ def start_load(request: LoadRequest) -> LoadHandle:
 
 def _in_task(request: LoadRequest) -> LoadHandle:
     """Start a load that waits for slots, tiers, or its turn."""
+    load: GapLoad | BackLoad | Load
     if request.gaps:
-        return GapLoad(request, start_load).begin()
-    if request.order == "back":
-        return BackLoad(request, start_load).begin()
-    load: InTask
-    kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
-    load = kind(request)
+        load = GapLoad(request, start_load)
+    elif request.order == "back":
+        load = BackLoad(request, start_load)
+    else:
+        kind = LayerLoad if request.layerwise else DirectLoad if request.binding.direct is not None else Load
+        load = kind(request)
     return load.start_load(request.chain.tasks.spawn(load.run(), f"load {len(request.batch)} blocks"))
 
 
