@@ -88,6 +88,7 @@ class Chain:
         waiting: The blocks of it that wait, by the memory tier in which they do.
         expected: What stores that wait for their turn have not placed in any tier yet.
         sought: What loads may read from storage, as they were told that it is there.
+        stride_bytes: Of a host slot.
         on_admitted: Called with this chain and blocks that have now been used often enough for a tier that may lack
             them, and when that use came, see `Unwritten`.
         fates: Of the whole cache.
@@ -111,6 +112,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         self.room = Room()
+        self.stride_bytes = self.host.slab.stride_bytes
         self.expected = Expected()
         self.sought = Expected()
         self.memory: list[MemoryTier] = [self.gpu, self.host] if self.gpu else [self.host]
@@ -139,11 +141,6 @@ class Chain:
         self._least_share = size if num_takers * size <= num_bounce else 0
         # Between two copies a thread waits for the interpreter, which is at the books of the next: 0.6 ms a window.
         self.resident_blocks = max(_RESIDENT_WINDOWS * size, min(_MOST_RESIDENT_WINDOWS * size, _FEW_BLOCKS))
-
-    @property
-    def stride_bytes(self) -> int:
-        """Bytes of a host slot."""
-        return self.host.slab.stride_bytes
 
     def next_window(self, num_done: int, num_left: int) -> int:
         """Return how many blocks the next window of a transfer has at most, which has moved some and has some left.

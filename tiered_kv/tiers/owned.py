@@ -207,7 +207,7 @@ class OwnedTier(StorageTier, BookedTier):
             else:
                 turn.make(None, read, then, allowed=READ, num_blocks=n, on_late=on_late)
 
-        self.calls.when_due("read", self._num_bytes(n), waiter, tasks, go)
+        self.calls.when_due("read", n * self.shape.stride_bytes, waiter, tasks, go)
 
     @override
     def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:

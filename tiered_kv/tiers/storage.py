@@ -173,7 +173,7 @@ class StorageTier(Tier):
             is_use: Whether it counts as a use of the blocks, if all of them are right.
         """
         n = len(batch.names)
-        num_bytes = self._num_bytes(n)
+        num_bytes = n * self.shape.stride_bytes
         read = self.speed.begin(num_bytes, goes_first=waiter.priority is Priority.LOAD)
 
         def late() -> None:
@@ -223,14 +223,14 @@ class StorageTier(Tier):
             then: Told on the event loop, once, when the medium has let go of the buffers: perhaps before this returns.
         """
         n, started = len(batch.names), self.health.clock()
-        num_bytes = self._num_bytes(n)
+        num_bytes = n * self.shape.stride_bytes
         if not self._wear.take(num_bytes):
             self.counters.held_back += n
             then(WriteReport.nothing_of(n, Reason.HELD_BACK))
             return
 
         def end(report: WriteReport) -> None:
-            self._wear.give_back(num_bytes - self._num_bytes(report.num_worn))
+            self._wear.give_back(num_bytes - report.num_worn * self.shape.stride_bytes)
             then(report)
 
         come: Callable[[], None] | None = None
@@ -318,9 +318,6 @@ class StorageTier(Tier):
     def tick(self) -> None:
         """Begin to make up for what a medium that failed did not do. Called once in a while."""
 
-    def _num_bytes(self, n: int) -> int:
-        return n * self.shape.stride_bytes
-
     async def _locate(self, call: Callable[[], Awaitable[LoadStoreSpec | None]], n: int) -> LoadStoreSpec | None:
         """Ask the medium. Where it fails there is no spec, and lookups and reads go on as before."""
 
@@ -383,7 +380,7 @@ class StorageTier(Tier):
         if not verdicts or self.records.threads.is_closed:  # nobody verifies what comes after the cache's end
             self.counters.failed += n
             return [Outcome.FAILED] * n
-        self.counters.bytes_read += self._num_bytes(sum(verification.filled))
+        self.counters.bytes_read += sum(verification.filled) * self.shape.stride_bytes
         self.counters.read_s += answer.seconds
         if verification.refused:
             self.tell_refused(verification.refused)
@@ -405,7 +402,7 @@ class StorageTier(Tier):
         self.counters.write_s += answer.seconds
         outcomes = list(answer.value or [Outcome.FAILED] * n)
         num_stored = outcomes.count(Outcome.STORED)
-        self.counters.bytes_written += self._num_bytes(num_stored)
+        self.counters.bytes_written += num_stored * self.shape.stride_bytes
         self.counters.block_bytes_written += num_stored * (self.shape.decoded_bytes or self.shape.payload_bytes)
         return outcomes
 

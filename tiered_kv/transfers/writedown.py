@@ -459,7 +459,13 @@ def write_down(
         down = WriteDown(chain, tally, tier, part, where, held, came, to=to, prompt=prompt, head=head)
         if to is None:
             down.let_wait()
-        _start(chain, down, len(part.names), one_ended)
+        num_bytes = len(part.names) * chain.stride_bytes
+        give = None if down.is_done else chain.quotas.store_queue.attempt(num_bytes, _QUEUED)
+        if give is not None:
+            down.start(both(give, one_ended))
+        else:
+            down.give_up()
+            one_ended()
 
 
 def _windows(
@@ -500,15 +506,6 @@ def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int |
             ended = partial(chain.unwritten.end, begun)
             write_down(chain, Tally(chain.tiers), tier, part, slots, lease, begun, ended, prompt, to=[storage])
         batch = batch[~there]
-
-
-def _start(chain: Chain, down: WriteDown, n: int, ended: Callable[[], None]) -> None:
-    give = None if down.is_done else chain.quotas.store_queue.attempt(n * chain.stride_bytes, _QUEUED)
-    if give is not None:
-        down.start(both(give, ended))
-    else:
-        down.give_up()
-        ended()
 
 
 _TICK_S: Final = 1.0
