@@ -1,7 +1,7 @@
 """Tiers as transfers know them: names and counts, the books that this cache keeps, and memory that copies reach.
 
 `Batch` and `Naming` make names of an engine's keys, of one KV group on one rank. `ReadReport` and `WriteReport` say
-what became of the blocks of one read or write.
+what became of the blocks of one read or write, a `Tally` of those of one store in all tiers.
 """
 
 from abc import abstractmethod
@@ -23,8 +23,10 @@ from tiered_kv.values.errors import ConfigurationError, Reason
 from tiered_kv.values.integers import Mask
 from tiered_kv.values.keys import BlockKeys, Names, Namespace, Shard, StoredKeys
 from tiered_kv.values.layout import blocks_within
+from tiered_kv.values.results import TierStore
 from tiered_kv.values.specs import CPULoadStoreSpec, LoadStoreSpec
 
+_NONE: Final[Mapping[Reason, int]] = {}
 _MOST_NAMESPACES: Final = 4096
 """Tenants come and go; the digest of one costs a microsecond."""
 
@@ -446,6 +448,59 @@ class WriteReport:
         num_dropped = len(self.dropped.nonzero()[0])
         num_unwanted = 0 if self.unwanted is None else len((self.dropped & self.unwanted).nonzero()[0])
         return {Reason.REMOVED: num_unwanted + self.num_removed, self.because: num_dropped - num_unwanted}
+
+
+class Tally:
+    """What became of a store's blocks, tier by tier, counted for the store and for the tier at once.
+
+    Covers the tiers that can keep blocks: a host tier with bounce slots only is passed over.
+    """
+
+    def __init__(self, tiers: Sequence[Tier]) -> None:
+        """Count nothing yet in ``tiers``, fastest first."""
+        self._tiers = tiers
+        self._counts = {tier.name: [0] * 5 for tier in tiers if tier.can_keep}
+
+    def add(
+        self,
+        tier: Tier,
+        *,
+        written: int = 0,
+        present: int = 0,
+        deferred: int = 0,
+        dropped: Mapping[Reason, int] = _NONE,
+        failed: int = 0,
+    ) -> None:
+        """Count blocks in one tier; the dropped ones by reason."""
+        if tier.name not in self._counts:
+            return
+        counts, num_dropped = self._counts[tier.name], sum(dropped.values())
+        for place, count in enumerate((written, present, deferred, num_dropped, failed)):
+            counts[place] += count
+        tier.counters.written += written
+        if num_dropped:
+            tier.counters.dropped += num_dropped
+            tier.counters.dropped_because += Counter(dropped)
+        tier.counters.failed += failed
+
+    def add_all(self, *, present: int = 0, dropped: Mapping[Reason, int] = _NONE) -> None:
+        """Count blocks in every tier."""
+        for tier in self._tiers:
+            self.add(tier, present=present, dropped=dropped)
+
+    def add_above(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
+        """Count blocks in every tier above one."""
+        for each in self._tiers[: self._tiers.index(tier)]:
+            self.add(each, dropped=dropped)
+
+    def add_below(self, tier: Tier, *, dropped: Mapping[Reason, int]) -> None:
+        """Count blocks in every tier below one."""
+        for each in self._tiers[self._tiers.index(tier) + 1 :]:
+            self.add(each, dropped=dropped)
+
+    def results(self) -> tuple[TierStore, ...]:
+        """What became of the blocks, fastest tier first."""
+        return tuple([TierStore(tier, *counts) for tier, counts in self._counts.items()])
 
 
 def prefix_of(mask: Mask) -> int:

@@ -16,10 +16,9 @@ from numpy.typing import NDArray
 from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.tier import Batch, Prompt, prefix_of
+from tiered_kv.tiers.tier import Batch, Prompt, Tally, prefix_of
 from tiered_kv.transfers.load import count_uses
 from tiered_kv.transfers.prefetch import Brought, lease_each, lease_prefix
-from tiered_kv.transfers.tally import Tally
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError, Reason, TierFault

@@ -28,9 +28,8 @@ from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
 from tiered_kv.tiers.tasks import to_the_end, until_done
-from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, WriteReport
+from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, Tally, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
-from tiered_kv.transfers.tally import Tally
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.integers import Mask
 
