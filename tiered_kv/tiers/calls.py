@@ -193,15 +193,16 @@ class Calls:
         limit_s = self.health.timeout_s if timeout_s is None else timeout_s
         underway = _Underway(self, doing, turns, num_blocks, limit_s, is_late)
         underway.is_raised = is_raised
-        making = asyncio.get_running_loop().create_task(
-            self._make(underway, call, problem_of, is_failure), name=f"{doing} in {self.health.name}"
-        )
+        answers: list[Answer[T]] = []
+        making = asyncio.get_running_loop().create_task(_made(call), name=f"{doing} in {self.health.name}")
         self._tasks.watch(making, making.cancel)
-        making.add_done_callback(lambda _: underway.end_turn())
+        making.add_done_callback(lambda made: answers.append(underway.ended(_end_of(made), problem_of, is_failure)))
         await asyncio.wait({making, late} if until_late else {making}, return_when=asyncio.FIRST_COMPLETED)
-        if not making.done():
+        if not answers:
             return Answer(error=f"not done within {limit_s:g} s", is_late=True)
-        return Answer(error=CLOSED) if making.cancelled() else making.result()
+        if not making.cancelled():
+            making.result()  # which raises what is the program's own
+        return answers[0]
 
     def when_due(
         self, doing: str, num_bytes: int, waiter: Waiter, tasks: Tasks, then: Callable[["Turn | None"], None]
@@ -237,20 +238,6 @@ class Calls:
         else:
             over = tasks.hold(waiter.give_up)
 
-    async def _make(
-        self,
-        underway: "_Underway",
-        call: Callable[[], Awaitable[T]],
-        problem_of: Callable[[T], str],
-        is_failure: Callable[[T], bool],
-    ) -> Answer[T]:
-        try:
-            made = await _made(call)
-        except KeyboardInterrupt:
-            underway.ended(_closed, problem_of, is_failure)  # else it would be late, and for good
-            raise
-        return underway.ended(made, problem_of, is_failure)
-
 
 async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:
     """Make a call; return what returns or raises what it did."""
@@ -262,6 +249,11 @@ async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:
         is_closing = isinstance(caught, asyncio.CancelledError) and is_being_cancelled()
         return partial(_raise, _ClosedMeanwhile() if is_closing else caught)
     return lambda: made
+
+
+def _end_of(made: "asyncio.Task[Callable[[], T]]") -> Callable[[], T]:
+    """Return what returns or raises what a call did whose task has ended."""
+    return _closed if made.cancelled() or made.exception() is not None else made.result()
 
 
 class Turn:
@@ -339,7 +331,7 @@ class Turn:
         over()
         making = loop.create_task(_made(call), name=f"{self._doing} in {calls.health.name}")
         over = self._tasks.hold(_go_on if lends else making.cancel)
-        making.add_done_callback(lambda made: tell(_closed if made.cancelled() or made.exception() else made.result()))
+        making.add_done_callback(lambda made: tell(_end_of(made)))
 
 
 class _ClosedMeanwhile(Exception):  # noqa: N818 - no error: how a call ends
