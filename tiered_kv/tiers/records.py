@@ -13,7 +13,6 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Final, TypeVar
 
 import numpy as np
@@ -414,15 +413,6 @@ class Verification:
                     self.refused[at[place]] = reason
         self.filled.append(len(hits))
         return verdicts
-
-    def verify_soon(
-        self, outcomes: Sequence[Outcome], tasks: Tasks, then: Callable[[list[Outcome] | None], None]
-    ) -> None:
-        """Have a thread verify all of them, of which a medium has said what it found; tell ``then``, on the event loop.
-
-        None: the thread failed, or the cache has ended.
-        """
-        do_soon(self._threads, partial(self.verify, range(len(outcomes)), outcomes), tasks, then)
 
     async def verify_all(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
         """Verify all of them in a thread, of which a medium has said what it found."""

@@ -356,7 +356,8 @@ class StorageTier(Tier):
 
         def ended(answer: Outcomes) -> None:
             if begin is None and answer.value:
-                verification.verify_soon(answer.value, self._tasks, partial(verified, answer))
+                verify = partial(verification.verify, range(n), answer.value)
+                do_soon(self.records.threads, verify, self._tasks, partial(verified, answer))
             else:
                 verified(answer, answer.value)
 
