@@ -19,45 +19,41 @@ class Event:
     """
 
     name: ClassVar[str]
-    level: ClassVar[Level] = "debug"
-    may_come_often: ClassVar[bool] = False
+    level: ClassVar[Level]
+    may_come_often: ClassVar[bool]
+
+    def __init_subclass__(cls, *, name: str, level: Level = "debug", may_come_often: bool = False) -> None:
+        cls.name, cls.level, cls.may_come_often = name, level, may_come_often
 
 
 @dataclass(frozen=True)
-class CacheOpened(Event):
+class CacheOpened(Event, name="cache.opened", level="info"):
     """All tiers are ready; ``recovered`` counts the blocks that each owned tier found of an earlier run."""
 
-    name: ClassVar[str] = "cache.opened"
-    level: ClassVar[Level] = "info"
     tiers: tuple[str, ...]
     recovered: Mapping[str, int]
     took_ms: float
 
 
 @dataclass(frozen=True)
-class PageLockingDoubted(Event):
+class PageLockingDoubted(Event, name="host_memory.page_locking_doubted", level="warning"):
     """A limit of the system is below what is to be page-locked; copies to the GPU may be slower for it."""
 
-    name: ClassVar[str] = "host_memory.page_locking_doubted"
-    level: ClassVar[Level] = "warning"
     reason: str
 
 
 @dataclass(frozen=True)
-class GPUPoolInHostMemory(Event):
+class GPUPoolInHostMemory(Event, name="gpu_pool.in_host_memory", level="warning"):
     """The engine's device is the CPU, so what a tier is to keep in GPU memory takes as much of the host's."""
 
-    name: ClassVar[str] = "gpu_pool.in_host_memory"
-    level: ClassVar[Level] = "warning"
     tier: str
     num_bytes: int
 
 
 @dataclass(frozen=True)
-class MemoryPageLocked(Event):
+class MemoryPageLocked(Event, name="host_memory.page_locked"):
     """One more GiB of a slab is page-locked, or the last of it: how far it is, and how long the driver took for it."""
 
-    name: ClassVar[str] = "host_memory.page_locked"
     slab: str
     page_locked_bytes: int
     wanted_bytes: int
@@ -65,11 +61,9 @@ class MemoryPageLocked(Event):
 
 
 @dataclass(frozen=True)
-class HostMemoryReady(Event):
+class HostMemoryReady(Event, name="host_memory.ready", level="info"):
     """A slab is as ready as it will be: touched, near the GPU if ``node`` says where, and page-locked for a GPU."""
 
-    name: ClassVar[str] = "host_memory.ready"
-    level: ClassVar[Level] = "info"
     slab: str
     num_bytes: int
     page_locked_bytes: int
@@ -78,11 +72,9 @@ class HostMemoryReady(Event):
 
 
 @dataclass(frozen=True)
-class HostMemoryPageable(Event):
+class HostMemoryPageable(Event, name="host_memory.pageable", level="warning"):
     """A GPU copies to and from memory that is not page-locked: right, but at a fraction of the speed of the bus."""
 
-    name: ClassVar[str] = "host_memory.pageable"
-    level: ClassVar[Level] = "warning"
     slab: str
     reason: str
     page_locked_bytes: int
@@ -90,34 +82,29 @@ class HostMemoryPageable(Event):
 
 
 @dataclass(frozen=True)
-class DeviceFailed(Event):
+class DeviceFailed(Event, name="device.failed", level="error"):
     """The device of the engine's KV cannot be used any more: no load or store moves; lookups and storage go on."""
 
-    name: ClassVar[str] = "device.failed"
-    level: ClassVar[Level] = "error"
     device: str
     error: str
 
 
 @dataclass(frozen=True)
-class CacheClosed(Event):
+class CacheClosed(Event, name="cache.closed", level="info"):
     """Everything ended; ``abandoned`` counts transfers that had not ended within the limit.
 
     ``unwritten`` counts blocks that still waited for tiers with ``write="back"``, and are lost.
     """
 
-    name: ClassVar[str] = "cache.closed"
-    level: ClassVar[Level] = "info"
     abandoned: int
     took_ms: float
     unwritten: int = 0
 
 
 @dataclass(frozen=True)
-class BlocksLookedUp(Event):
+class BlocksLookedUp(Event, name="blocks.looked_up"):
     """`TieredKV.lookup` answered that had to ask a tier: how long a prefix there is, and in which tiers."""
 
-    name: ClassVar[str] = "blocks.looked_up"
     blocks: int
     requested: int
     by_tier: Mapping[str, int]
@@ -125,13 +112,12 @@ class BlocksLookedUp(Event):
 
 
 @dataclass(frozen=True)
-class BlocksLoaded(Event):
+class BlocksLoaded(Event, name="blocks.loaded"):
     """A load ended; ``missed_because`` says what befell the first block that it did not bring, if there is one.
 
     Not of one that is planned for workers, nor are stores told of that are: a `JobResult` says what these did.
     """
 
-    name: ClassVar[str] = "blocks.loaded"
     blocks: int
     requested: int
     by_tier: Mapping[str, int]
@@ -141,10 +127,9 @@ class BlocksLoaded(Event):
 
 
 @dataclass(frozen=True)
-class BlocksStored(Event):
+class BlocksStored(Event, name="blocks.stored"):
     """A store let go of its source."""
 
-    name: ClassVar[str] = "blocks.stored"
     blocks: int
     present: int
     dropped: int
@@ -153,10 +138,9 @@ class BlocksStored(Event):
 
 
 @dataclass(frozen=True)
-class BlocksSettled(Event):
+class BlocksSettled(Event, name="blocks.settled"):
     """A store reached every tier that would take it: blocks written per tier, and lost (dropped or failed) per tier."""
 
-    name: ClassVar[str] = "blocks.settled"
     written: Mapping[str, int]
     lost: Mapping[str, int]
 
@@ -173,10 +157,9 @@ class BlocksSettled(Event):
 
 
 @dataclass(frozen=True)
-class BlocksPrefetched(Event):
+class BlocksPrefetched(Event, name="blocks.prefetched"):
     """A prefetch ended."""
 
-    name: ClassVar[str] = "blocks.prefetched"
     blocks: int
     moved: int
     target: str
@@ -184,17 +167,16 @@ class BlocksPrefetched(Event):
 
 
 @dataclass(frozen=True)
-class SequencePreempted(Event):
+class SequencePreempted(Event, name="sequence.preempted"):
     """A sequence was swapped out: so many blocks, of which some could not be kept; the pinned ones wait for it."""
 
-    name: ClassVar[str] = "sequence.preempted"
     blocks: int
     dropped: int
     pinned: int
 
 
 @dataclass(frozen=True)
-class BlocksCorrupted(Event):
+class BlocksCorrupted(Event, name="blocks.corrupted", level="warning", may_come_often=True):
     """Blocks that a tier had were not what they should be, and were served as a miss.
 
     An owned tier forgets them; what is shared is deleted when it is broken a second time, if no store has repaired it.
@@ -203,48 +185,37 @@ class BlocksCorrupted(Event):
     these, in hexadecimal digits, as `Namespace.names` makes them of keys.
     """
 
-    name: ClassVar[str] = "blocks.corrupted"
-    level: ClassVar[Level] = "warning"
-    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     keys: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class RecordsRefused(Event):
+class RecordsRefused(Event, name="records.refused", level="error", may_come_often=True):
     """Whole records were not served for their seal: of a key that the tier lacks, or none where there should be one.
 
     Each is a miss, and stays until a store replaces it, or it is evicted by name: a start that has the key serves it.
     Of an owned tier at most an eighth is kept so.
     """
 
-    name: ClassVar[str] = "records.refused"
-    level: ClassVar[Level] = "error"
-    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     reason: str
 
 
 @dataclass(frozen=True)
-class BlocksNotEncoded(Event):
+class BlocksNotEncoded(Event, name="blocks.not_encoded", level="warning", may_come_often=True):
     """Blocks were not written to a tier: its codec does not make them smaller. They may stay in the tiers above it."""
 
-    name: ClassVar[str] = "blocks.not_encoded"
-    level: ClassVar[Level] = "warning"
-    may_come_often: ClassVar[bool] = True
     tier: str
     blocks: int
     codec: str
 
 
 @dataclass(frozen=True)
-class TierFailed(Event):
+class TierFailed(Event, name="tier.failed", level="warning"):
     """A call of a tier went wrong; serving went on without it."""
 
-    name: ClassVar[str] = "tier.failed"
-    level: ClassVar[Level] = "warning"
     tier: str
     doing: str
     error: str
@@ -252,42 +223,34 @@ class TierFailed(Event):
 
 
 @dataclass(frozen=True)
-class TierStalled(Event):
+class TierStalled(Event, name="tier.stalled", level="warning"):
     """A call did not return in time: its buffers are quarantined, and the tier is bypassed until it returns."""
 
-    name: ClassVar[str] = "tier.stalled"
-    level: ClassVar[Level] = "warning"
     tier: str
     doing: str
     timeout_s: float
 
 
 @dataclass(frozen=True)
-class TierTripped(Event):
+class TierTripped(Event, name="tier.tripped", level="warning"):
     """Calls failed one after another: the tier is bypassed, but for a probe now and then, until one goes well."""
 
-    name: ClassVar[str] = "tier.tripped"
-    level: ClassVar[Level] = "warning"
     tier: str
     doing: str
 
 
 @dataclass(frozen=True)
-class TierResumed(Event):
+class TierResumed(Event, name="tier.resumed", level="info"):
     """The last late call of a tier returned, or a call went well again: the tier is in use again."""
 
-    name: ClassVar[str] = "tier.resumed"
-    level: ClassVar[Level] = "info"
     tier: str
     stalled_s: float
 
 
 @dataclass(frozen=True)
-class TierResized(Event):
+class TierResized(Event, name="tier.resized", level="info"):
     """A tier has another capacity: for ``blocks`` of prompts instead of ``before``; ``evicted`` had to go."""
 
-    name: ClassVar[str] = "tier.resized"
-    level: ClassVar[Level] = "info"
     tier: str
     blocks: int
     before: int
@@ -295,11 +258,9 @@ class TierResized(Event):
 
 
 @dataclass(frozen=True)
-class TierScrubbed(Event):
+class TierScrubbed(Event, name="tier.scrubbed", level="info"):
     """So many blocks of one kind of a tier, all that could be read, were verified; ``removed`` were broken."""
 
-    name: ClassVar[str] = "tier.scrubbed"
-    level: ClassVar[Level] = "info"
     tier: str
     blocks: int
     removed: int
@@ -307,63 +268,51 @@ class TierScrubbed(Event):
 
 
 @dataclass(frozen=True)
-class PageServed(Event):
+class PageServed(Event, name="page.served", level="info"):
     """The cache serves its page there, until it is closed."""
 
-    name: ClassVar[str] = "page.served"
-    level: ClassVar[Level] = "info"
     address: str
 
 
 @dataclass(frozen=True)
-class PageNotServed(Event):
+class PageNotServed(Event, name="page.not_served", level="warning"):
     """The page cannot be served at its address; the cache works without it."""
 
-    name: ClassVar[str] = "page.not_served"
-    level: ClassVar[Level] = "warning"
     address: str
     error: str
 
 
 @dataclass(frozen=True)
-class WorkerEnded(Event):
+class WorkerEnded(Event, name="worker.ended", level="info"):
     """A worker process has ended: its part of so many jobs came to nothing."""
 
-    name: ClassVar[str] = "worker.ended"
-    level: ClassVar[Level] = "info"
     rank: int
     pid: int
     jobs: int
 
 
 @dataclass(frozen=True)
-class TraceEnded(Event):
+class TraceEnded(Event, name="trace.ended", level="info"):
     """A recording of requests ended, with the cache or by its size; ``dropped`` calls came too fast to be written."""
 
-    name: ClassVar[str] = "trace.ended"
-    level: ClassVar[Level] = "info"
     path: str
     requests: int
     dropped: int
 
 
 @dataclass(frozen=True)
-class TraceFailed(Event):
+class TraceFailed(Event, name="trace.failed", level="warning"):
     """A recording of requests ended early: no file could be written, or no thread begun. The cache goes on."""
 
-    name: ClassVar[str] = "trace.failed"
-    level: ClassVar[Level] = "warning"
     path: str
     requests: int
     error: str
 
 
 @dataclass(frozen=True)
-class EpochAdvanced(Event):
+class EpochAdvanced(Event, name="epoch.advanced", level="info"):
     """Blocks of other weights are no longer served."""
 
-    name: ClassVar[str] = "epoch.advanced"
-    level: ClassVar[Level] = "info"
     weights: str
 
 

@@ -10,21 +10,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import structlog
 
-from tiered_kv.values.events import Emit, Event
+from tiered_kv.values.events import Emit, Event, Level
 
-Level = Literal["debug", "info", "warning", "error"]
 _NAME: Final = "tiered_kv"
 _SILENT_S: Final = 60.0
-_NUMBERS: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+_NUMBERS: Final = logging.getLevelNamesMapping()
 _structlog = structlog.get_logger(_NAME)
 _logging = logging.getLogger(_NAME)
 
@@ -47,7 +41,7 @@ def log(level: Level, event: str, /, *, exc_info: BaseException | None = None, *
         else:
             text = " ".join([event, *(f"{name}={_told(value)}" for name, value in values.items())])
             extra = {"event": event, "values": values}
-            _logging.log(_NUMBERS[level], "%s", text, exc_info=exc_info, extra=extra)
+            _logging.log(_NUMBERS[level.upper()], "%s", text, exc_info=exc_info, extra=extra)
     except Exception:  # noqa: BLE001, S110 - a sink of the program's; whom could we tell?
         pass
 
@@ -83,8 +77,8 @@ _seldom = defaultdict[tuple[str, str], Seldom](Seldom)
 
 def _is_wanted(level: Level) -> bool:
     if structlog.is_configured():
-        return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level])
-    return _logging.isEnabledFor(_NUMBERS[level])
+        return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level.upper()])
+    return _logging.isEnabledFor(_NUMBERS[level.upper()])
 
 
 def _told(value: object) -> str:
