@@ -3,11 +3,13 @@
 Two fine-tunes of one model have files of the same names, sizes and headers, so some of each tensor's bytes are read
 too: a page from its middle. That takes a few milliseconds a gigabyte, where a digest of everything takes a second.
 
-What is below an engine: a cache of its own, or the one that a server of this host keeps, by one setting.
+What is below an engine: a cache of its own, or the one that a server of this host keeps, by one setting. And what else
+adapters read of their settings alike.
 """
 
 import hashlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
@@ -31,6 +33,15 @@ TOKENS_PER_STATE: Final = 2048
 def state_slots(block_size: int, tokens_per_state: int) -> float:
     """Return `KVGroup.slots_per_block` of states, of which there is one for so many tokens."""
     return min(1.0, block_size / tokens_per_state)
+
+
+def in_all_texts(value: Any, old: str, new: str) -> Any:  # noqa: ANN401 - JSON
+    """Put one text for another in all texts of some settings: processes have directories of their own by it."""
+    if isinstance(value, str):
+        return value.replace(old, new)
+    if isinstance(value, Mapping):
+        return {key: in_all_texts(each, old, new) for key, each in value.items()}
+    return [in_all_texts(each, old, new) for each in value] if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,26 @@ _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
 """That a safetensors file may have, as its format says."""
+
+
+def folder_of(name: str, revision: str | None = None) -> str | None:
+    """Return the folder of a checkpoint or an adapter on this host: its path, or where the hub's client keeps it.
+
+    None if it is nowhere.
+    """
+    if os.path.isdir(name):  # noqa: PTH112 - the name of a model is no path, and may be too long for one
+        return name
+    from huggingface_hub import snapshot_download  # noqa: PLC0415 - engines bring it, and not every model comes from it
+
+    try:
+        return str(snapshot_download(name, revision=revision, local_files_only=True))
+    except (OSError, ValueError):  # not there, or no name of a model there
+        return None
+
+
+def digest_of(facts: Mapping[str, Any]) -> str:
+    """Digest what else changes KV, by name, in hexadecimal."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def checkpoint_weights(folder: str | Path) -> str:

@@ -26,7 +26,14 @@ from sglang.version import __version__ as _version
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
-from tiered_kv.integrations.identity import TOKENS_PER_STATE, Below, adapter_weights, checkpoint_weights
+from tiered_kv.integrations.identity import (
+    TOKENS_PER_STATE,
+    Below,
+    adapter_weights,
+    checkpoint_weights,
+    folder_of,
+    in_all_texts,
+)
 from tiered_kv.integrations.sglang.pools import KV, VERSION, HostPool, host_pool, is_split
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.transfers.submissions import Ticket
@@ -89,7 +96,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
                 f'"tiered_kv" is an object of settings, {{"tiers": [...]}}, got {extra["tiered_kv"]!r:.80}'
             )
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
-        given = _in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
+        given = in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
         self._weights = given.pop("weights", None)
         self._tokens_per_state = as_int("tokens_per_state", given.pop("tokens_per_state", TOKENS_PER_STATE), least=1)
         self._below = Below.of(given or None)
@@ -545,21 +552,6 @@ def _folder_of(path: str, revision: str | None, otherwise: str) -> str:
     Raises:
         ConfigurationError: It is nowhere on this host; what to do then is said by ``otherwise``.
     """
-    if Path(path).is_dir():
-        return path
-    try:
-        from huggingface_hub import snapshot_download  # noqa: PLC0415 - SGLang brings it
-
-        return str(snapshot_download(path, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise ConfigurationError(f"{path!r} is no folder here ({error}): {otherwise}") from error
-
-
-def _in_all_texts(value: Any, old: str, new: str) -> Any:  # noqa: ANN401 - JSON
-    if isinstance(value, str):
-        return value.replace(old, new)
-    if isinstance(value, Mapping):
-        return {key: _in_all_texts(each, old, new) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_in_all_texts(each, old, new) for each in value]
-    return value
+    if (folder := folder_of(path, revision)) is None:
+        raise ConfigurationError(f"{path!r} is no folder here, nor in the cache of Hugging Face: {otherwise}")
+    return folder

@@ -1,7 +1,5 @@
 """A cache for one model of transformers: who it is, what its blocks are, and that it can be served at all."""
 
-import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -22,7 +20,7 @@ from transformers.cache_utils import (
 )
 
 from tiered_kv.cache.blocking import open_blocking
-from tiered_kv.integrations.identity import Below, checkpoint_weights
+from tiered_kv.integrations.identity import Below, checkpoint_weights, digest_of
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import (
     VERSION,
@@ -281,8 +279,7 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     facts = model.config.get_text_config(decoder=True).to_dict()
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
-    digest = hashlib.sha256(json.dumps(kept, sort_keys=True, default=str).encode()).hexdigest()
-    return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest),))
+    return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
 
 
 def _check(model: PreTrainedModel) -> None:

@@ -3,8 +3,6 @@
 Which model a vLLM serves: what other weights computed, or these in another way, must never be served.
 """
 
-import hashlib
-import json
 import math
 import os
 from collections.abc import Mapping
@@ -22,7 +20,16 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from tiered_kv.integrations.identity import CONNECT, TOKENS_PER_STATE, Below, checkpoint_weights, state_slots
+from tiered_kv.integrations.identity import (
+    CONNECT,
+    TOKENS_PER_STATE,
+    Below,
+    checkpoint_weights,
+    digest_of,
+    folder_of,
+    in_all_texts,
+    state_slots,
+)
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
@@ -64,11 +71,10 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
     name = "+".join(model.hf_config.architectures or ["unknown"])
     load_format = str(vllm_config.load_config.load_format)
     weights = weights or weights_of(model.model, model.revision, load_format=load_format)
-    return ModelIdentity(name, weights, (("vllm config", digest),))
+    return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
 
 
 def _goes_by_length(config: Mapping[str, Any]) -> bool:
@@ -94,20 +100,10 @@ def weights_of(model: str, revision: str | None = None, *, load_format: str = "a
     return checkpoint_weights(folder)
 
 
-def folder_of(model: str, revision: str | None) -> str | None:
-    """Return the folder of a model or an adapter on this machine, or None."""
-    if os.path.isdir(model):  # noqa: PTH112 - the name of a model is no path, and may be too long for one
-        return model
-    from huggingface_hub import snapshot_download  # noqa: PLC0415 - vLLM brings it, and not every model comes from it
-
-    try:
-        return str(snapshot_download(model, revision=revision, local_files_only=True))
-    except (OSError, ValueError):  # not there, or no name of a model there
-        return None
-
-
 GATHERED_S: Final = 1.0
 """For how long blocks gather in host memory before they are written to storage, where it has room for them."""
+RANK: Final = "{dp_rank}"
+"""Of data parallelism, in texts that ask for it: each replica has tiers of its own on one machine."""
 STAGES_ARE_EQUAL: Final = "all stages must have as many layers of each kind: choose another pipeline_parallel_size"
 _WITHOUT: Final = "Serve this model without this connector"
 CACHE_SETTINGS: Final = {"tiers", "limits", "codec", CONNECT}
@@ -236,7 +232,7 @@ class Configuration:
         _check_prefixes(vllm_config)
         _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
-        extra = with_rank(dict(transfer.kv_connector_extra_config), parallel.data_parallel_index)
+        extra = in_all_texts(dict(transfer.kv_connector_extra_config), RANK, str(parallel.data_parallel_index))
         connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
         return cls(
             connector=connector,
@@ -426,12 +422,3 @@ def _specs(group: Any) -> dict[str, Any]:
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return dict(spec.kv_cache_specs)
     return dict.fromkeys(group.layer_names, spec)
-
-
-def with_rank(value: Any, rank: int) -> Any:
-    """Put the data parallel rank into texts that ask for it: each replica has tiers of its own on one machine."""
-    if isinstance(value, str):
-        return value.replace("{dp_rank}", str(rank))
-    if isinstance(value, Mapping):
-        return {key: with_rank(each, rank) for key, each in value.items()}
-    return [with_rank(each, rank) for each in value] if isinstance(value, list | tuple) else value

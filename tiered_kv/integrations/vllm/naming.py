@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.cache.groups import GroupNeed
-from tiered_kv.integrations.identity import adapter_weights
-from tiered_kv.integrations.vllm.configuration import EngineGroup, folder_of
+from tiered_kv.integrations.identity import adapter_weights, folder_of
+from tiered_kv.integrations.vllm.configuration import EngineGroup
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.log import log
@@ -113,7 +113,7 @@ _UNKNOWN: Final = _Adapter()
 
 
 def _read(lora: Any, *, is_first: bool) -> _Adapter:
-    found = folder_of(os.path.expanduser(lora.lora_path), None)  # noqa: PTH111 - it may be a name at Hugging Face
+    found = folder_of(os.path.expanduser(lora.lora_path))  # noqa: PTH111 - it may be a name at Hugging Face
     folder = Path(found or lora.lora_path)
     files = _files_in(folder)
     try:

@@ -18,8 +18,9 @@ from vllm.v1.kv_offload.tiering.base import SecondaryTierManager
 
 from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.cache.tiered_kv import TieredKV
+from tiered_kv.integrations.identity import in_all_texts
 from tiered_kv.integrations.vllm.compatibility import VERSION, device_kind
-from tiered_kv.integrations.vllm.configuration import weights_of, with_rank
+from tiered_kv.integrations.vllm.configuration import RANK, weights_of
 from tiered_kv.integrations.vllm.offload_jobs import OffloadJobs
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ClosedError, ConfigurationError
@@ -72,8 +73,8 @@ class TieredKVTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         config = offloading_spec.config
-        rank = config.parallel.data_parallel_index
-        settings = TieredKVSettings(tiers=with_rank(tiers, rank), limits=with_rank(dict(limits or {}), rank))
+        given = {"tiers": tiers, "limits": dict(limits or {})}
+        settings = TieredKVSettings(**in_all_texts(given, RANK, str(config.parallel.data_parallel_index)))
         name = config.model.name
         if not weights and not os.path.isdir(name):  # noqa: PTH112 - the name of a model is no path
             raise ConfigurationError(
