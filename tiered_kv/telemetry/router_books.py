@@ -10,7 +10,6 @@ a map with its ``type``, or in the older form a list that begins with it. A requ
 optional one is left out.
 """
 
-import struct
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.telemetry.kv_event_values import Form
 from tiered_kv.tiers.changes import Added, Cleared, Removed, Snapshot, TierChange
-from tiered_kv.values.keys import DIGEST_BYTES, Names, rows_of
+from tiered_kv.values.keys import Names, rows_of
 
 Event = dict[str, Any]
 """Type and fields, in the order of the wire."""
@@ -38,9 +37,7 @@ _BLOCKS_PER_BATCH: Final = 256
 _SORTED_AT_ONCE: Final = 1 << 14
 _MOST_WAITING: Final = 1 << 16
 _EPOCH_BYTES: Final = 8
-_HEAD: Final = struct.Struct(f"<{_EPOCH_BYTES}sQQ?IIII")  # epoch, hash, parent, has one, position, group, tokens, names
-_POSITION: Final = struct.Struct("<I")
-_POSITION_AT: Final = struct.calcsize(f"<{_EPOCH_BYTES}sQQ?")
+_POSITION_BYTES: Final = 4
 
 
 class EventMedium(NamedTuple):
@@ -62,27 +59,27 @@ class CacheSpec(NamedTuple):
     sliding_window: int | None = None
 
 
-class Described(NamedTuple):
-    """One block as routers know it.
+class Described(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
+    """One block as routers know it. It is kept packed, behind its epoch and position: there may be a million.
 
     Attributes:
         hash: Its hash, u64.
         parent: The hash of the block before it; None for the first of a prompt.
-        position: Which block of its prompt it is.
         group: The KV group.
         tokens: Its token ids.
+        names: Per rank; none for a block of one rank, which is found by the name it goes under.
         lora_id, lora_name: The LoRA that it was computed with.
         extra_keys: What else went into its hash.
     """
 
     hash: int
     parent: int | None
-    position: int
     group: int
     tokens: tuple[int, ...]
-    lora_id: int | None
-    lora_name: str | None
-    extra_keys: tuple[Any, ...] | None
+    names: tuple[bytes, ...] = ()
+    lora_id: Any = None  # nobody has looked at these three: what was packed can be unpacked
+    lora_name: Any = None
+    extra_keys: Any = None
 
     def goes_on(self, before: "Described") -> bool:
         """Whether one event can tell of this block and the one before it."""
@@ -170,21 +167,15 @@ class Description:
     extra_keys: Sequence[tuple[Any, ...] | None] | None = None
 
     def records(self) -> Iterator[tuple[list[bytes], bytes]]:
-        """Yield of each block its names and its record: packed, so that a million of them weigh little."""
-        columns = [rows_of(names) for names in self.names]
-        hashes = self.hashes.tolist()
-        parents = [self.parent, *hashes[:-1]]
-        num_names = len(columns) if len(columns) > 1 else 0  # a block of one rank is found by the name it goes under
-        for at, (own, parent) in enumerate(zip(hashes, parents, strict=True)):
-            names = [column[at] for column in columns]
-            place = self.start + at, self.group, self.tokens.shape[1], num_names
-            head = _HEAD.pack(self.epoch[:_EPOCH_BYTES], own, parent or 0, parent is not None, *place)
-            parts = [head, self.tokens[at].tobytes(), *names[:num_names], self._extra(at)]
-            yield names, b"".join(parts)
-
-    def _extra(self, at: int) -> bytes:
-        extra = self.lora_id, self.lora_name, self.extra_keys[at] if self.extra_keys else None
-        return msgspec.msgpack.encode(extra) if any(each is not None for each in extra) else b""
+        """Yield of each block its names and its record."""
+        hashes, parent, pack = self.hashes.tolist(), self.parent, msgspec.msgpack.Encoder().encode
+        for at, (own, *names) in enumerate(zip(hashes, *map(rows_of, self.names), strict=True)):
+            each, extra = tuple(names) if len(names) > 1 else (), self.extra_keys[at] if self.extra_keys else None
+            tokens = tuple(self.tokens[at].tolist())
+            block = Described(own, parent, self.group, tokens, each, self.lora_id, self.lora_name, extra)
+            head = self.epoch[:_EPOCH_BYTES] + (self.start + at).to_bytes(_POSITION_BYTES, "big")
+            yield names, head + pack(block)
+            parent = own
 
 
 class RouterBooks:
@@ -312,13 +303,13 @@ class RouterBooks:
                 gained[medium].append(record)
         for medium in had:
             if medium not in has:
-                lost[medium].append(_HEAD.unpack_from(record)[1])
+                lost[medium].append(_unpack(record).hash)
         if not after:
             self._keep_waiting(name, self._records.pop(name))
 
     def _media_of(self, name: bytes, group: int, record: bytes) -> list[int]:
         """Return the media, by number, in which every rank has a described block."""
-        names = _names_in(record) or [name]
+        names = _unpack(record).names or (name,)
         tiers = [
             self._held[group, rank].get(each, 0) if each in self._records else 0 for rank, each in enumerate(names)
         ]
@@ -337,7 +328,7 @@ class RouterBooks:
 
     def _arrivals(self, gained: list[list[bytes]]) -> Iterator[Event]:
         for at, records in zip(self._media, gained, strict=True):
-            records.sort(key=_position)  # a router drops a block whose parent it has not heard of
+            records.sort()  # by position: a router drops a block whose parent it has not heard of
             for start in range(0, len(records), _SORTED_AT_ONCE):
                 for run in _runs([_unpack(record) for record in records[start : start + _SORTED_AT_ONCE]]):
                     yield stored(run, at, self._specs.get(run[0].group))
@@ -373,21 +364,8 @@ def _batches(events: Iterable[Event], *first: Event) -> Iterator[Batch]:
         yield batch
 
 
-def _position(record: bytes) -> int:
-    position: int = _POSITION.unpack_from(record, _POSITION_AT)[0]
-    return position
-
-
-def _names_in(record: bytes) -> list[bytes]:
-    *_, num_tokens, num_names = _HEAD.unpack_from(record)
-    start = _HEAD.size + 4 * num_tokens
-    return [record[start + DIGEST_BYTES * n : start + DIGEST_BYTES * (n + 1)] for n in range(num_names)]
+_unpacked: Final = msgspec.msgpack.Decoder(Described).decode
 
 
 def _unpack(record: bytes) -> Described:
-    _, own, parent, has_parent, position, group, num_tokens, num_names = _HEAD.unpack_from(record)
-    stop = _HEAD.size + 4 * num_tokens
-    tokens = tuple(np.frombuffer(record, "<u4", num_tokens, _HEAD.size).tolist())
-    extra = record[stop + DIGEST_BYTES * num_names :]
-    lora_id, lora_name, extra_keys = msgspec.msgpack.decode(extra) if extra else (None, None, None)
-    return Described(own, parent if has_parent else None, position, group, tokens, lora_id, lora_name, extra_keys)
+    return _unpacked(memoryview(record)[_EPOCH_BYTES + _POSITION_BYTES :])
