@@ -121,6 +121,7 @@ def test_what_no_file_of_prices_has_is_said_with_what_it_may_have(tmp_path: Path
             '[[media]]\nname = "cpu"\nprice = 1\nread_bandwidth = "1GB"',
             "media[0].price: there is no such setting: did you mean 'price_per_gib_month' or 'price_per_tib_written'?",
         ),
+        ("media = []", "media: there is none to choose from"),
     ):
         file.write_text(text)
         assert why in run(TRACE, "--prices", file).stderr

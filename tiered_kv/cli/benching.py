@@ -25,8 +25,17 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from tiered_kv.cache.tiered_kv import TieredKV
-from tiered_kv.cli.common import AsJSON, ConfigFile, err, one_line_errors, print_json, print_table, say, settings_of
-from tiered_kv.cli.replaying import size_of
+from tiered_kv.cli.common import (
+    AsJSON,
+    ConfigFile,
+    err,
+    one_line_errors,
+    print_json,
+    print_table,
+    say,
+    settings_of,
+    size_of,
+)
 from tiered_kv.media.backend import Backend, Block, RecordShape
 from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name

@@ -16,6 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from tiered_kv.settings.setting_errors import read_size
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
 
 if TYPE_CHECKING:
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 _WIDTH: Final = 160
 """Of tables that go to a file or another program."""
+_MOST_BYTES: Final = 1 << 62
+"""Of a size: far more than there is, and a float can hold what is computed of it."""
 
 AsJSON = Annotated[bool, typer.Option("--json", help="Answer with one line of JSON.")]
 ConfigFile = Annotated[
@@ -112,6 +115,21 @@ def refuse_if(*contradictions: tuple[bool, str]) -> None:
     for is_so, why in contradictions:
         if is_so:
             raise ConfigurationError(why)
+
+
+def size_of(option: str, text: str) -> int:
+    """Read a size in bytes.
+
+    Raises:
+        ConfigurationError: It is none.
+    """
+    try:
+        size = read_size(text)
+    except ValueError:  # pydantic's are some
+        size = 0
+    if not 1 <= size <= _MOST_BYTES:
+        raise ConfigurationError(f"{option} must be a size in bytes, such as 128KiB, got {text!r:.80}")
+    return size
 
 
 def read_whole(path: str) -> bytes:

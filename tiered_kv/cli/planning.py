@@ -11,7 +11,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.markup import escape
 
 from tiered_kv.cli.benching import Measured
-from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json, print_table, read_whole, say
+from tiered_kv.cli.common import AsJSON, one_line_errors, out, print_json, print_table, read_whole, say, size_of
 from tiered_kv.cli.replaying import (
     KV_BYTES,
     BlockSize,
@@ -21,7 +21,6 @@ from tiered_kv.cli.replaying import (
     TraceFile,
     progress,
     read,
-    size_of,
     tell_if_guessed,
 )
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay

@@ -9,7 +9,6 @@ from dataclasses import asdict
 from typing import Annotated, Final, TypeVar, get_args
 
 import typer
-from pydantic import ByteSize, TypeAdapter
 from rich.progress import Progress
 
 from tiered_kv.cli.common import (
@@ -22,13 +21,13 @@ from tiered_kv.cli.common import (
     refuse_if,
     say,
     settings_of,
+    size_of,
     tell,
 )
 from tiered_kv.replay import BlockCost, ReplayReport, TierPlan, plans_from, replay, tier_plans
 from tiered_kv.replay.hinting_sessions import HintsAre
 from tiered_kv.replay.real import media_of, really, with_room_as
 from tiered_kv.replay.report import gib
-from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.settings import CacheLimits
 from tiered_kv.settings.tier_settings import DEFAULT_POLICY
 from tiered_kv.traces import BadLine, Trace, open_trace
@@ -38,9 +37,6 @@ from tiered_kv.values.hints import StoreWhen
 W = TypeVar("W", bound=str)
 _MOST_TOLD: Final = 5
 _TELL_EVERY_S: Final = 10.0
-_SIZE: Final = TypeAdapter(ByteSize)
-_MOST_BYTES: Final = 1 << 62
-"""Of a size: far more than there is, and a float can hold what is computed of it."""
 _WHEN: Final = {"computed": "computed", "evicted": "about to be dropped"}
 
 TraceFile = Annotated[
@@ -230,22 +226,6 @@ def _tell_left_out(plans: Sequence[TierPlan], report: ReplayReport, block_bytes:
     for plan in plans:
         if plan.capacity_bytes and plan.name not in there:
             tell(f"{plan.name} was left out: it holds no block of {block_bytes:,} bytes, as this trace has")
-
-
-def size_of(option: str, text: str) -> int:
-    """Read a size in bytes.
-
-    Raises:
-        ConfigurationError: It is none.
-    """
-    try:
-        check_size(text)
-        size = int(_SIZE.validate_python(text))
-    except ValueError:  # pydantic's are some
-        size = 0
-    if not 1 <= size <= _MOST_BYTES:
-        raise ConfigurationError(f"{option} must be a size in bytes, such as 128KiB, got {text!r:.80}")
-    return size
 
 
 @contextmanager

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
-from pydantic import ByteSize, Field, TypeAdapter
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
@@ -24,12 +23,12 @@ from tiered_kv.cli.common import (
     print_table,
     refuse_if,
     settings_of,
+    size_of,
 )
 from tiered_kv.media.inventory import MOST_FOUND_BYTES, Found, Inventory, Place
 from tiered_kv.media.record import HEADER_BYTES, key_in, parse_record, payload_bytes_in
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_from, tier_name
 from tiered_kv.settings.registry import resolve
-from tiered_kv.settings.setting_errors import check_size
 from tiered_kv.settings.tier_settings import StorageTierSettings, TierSettings
 from tiered_kv.values.errors import BlockCorruptError, ConfigurationError, LayoutMismatchError
 from tiered_kv.values.keys import NO_SALT, epoch_digest, salt_digest
@@ -151,7 +150,7 @@ def verify_command(
     """Read every record of a tier's medium, and check every byte of it. Exits 1 if something broken is left."""
 
     async def look(on_progress: OnProgress) -> InventoryReport:
-        bytes_a_second = None if rate is None else _bytes_of(rate)
+        bytes_a_second = None if rate is None else size_of("--rate", rate)
         tier = tier_at(where, config)
         encryption = getattr(tier, "encryption", None)
         seal = None if encryption is None else encryption.make_seal()
@@ -394,14 +393,6 @@ async def _hold(inventory: Inventory) -> None:
 def _tell_missing(inventory: Inventory) -> None:
     for name in inventory.missing:
         err.print(f"[red]missing[/] {escape(name)}: what is there was not looked at", highlight=False)
-
-
-def _bytes_of(text: str) -> int:
-    try:
-        check_size(text)
-        return TypeAdapter(Annotated[ByteSize, Field(gt=0)]).validate_python(text)
-    except ValueError as error:  # pydantic's are some
-        raise ConfigurationError(f"--rate takes a size in bytes, such as 50MiB, got {text!r:.80}") from error
 
 
 def _agreed(question: str) -> bool:

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import numpy as np
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError, field_validator
+from pydantic import ByteSize, Field, field_validator
 
 from tiered_kv.replay.curves import Curve
 from tiered_kv.replay.report import GIB
 from tiered_kv.replay.simulated import BlockCost
 from tiered_kv.replay.simulated_chain import NO_BLOCK, TierPlan, check_order
 from tiered_kv.settings.registry import OWN_MEDIA
-from tiered_kv.settings.setting_errors import check_size, line, problems
+from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
@@ -34,10 +34,8 @@ _NUM_SIZES: Final = 24
 _Price = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
-class Medium(BaseModel):
+class Medium(Checked):
     """A medium that can be bought, and at which price."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = Field(min_length=1)
     """A tier's name; ``cpu`` and ``gpu`` are memory."""
@@ -52,22 +50,14 @@ class Medium(BaseModel):
     price_per_tib_written: _Price = 0.0
     """What wear costs: of a drive, its price by the TiB that it may be written."""
 
-    @field_validator("read_bandwidth", "most", mode="before")
-    @classmethod
-    def _check_sizes(cls, given: object) -> object:
-        check_size(given)
-        return given
-
     @property
     def is_memory(self) -> bool:
         """Whether blocks lie there without a record's header."""
         return self.name in OWN_MEDIA
 
 
-class Prices(BaseModel):
+class Prices(Checked):
     """What things cost, in any one currency."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     engine_price_per_hour: _Price = 2.5
     """Of what computes prompts, whose time a hit saves."""
@@ -76,7 +66,6 @@ class Prices(BaseModel):
             Medium(name="cpu", price_per_gib_month=2.5, read_bandwidth=ByteSize(20 * 10**9)),
             Medium(name="nvme", price_per_gib_month=0.1, read_bandwidth=ByteSize(3 * 10**9)),
         ),
-        min_length=1,
         max_length=_MOST_MEDIA,
     )
     """Fastest first. What stands here is an example to be replaced by one's own."""
@@ -84,6 +73,8 @@ class Prices(BaseModel):
     @field_validator("media")
     @classmethod
     def _check_media(cls, media: tuple[Medium, ...]) -> tuple[Medium, ...]:
+        if not media:
+            raise ValueError("there is none to choose from: name one at least")
         check_order([medium.name for medium in media])
         return media
 
@@ -111,11 +102,8 @@ class Prices(BaseModel):
         """
         try:
             return cls.model_validate(given)
-        except ValidationError as error:
-            found = problems(error, cls)
-            inner = {where[:end] for where, _ in found for end in range(len(where))}  # of which a part is wrong
-            wrong = "; ".join(line(where, what) for where, what in found if where not in inner)
-            raise ConfigurationError(f"{source}: {wrong}") from None
+        except ConfigurationError as error:
+            raise ConfigurationError(f"{source}: {error}") from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter
 
 from tiered_kv.catalog import Policy, TierIndex, locate
 from tiered_kv.catalog.copy_budget import CopyBudget
@@ -20,7 +19,7 @@ from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
 from tiered_kv.settings.registry import OWN_MEDIA, check_named
-from tiered_kv.settings.setting_errors import check_size
+from tiered_kv.settings.setting_errors import read_size
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
 from tiered_kv.values.errors import ConfigurationError
@@ -32,7 +31,6 @@ _LEAST_USES, _MOST_USES = 1 << 12, 1 << 20
 _EXPIRED_AT_ONCE: Final = 1 << 16
 _NO_BOUND: Final = 1 << 62
 NO_BLOCK: Final = "no request of the trace has a block: there is nothing to keep"
-_SIZE: Final = TypeAdapter(ByteSize)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,7 @@ def tier_plans(texts: Sequence[str], policy: str) -> list[TierPlan]:
         check_named(name)
         size, _, own_policy = rest.partition(":")
         try:
-            check_size(size or 0)
-            capacity = int(_SIZE.validate_python(size)) if size else None
+            capacity = read_size(size) if size else None
         except ValueError:  # pydantic's are some
             raise ConfigurationError(
                 f"--tier {text}: write NAME=SIZE, the size in bytes, e.g. cpu=16GiB or cpu=16GiB:lru"

@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
+    TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
@@ -32,6 +33,7 @@ _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
 """Errors of fields that are numbers or choices and so no secrets: what was given may be shown."""
 
 
+_BYTES = TypeAdapter(ByteSize)
 _SIZE = re.compile(r"\d[\d_]*|(\d+\.?\d*|\.\d+)\s*[a-z]+", re.IGNORECASE)
 """What pydantic's ByteSize reads whole: it takes ``10%`` for ten bytes, and ``1.5`` for one."""
 _BITS = re.compile(r".*([a-z]*bits?|[KMGTPE]i?b)")
@@ -119,6 +121,12 @@ def check_size(given: object) -> None:
         raise ValueError(f"{given!r:.80} is in bits: write bytes, e.g. '32GiB'")
     if isinstance(given, bool) or (isinstance(given, str) and not _SIZE.fullmatch(given.strip())):
         raise ValueError(f"{given!r:.80} is no size: write bytes as an int, or e.g. '32GiB'")
+
+
+def read_size(given: object) -> int:
+    """Read a size in bytes, as a field of settings does; raise `ValueError` for what is none."""
+    check_size(given)
+    return int(_BYTES.validate_python(given))
 
 
 def size_in_words(num_bytes: float) -> str:
