@@ -24,7 +24,7 @@ from tiered_kv.cli.replaying import (
     tell_if_guessed,
 )
 from tiered_kv.replay import BlockCost, Choice, Curve, Medium, Prices, Survey, choices, lru_curve, replay
-from tiered_kv.replay.pages import assumed, headline, page, picture
+from tiered_kv.replay.pages import CHOICE_COLUMNS, assumed, choice_row, headline, page, picture
 from tiered_kv.replay.report import gib
 from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
@@ -212,18 +212,6 @@ def _show(trace: Trace, curves: dict[str, Curve], options: Sequence[Choice], pri
     ]
     print_table(("blocks", "GiB", *map(escape, curves)), rows)
     out.print()
-    print_table(
-        ("tiers", "hit rate", "price a month", "saves", "gain"),
-        [
-            (
-                escape(" + ".join(f"{tier.name} {gib(tier.num_bytes)} GiB" for tier in each.tiers)) or "none",
-                f"{each.hit_rate:.3f}",
-                f"{each.price_a_month:,.0f}",
-                f"{each.saved_a_month:,.0f}",
-                f"{each.gain_a_month:,.0f}",
-            )
-            for each in options
-        ],
-    )
+    print_table(CHOICE_COLUMNS, [tuple(map(escape, choice_row(each))) for each in options])
     out.print()
     print_table(("assumed", "value"), [(escape(what), escape(value)) for what, value in assumed(prices, cost)])

@@ -17,6 +17,7 @@ from tiered_kv.traces import Trace
 from tiered_kv.values.errors import ConfigurationError
 
 _MOST_POINTS: Final = 400
+CHOICE_COLUMNS: Final = ("tiers", "hit rate", "price a month", "saves", "gain")
 _STYLE: Final = """
 :root { color-scheme: light dark; --faint: color-mix(in srgb, currentColor 14%, transparent); }
 body { font: 16px/1.55 system-ui, sans-serif; max-width: 52rem; margin: 2.5rem auto; padding: 0 1rem; }
@@ -81,7 +82,7 @@ def page(
 <h2>Hit rate by size</h2>
 <img alt="Hit rate by size of a tier, by policy" src="data:image/png;base64,{image}">
 <h2>What each set of tiers is worth</h2>
-{_table([("tiers", "hit rate", "price", "saves", "gain"), *(_row(each) for each in options)], best=1)}
+{_table([CHOICE_COLUMNS, *map(choice_row, options)], best=1)}
 <p><small>A month; sizes of each set are those with the largest gain. A hit saves the time of computing a block less the
 time of loading it.</small></p>
 {_tiers(best)}{_check(best, checked)}
@@ -109,7 +110,8 @@ def _verdict(best: Choice, prices: Prices) -> str:
     )
 
 
-def _row(each: Choice) -> tuple[str, ...]:
+def choice_row(each: Choice) -> tuple[str, ...]:
+    """Return what `CHOICE_COLUMNS` are of a choice."""
     tiers = " + ".join(f"{tier.name} {gib(tier.num_bytes)} GiB" for tier in each.tiers) or "none"
     return (
         tiers, f"{each.hit_rate:.3f}", f"{each.price_a_month:,.0f}", f"{each.saved_a_month:,.0f}",
