@@ -60,64 +60,48 @@ class TieredKVStats(KVConnectorStats):
 
 
 class Counts:
-    """What the scheduler's side counts, until vLLM takes it."""
+    """What the scheduler's side counts, until vLLM takes it. Any thread may call."""
 
     def __init__(self) -> None:
         self._stats = TieredKVStats()
-        self._lock = Lock()
-        self._favoured = [0, 0]
+        self._lock = Lock()  # hints count in the cache's event loop
+
+    def add(self, **counts: float) -> None:
+        """Count more, by the names of `COUNTERS`; see `TieredKVStats.add`."""
+        with self._lock:
+            self._stats.add(counts)
 
     def load(self, num_wanted: int, num_blocks: int, waited_s: float) -> None:
         """Count a load as it goes to the workers."""
         lost = num_wanted - num_blocks
-        self._stats.add(
-            {"load_requests": 1, "load_blocks": num_blocks, "load_blocks_lost": lost, "load_wait_seconds": waited_s}
-        )
-
-    def declined(self, num_blocks: int) -> None:
-        """Count blocks that are not loaded though they could be."""
-        self._stats.add({"load_blocks_declined": num_blocks})
+        self.add(load_requests=1, load_blocks=num_blocks, load_blocks_lost=lost, load_wait_seconds=waited_s)
 
     def store(self, num_wanted: int, num_stored: int) -> None:
         """Count a store that has ended."""
-        self._stats.add({"store_blocks": num_stored, "store_blocks_skipped": num_wanted - num_stored})
-
-    def late(self, num_blocks: int) -> None:
-        """Count blocks that were dropped before they could be stored."""
-        if num_blocks:
-            self._stats.add({"store_blocks_late": num_blocks})
-
-    def copied(self, error: str) -> None:
-        """Count a rank's copy if it failed. What was cancelled, or found no server, is no error of a copy."""
-        if error:
-            self._stats.add({"errors": 1})
+        self.add(store_blocks=num_stored, store_blocks_skipped=num_wanted - num_stored)
 
     def hints(self, num_actions: int, num_ignored: int) -> None:
         """Count what requests say of their KV."""
         if num_actions or num_ignored:
-            self._stats.add({"hints": num_actions, "hints_ignored": num_ignored})
+            self.add(hints=num_actions, hints_ignored=num_ignored)
 
     def favoured(self, num_blocks: int, num_refused: int) -> None:
-        """Count blocks that are kept or brought by hints. Called in the cache's event loop, unlike all others."""
-        with self._lock:
-            self._favoured[0] += num_blocks
-            self._favoured[1] += num_refused
+        """Count blocks that are kept or brought by hints."""
+        if num_blocks or num_refused:
+            self.add(hint_blocks=num_blocks, hint_blocks_refused=num_refused)
 
     def load_ended(self, num_tokens: int, by_tier: Mapping[str, TierShare]) -> None:
         """Count what is in place, and what has come from which tier."""
-        self._stats.add({"loaded_tokens": num_tokens})
+        self.add(loaded_tokens=num_tokens)
         for tier, share in by_tier.items():
-            self._stats.add({f"load_bytes {tier}": share.num_bytes, f"load_seconds {tier}": share.seconds})
+            self.add(**{f"load_bytes {tier}": share.num_bytes, f"load_seconds {tier}": share.seconds})
 
     def take(self) -> TieredKVStats | None:
         """Return what was counted since the last time."""
-        if self._stats.is_empty() and not any(self._favoured):
-            return None
-        stats, self._stats = self._stats, TieredKVStats()
         with self._lock:
-            (num_blocks, num_refused), self._favoured = self._favoured, [0, 0]
-        if num_blocks or num_refused:
-            stats.add({"hint_blocks": num_blocks, "hint_blocks_refused": num_refused})
+            if self._stats.is_empty():
+                return None
+            stats, self._stats = self._stats, TieredKVStats()
         return stats
 
 

@@ -89,7 +89,8 @@ class Evicting:
             self._held[block] = _Held(block_hash, keys, at)
             self._safe.discard(block)
             self._turns.pop(block, None)
-        self._counts.late(num_late)
+        if num_late:
+            self._counts.add(store_blocks_late=num_late)
         if block_ids:
             self._resident.append(keys)
             self._num_resident += len(keys)

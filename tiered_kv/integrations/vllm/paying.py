@@ -215,7 +215,7 @@ class Paying:
     def declined(self, num_tokens: int) -> None:
         """Count tokens that were found, and are computed all the same."""
         if num_tokens:
-            self._counts.declined(-(-num_tokens // self._wanted.main.block_size))
+            self._counts.add(load_blocks_declined=-(-num_tokens // self._wanted.main.block_size))
 
     def _num_of_prefix(self, keys: BlockKeys, found: LookupResult, num_found: int) -> int:
         """Return how much to load of so many tokens; what this cache's own tiers lack of the keys the others have."""

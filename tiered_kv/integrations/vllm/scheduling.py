@@ -268,7 +268,8 @@ class SchedulingSide:
         """Take what ended on the workers, and whose blocks vLLM has back since."""
         for outcomes in report.outcomes:
             self._loads.took(outcomes)
-            self.counts.copied(outcomes.error)
+            if outcomes.error:  # what was cancelled, or found no server, is no error of a copy
+                self.counts.add(errors=1)
             self._open_planner().complete(self._storing.take(outcomes))
         if report.is_wrong:
             self._pass_over()
