@@ -582,5 +582,4 @@ class RecordBackend(SlotBackend):
 def check_lengths(keys: Sequence[object] | Names | NDArray[np.int64], blocks: Sequence[Block]) -> None:
     """Raise `LayoutMismatchError` unless there is one block per key."""
     if len(keys) != len(blocks):
-        msg = f"{len(keys)} keys but {len(blocks)} blocks"
-        raise LayoutMismatchError(msg)
+        raise LayoutMismatchError(f"{len(keys)} keys but {len(blocks)} blocks")

@@ -55,13 +55,15 @@ class ModelIdentity:
             value = getattr(self, field_name)
             if not isinstance(value, str) or not value:
                 says = {"name": "the model's name", "weights": "a checkpoint's revision, or a digest of its files"}
-                msg = f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}: give {says[field_name]}"
-                raise ConfigurationError(msg)
+                raise ConfigurationError(
+                    f"ModelIdentity.{field_name} must be a non-empty str, got {value!r}: give {says[field_name]}"
+                )
             as_utf8(f"ModelIdentity.{field_name}", value)
         pairs = self.extra if isinstance(self.extra, tuple) else (None,)
         if not all(isinstance(pair, tuple) and [type(part) for part in pair] == [str, str] for pair in pairs):
-            msg = f"ModelIdentity.extra must be a tuple of (str, str) pairs, got {self.extra!r:.200}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(
+                f"ModelIdentity.extra must be a tuple of (str, str) pairs, got {self.extra!r:.200}"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ class Shard:
         for name, least in (("rank", 0), ("size", 1)):
             object.__setattr__(self, name, as_int(f"a shard's {name}", getattr(self, name), least=least))
         if self.rank >= self.size:
-            msg = f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}")
 
     @classmethod
     def every(cls, size: int) -> "tuple[Shard, ...]":
@@ -265,8 +266,9 @@ class BlockKeys(Sequence[bytes]):
         for position, digest in enumerate(hashes):
             if not isinstance(digest, bytes) or not 8 <= len(digest) <= DIGEST_BYTES:
                 advice = ": bytes.fromhex() reads hexadecimal digits" if isinstance(digest, str) else ""
-                msg = f"hash {position} must be 8 to 32 bytes, got {type(digest).__name__} {digest!r:.80}{advice}"
-                raise ConfigurationError(msg)
+                raise ConfigurationError(
+                    f"hash {position} must be 8 to 32 bytes, got {type(digest).__name__} {digest!r:.80}{advice}"
+                )
             parts.append(digest.ljust(DIGEST_BYTES, b"\0"))
         return cls(b"".join(parts), block_size=block_size, start=start, group=group, salt_id=salt_digest(salt))
 
@@ -293,8 +295,7 @@ class BlockKeys(Sequence[bytes]):
         if isinstance(at, slice):
             start, stop, step = at.indices(len(self))
             if step != 1:
-                msg = f"BlockKeys are runs of a prompt: slice them with step 1, not {step}"
-                raise ConfigurationError(msg)
+                raise ConfigurationError(f"BlockKeys are runs of a prompt: slice them with step 1, not {step}")
             stop = max(start, stop)
             digests = self.digests[start * DIGEST_BYTES : stop * DIGEST_BYTES]
             return _rebuild_keys(digests, self.block_size, self.start + start, self.group, self.salt_id)
@@ -414,8 +415,7 @@ def rows_of(names: Names) -> list[bytes]:
 def salt_digest(salt: str | bytes) -> bytes:
     """Digest a tenant's salt; the empty salt is 32 zero bytes."""
     if not isinstance(salt, str | bytes):
-        msg = f"salt must be str or bytes, got {type(salt).__name__}"
-        raise ConfigurationError(msg)
+        raise ConfigurationError(f"salt must be str or bytes, got {type(salt).__name__}")
     if not salt:
         return NO_SALT
     raw = as_utf8("salt", salt) if isinstance(salt, str) else salt
@@ -425,8 +425,7 @@ def salt_digest(salt: str | bytes) -> bytes:
 def epoch_digest(weights: str) -> bytes:
     """Digest the identity of weights. No counter: restarts and other hosts agree by naming the same weights."""
     if not isinstance(weights, str) or not weights:
-        msg = f"weights must be a non-empty str, got {weights!r:.80}"
-        raise ConfigurationError(msg)
+        raise ConfigurationError(f"weights must be a non-empty str, got {weights!r:.80}")
     return hashlib.sha256(b"tiered_kv epoch v1" + as_utf8("weights", weights)).digest()
 
 
@@ -434,8 +433,7 @@ def as_utf8(name: str, text: str) -> bytes:
     """Encode text; `ConfigurationError` of what JSON and the environment can give and UTF-8 has not. It shows none."""
     with suppress(UnicodeEncodeError):
         return text.encode()
-    msg = f"{name} must be text that UTF-8 can hold, and has half a character in it"
-    raise ConfigurationError(msg)
+    raise ConfigurationError(f"{name} must be text that UTF-8 can hold, and has half a character in it")
 
 
 def _rebuild_keys(digests: bytes, block_size: int, start: int, group: int, salt_id: bytes) -> BlockKeys:
@@ -463,8 +461,7 @@ def token_array(token_ids: TokenIds) -> NDArray[np.uint32]:
             return np.frombuffer(array("I", token_ids), "=u4").astype("<u4", copy=False)  # thrice as fast
     tokens = as_ints("token_ids", token_ids)
     if tokens.size and (int(tokens.min()) < 0 or int(tokens.max()) >= _MAX_TOKEN_ID):
-        msg = f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}"
-        raise ConfigurationError(msg)
+        raise ConfigurationError(f"token ids must lie in [0, 2**32), got {int(tokens.min())} to {int(tokens.max())}")
     return tokens.astype("<u4")
 
 
@@ -502,8 +499,7 @@ def hash_blocks(
     num_blocks = len(tokens) // block_size
     salt_id = salt_digest(salt)
     if extra is not None and len(extra) < num_blocks:
-        msg = f"extra must name every full block: {num_blocks} blocks, {len(extra)} entries"
-        raise ConfigurationError(msg)
+        raise ConfigurationError(f"extra must name every full block: {num_blocks} blocks, {len(extra)} entries")
     start, previous = _chain_from(parent, salt_id, group, block_size)
     body, stride = tokens[: num_blocks * block_size].tobytes(), block_size * 4
     digests = []
@@ -561,12 +557,12 @@ def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size
         return 0, root
     _check_parent(parent)
     if (parent.salt_id, parent.group, parent.block_size) != (salt_id, group, block_size):
-        msg = "the parent's salt, KV group or block size differs from this call's"
-        raise ConfigurationError(msg)
+        raise ConfigurationError("the parent's salt, KV group or block size differs from this call's")
     start = parent.start + len(parent)
     if start and not len(parent):  # hashed from the root, these tokens would pass for the beginning of a prompt
-        msg = f"the parent is empty but starts at block {start}: give one that has the block before it"
-        raise ConfigurationError(msg)
+        raise ConfigurationError(
+            f"the parent is empty but starts at block {start}: give one that has the block before it"
+        )
     return start, parent[-1] if len(parent) else root
 
 

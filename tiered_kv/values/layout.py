@@ -90,19 +90,18 @@ class KVGroup:
             raise ConfigurationError(f"dtype {self.dtype!r} is not kept as KV here{meant}")
         object.__setattr__(self, "dtype", dtype)
         if self.order not in _INNER:
-            msg = f"order must be 'NHD', 'HND', 'MLA' or 'opaque', got {self.order!r}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(f"order must be 'NHD', 'HND', 'MLA' or 'opaque', got {self.order!r}")
         self._check_opaque()
         if not (is_number(self.slots_per_block) and 0 < self.slots_per_block <= 1):
             raise ConfigurationError(f"slots_per_block must be above 0 and at most 1, got {self.slots_per_block!r:.80}")
         if self.order == "MLA" and self.num_kv_heads != 1:
-            msg = f"an MLA latent has no head axis: num_kv_heads must be 1, got {self.num_kv_heads}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(f"an MLA latent has no head axis: num_kv_heads must be 1, got {self.num_kv_heads}")
         if not self.page_size:
             object.__setattr__(self, "page_size", self.block_size)
         if self.block_size % self.page_size:
-            msg = f"block_size {self.block_size} is not a multiple of the engine's page_size {self.page_size}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(
+                f"block_size {self.block_size} is not a multiple of the engine's page_size {self.page_size}"
+            )
 
     def _check_opaque(self) -> None:
         if self.order != "opaque":
@@ -256,8 +255,7 @@ class KVLayout:
     def __post_init__(self) -> None:
         groups = (self.groups,) if isinstance(self.groups, KVGroup) else self.groups
         if not isinstance(groups, list | tuple) or not groups or not all(isinstance(each, KVGroup) for each in groups):
-            msg = f"KVLayout.groups must be a non-empty tuple of KVGroup, got {groups!r:.200}"
-            raise ConfigurationError(msg)
+            raise ConfigurationError(f"KVLayout.groups must be a non-empty tuple of KVGroup, got {groups!r:.200}")
         if (most := max(each.slots_per_block for each in groups)) < 1:  # a tier holds what the largest has slots for
             groups = tuple(replace(each, slots_per_block=each.slots_per_block / most) for each in groups)
         object.__setattr__(self, "groups", tuple(groups))
@@ -355,8 +353,9 @@ def layer_tensors(kv_caches: KVCaches) -> tuple[list[tuple[Any, ...]], bool]:
         for layer in (given if isinstance(given, Iterable) else ())
     ]
     if not layers or not all(layer and all(hasattr(each, "shape") for each in layer) for layer in layers):
-        msg = f"kv_caches holds no tensors, or not one or a (K, V) pair for each layer: got {kv_caches!r:.200}"
-        raise LayoutMismatchError(msg)
+        raise LayoutMismatchError(
+            f"kv_caches holds no tensors, or not one or a (K, V) pair for each layer: got {kv_caches!r:.200}"
+        )
     return layers, False
 
 
@@ -371,22 +370,21 @@ def read_group(
         for tensor in layer:
             found = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
             if found != (shape, dtype) or len(layer) != len(layers[0]):
-                msg = (
+                raise LayoutMismatchError(
                     f"layer {number} is {found[0]} of {found[1]}, layer 0 is {shape} of {dtype}; "
                     "groups of layers that differ go to KVLayout.from_groups"
                 )
-                raise LayoutMismatchError(msg)
     block_size = as_int("block_size", block_size, least=1)
     page = as_int("page_size", page_size, least=1) if page_size is not None else block_size
     axes = axes or _guess_axes(shape, page, packed=packed, split=len(layers[0]) > 1)
     if len(axes) != len(shape) or len(set(axes)) != len(axes) or not set("BND") <= set(axes) <= set("LPBNHD"):
-        msg = (
+        raise LayoutMismatchError(
             f"axes {axes!r} do not name each axis of {shape} once, by letters of LPBNHD (capitals), B, N and D included"
         )
-        raise LayoutMismatchError(msg)
     if "L" in axes and not packed:
-        msg = f"axes {axes!r} name layers, but there is a tensor for each layer already: leave out L"
-        raise LayoutMismatchError(msg)
+        raise LayoutMismatchError(
+            f"axes {axes!r} name layers, but there is a tensor for each layer already: leave out L"
+        )
     sizes = dict(zip(axes, shape, strict=True))
     order: Order = "MLA" if "H" not in axes else ("NHD" if axes.index("N") < axes.index("H") else "HND")
     group = KVGroup(
@@ -401,8 +399,9 @@ def read_group(
     group.check_axes(axes, shape)
     num_planes = len(layers[0]) * sizes.get("P", 1)
     if num_planes != group.num_planes:  # or a plane would be left behind without a word
-        msg = f"tensors of axes {axes!r}, {len(layers[0])} a layer, make {num_planes} planes, not {group.num_planes}"
-        raise LayoutMismatchError(msg)
+        raise LayoutMismatchError(
+            f"tensors of axes {axes!r}, {len(layers[0])} a layer, make {num_planes} planes, not {group.num_planes}"
+        )
     return group
 
 
