@@ -120,6 +120,7 @@ EngineBlocks = GPULoadStoreSpec | CPULoadStoreSpec
 """Where blocks of an engine are: in its registered pages, or in a host pool of its own."""
 
 
+@dataclass(frozen=True, eq=False, init=False)
 class _NamedPlaces(LoadStoreSpec):
     """Base of specs whose ids number names, so that one name may hold many records."""
 
@@ -134,6 +135,7 @@ class _NamedPlaces(LoadStoreSpec):
             raise ConfigurationError(f"{kind} ids number {len(self.names)} names, got {largest}")
 
 
+@dataclass(frozen=True, eq=False, init=False)
 class _Ranges(_NamedPlaces):
     """Base of specs of media in which a record may be a part of what has a name."""
 
@@ -167,10 +169,6 @@ class FileLoadStoreSpec(_Ranges):
 
     medium: ClassVar[str] = "file"
 
-    names: tuple[str, ...]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
-
     def __init__(self, ids: AnyIds, names: Sequence[str], offsets: AnyIds, lengths: AnyIds) -> None:
         super().__init__(ids, names, offsets, lengths)
 
@@ -190,9 +188,6 @@ class ObjectLoadStoreSpec(_Ranges):
 
     medium: ClassVar[str] = "object"
 
-    names: tuple[str, ...]
-    offsets: NDArray[np.int64]
-    lengths: NDArray[np.int64]
     url: str
     endpoint: str = ""
 
@@ -214,7 +209,6 @@ class RemoteLoadStoreSpec(_NamedPlaces):
 
     medium: ClassVar[str] = "remote"
 
-    names: tuple[str, ...]
     url: str
 
     def __init__(self, ids: AnyIds, names: Sequence[str], url: str) -> None:
