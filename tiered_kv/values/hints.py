@@ -27,6 +27,8 @@ _KINDS: Final[Mapping[str, HintKind]] = {
     "kv.pin": "pin",
     "kv.evict": "evict",
 }
+ENVELOPES: Final = ("kv_hints", "kv_hint")
+"""What those who send an envelope call it."""
 _MAJOR: Final = "1"
 """Of an action's version: others may mean something else."""
 MOST_ACTIONS: Final = 16
@@ -167,6 +169,11 @@ def _neighbours(positions: Sequence[int]) -> list[range]:
     ends = [at for at, after in zip(positions, [*positions[1:], inf], strict=False) if after != at + 1]
     starts = [at for at, before in zip(positions, [-inf, *positions], strict=False) if before != at - 1]
     return [range(first, last + 1) for first, last in zip(starts, ends, strict=True)]
+
+
+def envelope_in(said: Mapping[str, Any]) -> Any:  # noqa: ANN401 - whatever somebody has sent
+    """Return the envelope that is among what somebody has sent; None if there is none."""
+    return next((said[name] for name in ENVELOPES if said.get(name) is not None), None)
 
 
 def read_hints(envelope: object) -> tuple[list[HintAction], int]:

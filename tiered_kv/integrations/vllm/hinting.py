@@ -6,7 +6,7 @@ hints says what is in them: whatever is wrong there, or here, costs the hints an
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from tiered_kv.cache.hinted import MOST_WAITING, Hints
 from tiered_kv.integrations.vllm.configuration import EngineGroup
@@ -15,11 +15,8 @@ from tiered_kv.integrations.vllm.messages import Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.transfers.jobs import Job
-from tiered_kv.values.hints import HintAction, blocks_meant, delay_of, read_hints
+from tiered_kv.values.hints import HintAction, blocks_meant, delay_of, envelope_in, read_hints
 from tiered_kv.values.log import Seldom
-
-_NAMES: Final = ("kv_hints", "kv_hint")
-"""In ``kv_transfer_params``, which vLLM's HTTP server takes; it has no field for hints of its own."""
 
 
 class Hinting:
@@ -69,7 +66,7 @@ class Hinting:
     def _read(self, request: Any) -> list[HintAction]:
         envelope = getattr(request, "kv_hints", None)
         if envelope is None and (params := request.kv_transfer_params):
-            envelope = next((params[name] for name in _NAMES if params.get(name) is not None), None)
+            envelope = envelope_in(params)  # of vLLM's HTTP server, which has no field for hints of its own
         actions, num_ignored = read_hints(envelope)
         if actions and len(self._wanted) >= MOST_WAITING:
             actions, num_ignored = [], num_ignored + len(actions)

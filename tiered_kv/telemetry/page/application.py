@@ -19,6 +19,7 @@ from tiered_kv.telemetry.page.page_server import PageServer
 from tiered_kv.telemetry.watch import Moment, Reading, Span, Watch
 from tiered_kv.tiers.fates import Histogram
 from tiered_kv.values.errors import ConfigurationError, TieredKVError
+from tiered_kv.values.hints import ENVELOPES
 from tiered_kv.values.keys import NO_SALT, BlockKeys, Namespace, hash_blocks
 
 Scope = MutableMapping[str, Any]
@@ -33,7 +34,7 @@ _MOST_EXPLAINED: Final = 1 << 14
 """Blocks of one question."""
 _ENCODED_AT_ONCE: Final = 1024
 """Blocks: whoever encodes more keeps all other threads from running."""
-_OF_HINTS: Final = {"kv_hints", "kv_hint", "prompt_tokens"}
+_OF_HINTS: Final = {*ENVELOPES, "prompt_tokens"}
 _ASSETS: Final = {
     "/": ("page.html", "text/html; charset=utf-8"),
     "/page.css": ("page.css", "text/css; charset=utf-8"),

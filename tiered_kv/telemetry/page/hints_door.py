@@ -12,11 +12,10 @@ from typing import Any, Final
 from tiered_kv.settings.page_address import checked_token
 from tiered_kv.telemetry.watch import Hinted, Watch
 from tiered_kv.values.errors import ConfigurationError
-from tiered_kv.values.hints import HintAction, blocks_meant, read_hints
+from tiered_kv.values.hints import HintAction, blocks_meant, envelope_in, read_hints
 from tiered_kv.values.keys import BlockKeys
 
 _SCHEME: Final = b"bearer "
-_NAMES: Final = ("kv_hints", "kv_hint")
 
 
 class HintsDoor:
@@ -58,8 +57,7 @@ class HintsDoor:
             ConfigurationError: There is no envelope, or the cache has no CPU tier.
             ClosedError: It is closed.
         """
-        envelope = next((asked[name] for name in _NAMES if name in asked), None)
-        num_tokens = len(keys) * keys.block_size
+        envelope, num_tokens = envelope_in(asked), len(keys) * keys.block_size
         prompt_tokens = asked.get("prompt_tokens", num_tokens)
         if not isinstance(envelope, Mapping) or type(prompt_tokens) is not int or prompt_tokens < 0:
             raise ConfigurationError('ask with "kv_hints", an envelope with "actions"; "prompt_tokens" is a number')
