@@ -4,7 +4,6 @@ Needs OpenTelemetry's API package; what becomes of spans is for the SDK that the
 """
 
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from tiered_kv.values.errors import ConfigurationError
@@ -39,32 +38,22 @@ class Spans:
     def __call__(self, event: Event) -> None:
         """Take an event; called by the cache."""
         facts: dict[str, int | str]
-        if isinstance(event, BlocksLoaded | BlocksLookedUp):
-            facts = {
-                "tiered_kv.requested_blocks": event.requested,
-                "tiered_kv.blocks": event.blocks,
-                **{f"tiered_kv.blocks.{tier}": blocks for tier, blocks in event.by_tier.items()},
-            }
-            is_load = isinstance(event, BlocksLoaded)
-            if isinstance(event, BlocksLoaded) and event.missed_because:
-                facts["tiered_kv.missed_because"] = event.missed_because
-            self._tell("tiered_kv.load" if is_load else "tiered_kv.lookup", event.took_ms, facts)
-        elif isinstance(event, BlocksPrefetched):
-            facts = {
-                "tiered_kv.blocks": event.blocks,
-                "tiered_kv.moved_blocks": event.moved,
-                "tiered_kv.target": event.target,
-            }
-            self._tell("tiered_kv.prefetch", event.took_ms, facts)
-        elif isinstance(event, BlocksStored):
-            facts = {
-                "tiered_kv.blocks": event.blocks,
-                "tiered_kv.present_blocks": event.present,
-                "tiered_kv.dropped_blocks": event.dropped,
-            }
-            self._tell("tiered_kv.store", event.took_ms, facts)
-
-    def _tell(self, name: str, took_ms: float, facts: Mapping[str, int | str]) -> None:
-        stop = time.time_ns()
-        span = self._tracer.start_span(name, start_time=stop - int(took_ms * 1e6), attributes=facts)
-        span.end(stop)
+        match event:
+            case BlocksLoaded() | BlocksLookedUp():
+                by_tier = {f"blocks.{tier}": blocks for tier, blocks in event.by_tier.items()}
+                name, facts = "lookup", {"requested_blocks": event.requested, "blocks": event.blocks, **by_tier}
+                if isinstance(event, BlocksLoaded):
+                    name = "load"
+                    if event.missed_because:
+                        facts["missed_because"] = event.missed_because
+            case BlocksPrefetched():
+                name = "prefetch"
+                facts = {"blocks": event.blocks, "moved_blocks": event.moved, "target": event.target}
+            case BlocksStored():
+                name = "store"
+                facts = {"blocks": event.blocks, "present_blocks": event.present, "dropped_blocks": event.dropped}
+            case _:
+                return
+        stop, attributes = time.time_ns(), {f"tiered_kv.{fact}": value for fact, value in facts.items()}
+        start = stop - int(event.took_ms * 1e6)
+        self._tracer.start_span(f"tiered_kv.{name}", start_time=start, attributes=attributes).end(stop)
