@@ -88,11 +88,9 @@ class Encryption(Checked):
 
     @model_validator(mode="after")
     def _check_source(self) -> Self:
-        num_sources = sum([bool(self.keys), self.keys_file is not None, self.keys_from is not None])
-        num_names = sum([self.names_key is not None, self.names_key_file is not None])
-        if num_sources > 1 or not num_sources + num_names:
+        if self._num_sources > 1 or not self._num_sources + self._num_names_keys:
             raise ValueError("needs keys from one source: keys, keys_file or keys_from; or a names_key alone")
-        if num_names > 1:
+        if self._num_names_keys > 1:
             raise ValueError("takes one names key: names_key or names_key_file")
         for file in (self.keys_file, self.names_key_file):
             if file is not None and _is_key(str(file)) and not _is_plainly_a_path(file):
@@ -113,24 +111,24 @@ class Encryption(Checked):
         """
         try:
             keys = self._read()
-            names_key = self._read_names_key() if self._has_names_key else b""
+            names_key = self._read_names_key() if self._num_names_keys else b""
         except ConfigurationError:  # a ValueError, too
             raise
         except ValueError as error:  # it tells nothing of the key
             raise ConfigurationError(f"encryption: {error}") from None
-        if not keys and (self._has_source or not names_key):
+        if not keys and (self._num_sources or not names_key):
             raise ConfigurationError(f"encryption: there is no key in {self.keys_file or self.keys_from}")
         from tiered_kv.media.seal import Seal  # noqa: PLC0415 - it needs an extra
 
         return Seal(keys, self.cipher, names_key=names_key)
 
     @property
-    def _has_source(self) -> bool:
-        return bool(self.keys) or self.keys_file is not None or self.keys_from is not None
+    def _num_sources(self) -> int:
+        return sum([bool(self.keys), self.keys_file is not None, self.keys_from is not None])
 
     @property
-    def _has_names_key(self) -> bool:
-        return self.names_key is not None or self.names_key_file is not None
+    def _num_names_keys(self) -> int:
+        return sum([self.names_key is not None, self.names_key_file is not None])
 
     def _read(self) -> list[bytes]:
         if self.keys_file is not None:
