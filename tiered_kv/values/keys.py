@@ -506,9 +506,7 @@ def hash_blocks(
     for block in range(num_blocks):
         hashed = previous + body[block * stride : (block + 1) * stride]
         if extra is not None and (named := extra[block]) is not None:
-            if not isinstance(named, bytes):
-                raise ConfigurationError(f"extra[{block}] must be bytes or None, got {named!r:.80}")
-            hashed += b"extra" + len(named).to_bytes(8, "little") + named
+            hashed += _hashed_beside(f"extra[{block}]", named)
         previous = hashlib.sha256(hashed).digest()  # one call: a prompt of 32k tokens has thousands of blocks
         digests.append(previous)
     return BlockKeys(b"".join(digests), block_size=block_size, start=start, group=group, salt_id=salt_id)
@@ -541,11 +539,16 @@ def hash_tail(token_ids: TokenIds, *, parent: BlockKeys, extra: bytes | None = N
     start, previous = _chain_from(parent, parent.salt_id, parent.group, parent.block_size)
     digest = hashlib.sha256(_TAIL + previous + len(tokens).to_bytes(4, "little") + tokens.tobytes())
     if extra is not None:
-        if not isinstance(extra, bytes):
-            raise ConfigurationError(f"extra must be bytes or None, got {extra!r:.80}")
-        digest.update(b"extra" + len(extra).to_bytes(8, "little") + extra)
+        digest.update(_hashed_beside("extra", extra))
     name = digest.digest() if len(tokens) else b""
     return BlockKeys(name, block_size=parent.block_size, start=start, group=parent.group, salt_id=parent.salt_id)
+
+
+def _hashed_beside(name: str, extra: object) -> bytes:
+    """Return what is hashed of what went into a block beside its tokens."""
+    if not isinstance(extra, bytes):
+        raise ConfigurationError(f"{name} must be bytes or None, got {extra!r:.80}")
+    return b"extra" + len(extra).to_bytes(8, "little") + extra
 
 
 def _chain_from(parent: BlockKeys | None, salt_id: bytes, group: int, block_size: int) -> tuple[int, bytes]:
