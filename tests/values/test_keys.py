@@ -309,6 +309,7 @@ def test_an_engines_own_hashes_are_taken_as_they_are() -> None:
             "weights must be a non-empty str, got '': give a checkpoint's revision",
         ),
         (lambda: ModelIdentity("m", "\ud800"), "ModelIdentity.weights must be text that UTF-8 can hold"),
+        (lambda: ModelIdentity("m", "w", (("k", "\ud800"),)), "ModelIdentity.extra must be text that UTF-8 can hold"),
         (lambda: hash_blocks([1], block_size=1, salt="\ud800"), "salt must be text that UTF-8 can hold"),
         (lambda: epoch_digest("\ud800"), "weights must be text that UTF-8 can hold"),
         (lambda: ModelIdentity("m", "w", extra={"rope": "yarn"}), "tuple of"),  # type: ignore[arg-type]

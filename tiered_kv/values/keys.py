@@ -12,6 +12,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 from typing import Any, Final, overload
 
 import numpy as np
@@ -64,6 +65,8 @@ class ModelIdentity:
             raise ConfigurationError(
                 f"ModelIdentity.extra must be a tuple of (str, str) pairs, got {self.extra!r:.200}"
             )
+        for part in chain.from_iterable(self.extra):
+            as_utf8("ModelIdentity.extra", part)
 
 
 @dataclass(frozen=True)
