@@ -11,6 +11,7 @@ import pytest
 
 from tiered_kv.host import protocol, wire
 from tiered_kv.host.asked_calls import CALLS
+from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.layout import KVGroup
 
 PAGE = Path(__file__).parents[2] / "docs" / "format.md"
@@ -70,3 +71,12 @@ def test_what_is_written_down_is_what_is_said() -> None:
     if changed := list(difflib.unified_diff(written, new, *names, n=0, lineterm="")):
         pytest.fail("\n".join(changed), pytrace=False)
     assert f"on a Unix socket. Version {wire.VERSION}." in PAGE.read_text()
+
+
+def test_a_text_that_is_none_hides_nothing_else() -> None:
+    """What a medium says of a file whose name is of any bytes comes as Python shows it, and all beside it as said."""
+    fault = TierFault("disk", Reason.FAILED, 3, "no caf\udce9 there")
+    told = protocol.Loaded(7, 3, {"cpu": 3}, 4096, 0.5, (fault,), "failed", bytes(range(8)))
+    heard = protocol.reply_from(wire.frame(told)[wire.LENGTH.size :])
+    shown = dataclasses.replace(fault, detail="no caf\\udce9 there")
+    assert heard == msgspec.structs.replace(told, faults=(shown,))

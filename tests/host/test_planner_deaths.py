@@ -172,6 +172,19 @@ async def test_who_drains_plans_no_store(tmp_path: Path) -> None:
             job.cancel()
 
 
+async def test_whatever_a_worker_says_of_its_error_ends_the_job(tmp_path: Path) -> None:
+    """Of a file whose name is of any bytes, say: a server that did not hear it would hold the slots for good."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, engine := AnyEngine()) as kv:
+            planning = kv.planner()
+            planning.register_worker()
+            job = planning.plan_store(KEYS, engine.spec(range(8)))
+            planning.complete(Outcomes((await job.planned()).job, 0, 0, "no caf\udce9"))
+            with anyio.fail_after(FOREVER_S / 2):
+                assert (await job.ended()).errors == ("rank 0: no caf\\udce9",)
+            assert not any(tier.leased or tier.pending for tier in kv.stats().tiers)
+
+
 async def test_a_flush_waits_for_what_a_clients_worker_copies_out(tmp_path: Path) -> None:
     """As for any store, whichever client asks; a plan that is not bound is at no worker."""
     with serving(tmp_path, cpu(32)) as server:

@@ -231,9 +231,8 @@ class Attach(Message, frozen=True, tag="attach"):
     ) -> "Attach":
         """Say who attaches."""
         groups = tuple(asdict(group) for group in layout.groups)
-        name = name[:LONGEST_NAME].encode(errors="backslashreplace").decode()  # as a file of any bytes may be called
         return cls(
-            name, model.name, model.weights, model.extra, groups,
+            name[:LONGEST_NAME], model.name, model.weights, model.extra, groups,
             tuple((each.rank, each.size, each.replicated) for each in shards), is_read_only, page_locks,
         )  # fmt: skip
 

@@ -97,8 +97,22 @@ def version_in(greeting: bytes) -> int:
 
 
 def encoded(value: object) -> bytes:
-    """Encode a value that passes within a message."""
-    return _encoder.encode(value)
+    """Encode a value; half a character in a text, of an error about a file of any name, say, as Python writes it."""
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return _encoder.encode(_in_whole_characters(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=str)))
+
+
+def _in_whole_characters(value: object) -> object:
+    match value:
+        case str():
+            return value.encode(errors="backslashreplace").decode()
+        case dict():
+            return {_in_whole_characters(key): _in_whole_characters(each) for key, each in value.items()}
+        case list() | tuple():
+            return [_in_whole_characters(each) for each in value]
+    return value
 
 
 def frame(message: Message) -> bytes:
@@ -107,7 +121,7 @@ def frame(message: Message) -> bytes:
     Raises:
         ConfigurationError: It is longer than the other side would take.
     """
-    body = _encoder.encode(message)
+    body = encoded(message)
     if len(body) > MOST_FRAME_BYTES:
         raise ConfigurationError(
             f"a message of {len(body)} bytes, {MOST_FRAME_BYTES} at most: give fewer keys to a call"
