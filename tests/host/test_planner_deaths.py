@@ -12,12 +12,13 @@ import pytest
 
 from tests.host.processes import planner, started, worker
 from tests.host.test_deaths import FOREVER_S, attached_at, facts, served, until_clean, until_found
-from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, prompt
+from tests.support.any_layout import MODEL, SMALL, STRIDE, AnyEngine, cpu, prompt
 from tests.support.caches import until
 from tests.support.planned import mapped
 from tests.support.serving import attached, serving
-from tiered_kv import BackendUnavailableError, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
+from tiered_kv import BackendUnavailableError, BlockKeys, ConnectedKV, GPULoadStoreSpec, Outcomes, Shard, Worker
 from tiered_kv.host.client_planner import introduce
+from tiered_kv.host.connection import FarSide
 from tiered_kv.values.events import WorkerEnded
 
 KEYS = prompt(8)
@@ -170,6 +171,29 @@ async def test_who_drains_plans_no_store(tmp_path: Path) -> None:
             job = planning.plan_load(KEYS)
             assert (await job.planned()).num_blocks == 8
             job.cancel()
+
+
+async def test_prompts_stored_together_are_of_the_weights_that_were_served_at_the_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others that are served from the midst of it on, as the call is a thread's, make no job of several weights."""
+    with serving(tmp_path, cpu(16)) as server:
+        async with attached(server, engine := AnyEngine()) as kv:
+            planning, check = kv.planner(), FarSide.check
+            planning.register_worker()
+
+            def check_and_advance(side: FarSide, keys: BlockKeys) -> None:
+                check(side, keys)
+                if keys is not KEYS:
+                    kv.advance_epoch("others")
+
+            with monkeypatch.context() as patch:
+                patch.setattr(FarSide, "check", check_and_advance)
+                job = planning.plan_store([KEYS, prompt(4, seed=1)], engine.spec(range(12)))
+            planning.complete(Outcomes((await job.planned()).job, 0, 12))
+            assert ((await job.ended()).num_blocks, job.result and job.result.errors) == (12, ())
+            kv.advance_epoch(MODEL.weights)
+            assert [(await kv.lookup(each)).num_blocks for each in (KEYS, prompt(4, seed=1))] == [8, 4]
 
 
 async def test_whatever_a_worker_says_of_its_error_ends_the_job(tmp_path: Path) -> None:

@@ -482,7 +482,7 @@ class FarPlanner(Planner):
         hint: ReuseHint | None = None,
     ) -> Job:
         stored = stored_keys(keys)
-        digest = None if epoch is None else epoch_digest(epoch)
+        digest = self._starts.epoch if epoch is None else epoch_digest(epoch)  # which another thread may advance
         said = tuple(self._starts.said(run, epoch=digest, anywhere=True) for run in stored.runs)
         per_block = self._check("store", stored, source)
         return self._far_jobs.begin(FarRequest("store", stored, said, source, per_block, hint=check_hint(hint)))
