@@ -24,6 +24,7 @@ import re
 import stat
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, Final, Literal
@@ -163,7 +164,7 @@ class DirectoryShape(RecordShape):
 
 
 class Directory:
-    """A directory taken for this process alone. `close` gives it back.
+    """A directory taken for this process alone, as long as it is ``held``.
 
     Args:
         path: Made if need be, for its owner only.
@@ -175,6 +176,7 @@ class Directory:
         folder_fds: Of each group.
         num_blocks: Blocks of prompts that it holds; each group has `RecordShape.num_slots` of that.
         capacity_bytes: The limit.
+        held: Ends with it, and then other processes may take it; by an error, if its opening fails.
         num_reclaimed: Foreign folders deleted to make room.
 
     Raises:
@@ -200,11 +202,7 @@ class Directory:
                     _drop_old_format(self.folder_fds[-1])
                     files().utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
                 self._foreign = _find_foreign(self.fd, {shape.folder for shape in groups})
-            self._close_all = opened.pop_all()
-
-    def close(self) -> None:
-        """Let other processes take the directory."""
-        self._close_all.close()
+            self.held = opened.pop_all()
 
     def take(self, num_bytes: int, *, is_known: bool) -> None:
         """Count ``num_bytes`` that files have on the disk already, and check that there is a place for the rest.
@@ -351,8 +349,11 @@ def taken(path: Path) -> Iterator[int]:
             if is_new := not files().exists(path / HOLDER):
                 _check_not_shared(path)
             _name_holder(fd)
-            if is_new:  # again: a shared_fs tier makes its mark before it looks for ours, so that one of us sees both
+            files().close(open_file(fd, MEMBER))
+            opened.push(partial(_unmark, fd))
+            if is_new:  # again: each tier makes its marks before it looks for others', so that one of two sees both
                 try:
+                    _check_apart(path, fd)
                     _check_not_shared(path)
                 except ConfigurationError:
                     files().unlink(HOLDER, dir_fd=fd)
@@ -370,6 +371,19 @@ def _check_apart(path: Path, fd: int) -> None:
             f"{path} is {where} {nested}, which is an NVMe tier's too, and neither would count what the other keeps: "
             "choose another directory, or delete that one if it is not used any more"
         )
+
+
+def _unmark(fd: int, kind: type[BaseException] | None, *_: object) -> None:
+    """Take the mark off a directory that says nothing of itself, if its opening has failed."""
+    with contextlib.suppress(OSError):
+        if kind is None:
+            return
+        member = open_file(fd, MEMBER)
+        try:
+            if not files().fstat(member).st_size:
+                files().unlink(MEMBER, dir_fd=fd)
+        finally:
+            files().close(member)
 
 
 def _is_a_tiers(folder: Path) -> bool:

@@ -163,7 +163,7 @@ class OpenFiles:
         self._growing = system().lock()  # files grow in whichever thread writes first to a new place
         with ExitStack() as opened:
             self._directory = Directory(path, settings.capacity, shapes)
-            opened.callback(self._directory.close)
+            opened.push(self._directory.held)
             try:
                 flags, self._io_reason = probe_direct_io(self._directory.fd, settings.direct, HOLDER)
                 if self._io_reason and settings.direct == "always":

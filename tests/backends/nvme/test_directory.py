@@ -39,7 +39,7 @@ from tiered_kv.media.backend import Outcome
 from tiered_kv.testing import block_names, open_context
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 from tiered_kv.values.keys import Names
-from tiered_kv_backends.nvme import NVMeBackend, directory_store, slab
+from tiered_kv_backends.nvme import NVMeBackend, directory, directory_store, slab
 from tiered_kv_backends.nvme.directory import Directory, taken
 from tiered_kv_backends.nvme.open_files import OpenFiles
 from tiered_kv_backends.shared_fs import files
@@ -195,6 +195,37 @@ async def test_neither_of_two_lies_in_the_other(tmp_path: Path, first: str, then
     assert not (here / "holder").exists()
     async with open_tier(there) as tier:
         assert len(tier.recovered(2)) == 2
+
+
+@pytest.mark.parametrize(("first", "then"), [("kv", "kv/more"), ("kv/more", "kv")])
+def test_of_two_that_are_made_at_once_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str
+) -> None:
+    """Each has looked for the other before that was there: else both would be refused at the next start."""
+    here, there = tmp_path / first, tmp_path / then
+    with contextlib.ExitStack() as others:
+
+        def be_late(fd: int) -> None:
+            patch.undo()
+            others.enter_context(taken(there))
+            directory._name_holder(fd)  # noqa: SLF001 - as it is
+
+        with monkeypatch.context() as patch:
+            patch.setattr(directory, "_name_holder", be_late)
+            with pytest.raises(ConfigurationError, match=f"^{here} is .* {there}, which is an NVMe tier's too"):
+                others.enter_context(taken(here))
+        assert not {"holder", "member"} & {each.name for each in here.iterdir()}
+    with taken(there):
+        pass
+
+
+async def test_a_directory_that_could_not_be_opened_is_no_tiers(tmp_path: Path) -> None:
+    """Who has tried one that is too small for it may choose another in it, and has nothing to delete before."""
+    with pytest.raises(ConfigurationError, match="lower capacity by"):
+        async with open_tier(tmp_path / "kv", capacity=1 << 60):
+            pass
+    async with open_tier(tmp_path / "kv" / "more"):
+        pass
 
 
 async def test_nobody_can_delete_the_lock(tmp_path: Path) -> None:
@@ -698,7 +729,7 @@ def test_a_filesystem_that_sets_no_room_aside(tmp_path: Path, monkeypatch: pytes
         else:
             directory.allocate(file.fileno(), 100, 900)
     assert (tmp_path / "file").stat().st_size == (100 if number == errno.ENOSPC else 1000)
-    directory.close()
+    directory.held.close()
 
 
 async def test_a_directory_that_cannot_grow_is_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
