@@ -30,7 +30,15 @@ from tiered_kv import (
 )
 from tiered_kv.media.backend import Recovered, Workers
 from tiered_kv.values.errors import Reason, TierFault
-from tiered_kv.values.events import BlocksCorrupted, BlocksLoaded, CacheClosed, TierFailed, TierResumed, TierStalled
+from tiered_kv.values.events import (
+    BlocksCorrupted,
+    BlocksLoaded,
+    CacheClosed,
+    TierFailed,
+    TierResumed,
+    TierStalled,
+    TierTripped,
+)
 from tiered_kv.values.keys import Names
 from tiered_kv.values.results import TierStore
 
@@ -379,8 +387,8 @@ def _truth(outcomes: list[Outcome]) -> list[Outcome]:
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.CORRUPT, Outcome.MISS])
 async def test_a_block_that_is_not_read(kind: type[Scripted], outcome: Outcome, k: int) -> None:
     """The prefix ends right before the block; it can be had again: by a retry, or after the next store."""
-    engine, flaky = Engine(), kind(name="flaky")
-    async with open_cache(flaky, engine=engine) as kv:
+    engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
+    async with open_cache(flaky, engine=engine, emit=emit) as kv:
         await keep(kv, engine, KEYS)
         for _ in range(k // 4):
             flaky.on_read.change_next(_truth)
@@ -392,6 +400,7 @@ async def test_a_block_that_is_not_read(kind: type[Scripted], outcome: Outcome, 
         counts = kv.stats()["flaky"]
         assert counts.corrupt == (outcome is Outcome.CORRUPT)
         assert counts.failed == (outcome is Outcome.FAILED)
+        assert [event.doing for event in emit.of(TierFailed)] == ["read"] * counts.failed
         await until_idle(kv)
         is_gone = outcome is Outcome.CORRUPT or (outcome is Outcome.MISS and kind is ScriptedSlotBackend)
         assert await _load(kv, engine) == (k if is_gone else 9, ())
@@ -468,21 +477,59 @@ async def test_a_deletion_in_the_way_of_a_probe_does_not_keep_a_tier_out(kind: t
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("outcome", [Outcome.FAILED, Outcome.REFUSED])
 async def test_a_block_that_is_not_written(kind: type[Scripted], outcome: Outcome, k: int) -> None:
-    """It is counted, the others are written, and it is not found there."""
+    """It is counted, the others are written, and it is not found there; what fails is told, too."""
     if kind is ScriptedSlotBackend and outcome is Outcome.REFUSED:
         outcome = Outcome.FAILED  # owned media refuse nothing
-    engine, flaky = Engine(), kind(name="flaky")
-    async with open_cache(CPU, flaky, engine=engine) as kv:
+    engine, emit, flaky = Engine(), Recorder(), kind(name="flaky")
+    async with open_cache(CPU, flaky, engine=engine, emit=emit) as kv:
         flaky.on_write.change_next(only(k, outcome))
         stored = await kv.store(KEYS[:4], engine.compute(KEYS[:4]))
         counts = {"failed": 1} if outcome is Outcome.FAILED else {"dropped": 1}
         assert await stored.settled() == (TierStore("cpu", written=4), TierStore("flaky", written=3, **counts))
+        told = [TierFailed("flaky", "write", "a part of the medium did not answer", 1)]
+        assert emit.of(TierFailed) == (told if outcome is Outcome.FAILED else [])
         await until_idle(kv)
         assert (await _load(kv, engine))[0] == 4
         if isinstance(flaky, ScriptedSlotBackend):
             await kv.evict(KEYS, tier="cpu")
             assert (await kv.lookup(KEYS)).num_blocks == k
             assert (await _load(kv, engine))[0] == k
+
+
+class _Full(ScriptedSlotBackend):
+    """Says why blocks failed."""
+
+    def describe(self) -> dict[str, object]:
+        """Say what a full disk says."""
+        return {"last_error": "No space left on device"}
+
+
+def test_why_every_block_of_every_call_fails_is_told_once_a_minute() -> None:
+    """A full disk is named before the tier is bypassed for it, and not again with every call."""
+
+    def fail(outcomes: list[Outcome]) -> list[Outcome]:
+        return [Outcome.FAILED] * len(outcomes)
+
+    async def main() -> None:
+        engine, emit, full, device = Engine(), Recorder(), _Full(name="full"), CountingDevice()
+        async with open_cache(CPU, full, engine=engine, emit=emit, device=device) as kv:
+            watch(device, pools_of(kv))
+            for seed, pause_s in enumerate([0, 0, 0, 61]):
+                await asyncio.sleep(pause_s)
+                full.on_write.change_next(fail)
+                keys = prompt(4, seed=seed)
+                settled = await (await kv.store(keys, engine.compute(keys))).settled()
+                assert _in(settled, "full") == TierStore("full", failed=4)
+            await until_idle(kv)
+        told = [event for event in emit.events if isinstance(event, TierFailed | TierTripped)]
+        why = "No space left on device"
+        assert told == [
+            TierFailed("full", "write", why, 4),
+            TierTripped("full", "write"),
+            TierFailed("full", "write", f"{why} (and 2 times since it was last told)", 4),
+        ]
+
+    run(main)
 
 
 @both_kinds

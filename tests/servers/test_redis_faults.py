@@ -787,7 +787,7 @@ class TestTopologies:
                     await each.aclose()
 
     async def test_a_lost_node_costs_its_own_keys(self, cluster: list[RedisServer], certificates: Path) -> None:
-        """While one node of a cluster is away, the blocks of the others are served."""
+        """While one node of a cluster is away, the blocks of the others are served, and it is named."""
         keys = [block_key(n) for n in range(30)]
         settings = guarded_settings(cluster[0], certificates, cluster=True)
         async with open_backend(backend_of(cluster[0], **settings)) as backend:
@@ -798,6 +798,7 @@ class TestTopologies:
             finally:
                 cluster[2].restart()
             assert set(outcomes) == {Outcome.HIT, Outcome.FAILED}
+            assert f"127.0.0.1:{cluster[2].port}" in str(backend.describe()["last_error"])
 
     async def test_a_slot_that_moves_at_opening(self, cluster: list[RedisServer], certificates: Path) -> None:
         """Who has said that it is a cluster, and meets a slot of which not all nodes know yet, may try again."""

@@ -256,6 +256,14 @@ class _Tier(ABC):
                     f"{cls.__name__} has {name}, which no cache calls: call it {alike[0]}, or _{name}"
                 )
 
+    def describe(self) -> dict[str, object]:
+        """Facts for `stats()`, e.g. the I/O mode in use.
+
+        ``last_error``: of what blocks failed last, for those who are told that some did. ``own_bytes_written``: what it
+        wrote beside records, for `TierStatistics.write_amplification`.
+        """
+        return {}
+
     @classmethod
     def inventory(cls, settings: Any) -> AbstractAsyncContextManager[Inventory]:  # noqa: ANN401 - of the medium's model
         """Open what lists, reads and deletes whatever lies in the medium, for operators; no cache is needed.
@@ -523,13 +531,6 @@ class SlotBackend(_Tier):
         Returns at once; called once a second while a call is late. Until the call returns, its buffers stay lent, but
         other calls are made as soon as something is missing that was not. Only a medium of several parts has such.
         """
-
-    def describe(self) -> dict[str, object]:
-        """Facts for `stats()`, e.g. the I/O mode in use.
-
-        ``own_bytes_written``: what it wrote beside records, for `TierStatistics.write_amplification`.
-        """
-        return {}
 
 
 class RecordBackend(SlotBackend):

@@ -142,12 +142,16 @@ class Calls:
             raise  # the program's own, which happened to come while a backend ran
         except BaseException as caught:  # noqa: BLE001 - whatever a medium raises, serving goes on without its answer
             error = in_words(caught)
+        self.tell_seldom(doing, error, 0)
+        return default
+
+    def tell_seldom(self, doing: str, error: str, num_blocks: int) -> None:
+        """Tell of a failure as `TierFailed`, at most once a minute for each ``doing``."""
         if (num_untold := self._seldom[doing].due()) is None:
-            return default
+            return
         if num_untold:
             error = f"{error} (and {num_untold} times since it was last told)"
-        self.health.emit(TierFailed(self.health.name, doing, error, 0))
-        return default
+        self.health.emit(TierFailed(self.health.name, doing, error, num_blocks))
 
     async def make(
         self,

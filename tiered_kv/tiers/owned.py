@@ -7,7 +7,7 @@ is written over by it, and forgotten if that fails. What is cleared is owed unti
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -71,7 +71,7 @@ class OwnedTier(StorageTier, BookedTier):
 
     def __init__(self, parts: TierParts, backend: SlotBackend, index: TierIndex) -> None:
         super().__init__(parts)
-        self.backend = backend
+        self.backend: SlotBackend = backend
         self._maker = backend if isinstance(backend, RecordBackend) else None
         self.index = index
         self._journal = Journal(parts, backend)
@@ -491,10 +491,6 @@ class OwnedTier(StorageTier, BookedTier):
         is_right = slots.shape == (n,) and slots.dtype == np.bool_
         return "" if is_right else f"not {n} truth values, but {slots.dtype} of shape {slots.shape}"
 
-    def describe(self) -> Mapping[str, object]:
-        """Return what the medium says of itself."""
-        return self.calls.ask("describe", self.backend.describe, {}, problem_of=_problem_of_facts)
-
     async def checkpoint(self, *, sync: bool) -> bool:
         """Let the medium remember which blocks it holds, in order of use; say whether it does, and nothing else.
 
@@ -556,10 +552,6 @@ class OwnedTier(StorageTier, BookedTier):
             raise raised[0]
         if not answer.is_well:
             raise BackendUnavailableError(f"{self.name} was not resized to {num_blocks} blocks: {answer.error}")
-
-
-def _problem_of_facts(facts: Mapping[str, object]) -> str:
-    return "" if isinstance(facts, dict) else f"no dict: {facts!r:.80}"
 
 
 @dataclass(eq=False)

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from tiered_kv.catalog.index import TierIndex
 from tiered_kv.catalog.table import hash_names
-from tiered_kv.media.backend import Block, Blocks, Make, Outcome, RecordShape, Then, Verify
+from tiered_kv.media.backend import Backend, Block, Blocks, Make, Outcome, RecordShape, SlotBackend, Then, Verify
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.tiers.calls import CLOSED, Calls, Outcomes, Turn
 from tiered_kv.tiers.gate import Priority, ReadSpeed, Waiter, Wear
@@ -37,6 +37,7 @@ READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)
 _KEYS_TOLD: Final = 8
 """Of broken blocks, in an event."""
 WRITTEN: Final = (Outcome.STORED, Outcome.REFUSED, Outcome.FAILED)
+PARTLY: Final = "a part of the medium did not answer"
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,11 @@ class StorageTier(Tier):
     """One kind of block in one storage tier.
 
     Attributes:
+        backend: The medium.
         is_shared: Whether others may write to the tier's medium; such a tier has no books here.
     """
 
+    backend: Backend | SlotBackend
     is_shared: ClassVar[bool]
 
     def __init__(self, parts: TierParts) -> None:
@@ -269,7 +272,12 @@ class StorageTier(Tier):
 
     def describe(self) -> Mapping[str, object]:
         """Return what the medium says of itself, for statistics."""
-        return {}
+        return self.calls.ask("describe", self.backend.describe, {}, problem_of=_problem_of_facts)
+
+    def tell_failed(self, doing: str, num_blocks: int) -> None:
+        """Tell of blocks that failed in a call that raised nothing, if there are any; at most once a minute."""
+        if num_blocks:
+            self.calls.tell_seldom(doing, str(self.describe().get("last_error") or PARTLY), num_blocks)
 
     def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
@@ -386,7 +394,8 @@ class StorageTier(Tier):
         if verification.refused:
             self.tell_refused(verification.refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
-        self.counters.failed += verdicts.count(Outcome.FAILED)
+        self.counters.failed += (num_failed := verdicts.count(Outcome.FAILED))
+        self.tell_failed("read", num_failed)
         return list(verdicts)
 
     def tell_corrupted(self, keys: Sequence[str]) -> None:
@@ -401,6 +410,7 @@ class StorageTier(Tier):
     def _told(self, answer: Outcomes, n: int) -> list[Outcome]:
         """Count what a write of ``n`` blocks has done, and return what became of each."""
         self.counters.write_s += answer.seconds
+        self.tell_failed("write", (answer.value or []).count(Outcome.FAILED))
         outcomes = list(answer.value or [Outcome.FAILED] * n)
         num_stored = outcomes.count(Outcome.STORED)
         self.counters.bytes_written += num_stored * self.shape.stride_bytes
@@ -503,3 +513,7 @@ class StorageTier(Tier):
         hashes = hash_names(names)
         while busy := [done for each, done in self._writing.values() if np.isin(hashes, each).any()]:
             await asyncio.wait(busy)
+
+
+def _problem_of_facts(facts: Mapping[str, object]) -> str:
+    return "" if isinstance(facts, dict) else f"no dict: {facts!r:.80}"

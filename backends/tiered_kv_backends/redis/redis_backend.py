@@ -71,6 +71,7 @@ class RedisBackend(Backend):
         renews = self._expiry and not settings.read_only  # which takes the right to write
         self._get = (b"GETEX", self._expiry) if renews else (b"GET", ())
         self._servers: Servers
+        self._last_error = ""
 
     async def open(self, context: BackendContext) -> None:
         """Connect, and write, find, read and delete a key that is no block's; if nothing is to be written, only look.
@@ -94,6 +95,10 @@ class RedisBackend(Backend):
         """Close every connection; calls still under way end with `BackendUnavailableError`."""
         if hasattr(self, "_servers"):  # not where it was never opened
             await self._servers.aclose()
+
+    def describe(self) -> dict[str, object]:
+        """Say why blocks failed in the last call of which others went well."""
+        return {"last_error": self._last_error}
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Ask for all keys in one pipelined round trip per server: HIT or MISS, or FAILED where one is away."""
@@ -176,8 +181,12 @@ class RedisBackend(Backend):
         async with self._bounded(f"{doing} {len(names)} blocks", self.settings.timeout_s):
             await self._ask_twice(names, ask, answers)
             outcomes = [_outcome(answer) for answer in answers]
-            if all(outcome is Outcome.FAILED for outcome in outcomes):
-                raise BackendUnavailableError(f"{self._servers}: could not {doing} {len(names)} blocks: {answers[0]}")
+            if failed := [answers[i] for i, outcome in enumerate(outcomes) if outcome is Outcome.FAILED]:
+                error = BackendUnavailableError(f"{self._servers}: could not {doing} {len(failed)} blocks: {failed[0]}")
+                if len(failed) == len(names):
+                    raise error
+                self._servers.scrub(error)
+                self._last_error = str(error)
         return outcomes
 
     async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:
