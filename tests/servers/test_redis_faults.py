@@ -339,6 +339,31 @@ class TestOpening:
         assert isinstance(error, BackendUnavailableError)
         assert "rediss://" in str(error)
 
+    @pytest.mark.parametrize("login", [{}, {"password": "hidden"}])
+    async def test_a_server_with_all_the_clients_it_takes(self, tmp_path: Path, login: dict[str, object]) -> None:
+        """It may take us later, and no login was refused."""
+        words = ("--requirepass", "hidden") if login else ()
+        with run_redis(find_binary("redis-server"), tmp_path, "--maxclients", "1", *words) as server:
+            async with Redis(port=server.port, single_connection_client=True, **login) as only:  # type: ignore[arg-type]
+                await only.ping()
+                error = await why_not_open(backend_of(server, **login))
+        assert isinstance(error, BackendUnavailableError)
+        assert "max number of clients reached" in str(error)
+        assert "login" not in str(error)
+
+    async def test_a_server_that_ends_tls(self) -> None:
+        """Behind a proxy that speaks TLS nobody may be there now: that may work later."""
+
+        async def leave(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.read(1 << 16)
+            writer.close()
+
+        async with await asyncio.start_server(leave, "127.0.0.1") as server:
+            url = f"rediss://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            error = await why_not_open(RedisBackend(RedisSettings.model_validate({"url": url})))
+        assert isinstance(error, BackendUnavailableError)
+        assert "does it want a cert_file?" in str(error)
+
     @pytest.mark.parametrize("settings", [{}, {"cluster": True}, {"sentinel_master": "kv"}])
     async def test_nobody_there(self, settings: dict[str, object]) -> None:
         """A port that nobody listens on may work later."""
@@ -492,6 +517,13 @@ class TestFaults:
                 outcomes = [(await backend.write([block_key(n)], blocks_of(1)))[0] for n in range(12)]
                 assert set(outcomes) == {Outcome.STORED, Outcome.REFUSED}
                 assert await backend.read([block_key(0)], empty(1)) == [Outcome.HIT]
+
+    async def test_a_server_that_takes_no_block_of_this_size(self, tmp_path: Path) -> None:
+        """It hangs up in the middle of the block; what it said then is the error."""
+        with run_redis(find_binary("redis-server"), tmp_path, "--proto-max-bulk-len", "1mb") as server:
+            async with open_backend(backend_of(server)) as backend:
+                with pytest.raises(BackendUnavailableError, match="invalid bulk length"):
+                    await backend.write([block_key(0)], blocks_of(1, 4 << 20))
 
     async def test_what_the_server_evicted_is_a_miss(self, tmp_path: Path) -> None:
         """Where the server evicts, everything is stored, and what went is a miss."""

@@ -45,6 +45,10 @@ _OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
 """What other errors mean, by how they begin; all others are FAILED."""
 _OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
 """How redis-py and OpenSSL say it."""
+_CROWDED = "max number of clients reached"
+"""How a server says that it has as many connections as it takes."""
+_ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
+"""How TLS ends with a server that leaves: nothing is behind the proxy, or it wants a certificate of ours."""
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _NEVER_WORKS = (LoginError, ProtocolError, AuthenticationError, AuthorizationError, ResponseError, ssl.SSLError)
 """What a server says when it is opened and will go on saying."""
@@ -279,7 +283,7 @@ class RedisBackend(Backend):
                 raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
             case "MOVED" if not self.settings.cluster:
                 raise ConfigurationError(f"{self._servers} is one node of a cluster: set cluster = true")
-            case "ERR":
+            case "ERR" if _CROWDED not in str(answer):
                 raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
             case _ if _outcome(answer) is Outcome.FAILED:
                 raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
@@ -300,6 +304,10 @@ class RedisBackend(Backend):
 
     def _advised(self, error: BackendUnavailableError) -> TieredKVError:
         """Tell what can never work from what may, and say what may be meant."""
+        if _CROWDED in str(error):
+            return error
+        if any(isinstance(cause, _ENDS) for cause in all_causes(error)):
+            return BackendUnavailableError(f"{error} (the server ends TLS: is it away, or does it want a cert_file?)")
         causes = [cause for cause in all_causes(error) if not isinstance(cause, _WAITS)]
         if any(isinstance(cause, _NEVER_WORKS) for cause in causes) or _OTHER_PROTOCOL in str(error):
             return ConfigurationError(self._why_never(error, causes))

@@ -14,7 +14,7 @@ import copy
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Self, TypeVar
@@ -182,7 +182,7 @@ class RESPConnection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._socket.send([what])
+        await self._ask([what])
         return (await self._line()).decode(errors="replace")
 
     async def get(self, commands: Sequence[bytes], into: Sequence[Block]) -> list[Answer]:
@@ -218,7 +218,7 @@ class RESPConnection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._socket.send(_sets(names, blocks, options, _ASKING if self.is_asking else b""))
+        await self._ask(_sets(names, blocks, options, _ASKING if self.is_asking else b""))
         answers: list[Answer] = []
         async for line in self._lines(len(names)):
             if line[:1] not in {b"+", b"-"}:
@@ -232,7 +232,7 @@ class RESPConnection:
         Raises:
             OSError: The connection is lost.
         """
-        await self._socket.send([b"".join(self._asked(commands))])
+        await self._ask([b"".join(self._asked(commands))])
         answers: list[int | str] = []
         async for line in self._lines(len(commands)):
             if (number := _number(line, b":")) is not None:
@@ -242,6 +242,21 @@ class RESPConnection:
             else:
                 raise ProtocolError(f"no number but {_shown(line)}")
         return answers
+
+    async def _ask(self, pieces: Iterable[bytes | memoryview]) -> None:
+        """Send what lines alone answer. If the server has left, its last words say why, not the system's."""
+        try:
+            await self._socket.send(pieces)
+        except OSError as error:
+            said = ""
+            with suppress(OSError):
+                for _ in range(_ANSWERS_A_TURN):
+                    if (line := await self._line())[:1] == b"-":
+                        said = _text(line)
+                        break
+            if not said:
+                raise
+            raise ConnectionResetError(said) from error
 
     def _asked(self, commands: Sequence[bytes]) -> Sequence[bytes]:
         return [_ASKING + each for each in commands] if self.is_asking else commands
