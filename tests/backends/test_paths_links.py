@@ -40,7 +40,7 @@ async def test_blocks_are_read_without_the_call_too(tmp_path: Path, monkeypatch:
     """Where the system does not know it, folder by folder."""
     opener = Opener(FLAGS)
     opener.is_there = False
-    monkeypatch.setattr(shared_fs_files, "_OPENER", opener)
+    monkeypatch.setattr(shared_fs_files, "_OPENERS", {0: opener, os.O_DIRECT: opener})
     key, absent = block_key(1), block_key(2)
     backend = SharedFSBackend({"path": tmp_path / "kv", "capacity": "32MiB"})
     async with open_backend(backend):

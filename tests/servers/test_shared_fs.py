@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import socket
+import tempfile
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -29,7 +30,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ClosedError, Config
 from tiered_kv.values.keys import BlockKey, salt_digest
 from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, files, sweep, sweeper
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
-from tiered_kv_backends.shared_fs.files import Work, probe, write_records
+from tiered_kv_backends.shared_fs.files import Work, direct_problem, probe, write_records
 
 SIZE = GROUPS[0].payload_bytes
 RECORD = 4096 + SIZE
@@ -715,6 +716,110 @@ async def test_files_that_are_found_at_once_are_looked_for_in_one_thread(
         assert shares == [1] * 8
 
 
+@pytest.mark.parametrize("num_bytes", [100, 8192, 10240])
+@pytest.mark.parametrize("where", ["", "/dev/shm"])  # noqa: S108 - a tmpfs
+async def test_how_files_are_moved_shows_in_none(tmp_path: Path, where: str, num_bytes: int) -> None:
+    """Whether or not by direct I/O, in whole pages or not, a file is the record, and every process reads it."""
+    with tempfile.TemporaryDirectory(dir=where or tmp_path) as folder:
+        root, keys = Path(folder, "kv"), keys_of(1, 2)
+        async with opened(root) as one, opened(root, direct="never") as other:
+            for writer, key in ((one, keys[0]), (other, keys[1])):
+                block = make_block(os.urandom(num_bytes), key)
+                assert await writer.write([key], [block.read_only()]) == [Outcome.STORED]
+                assert file_of(root, key).read_bytes() == bytes(block)
+                for reader in (one, other):
+                    into = Block.empty(num_bytes)
+                    assert await reader.read([key], [into]) == [Outcome.HIT]
+                    assert bytes(into) == bytes(block)
+            assert len(files_in(root)) == 2
+
+
+@pytest.mark.parametrize("direct", ["auto", "always", "never"])
+async def test_whole_pages_pass_by_the_page_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str) -> None:
+    """All but what is behind the last one when it is written, where the filesystem can; with ``never`` none."""
+    moved: list[tuple[str, int, bool]] = []
+
+    def watch(name: str) -> None:
+        call = getattr(os, name)
+
+        def move(file: int, parts: Sequence[memoryview]) -> int:
+            moved.append((name, sum(map(len, parts)), bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)))
+            return int(call(file, parts))
+
+        monkeypatch.setattr(os, name, move)
+
+    (key,) = keys_of(1)
+    is_direct = direct != "never"
+    if is_direct and direct_problem(str(tmp_path), is_read_only=False):
+        pytest.skip("no O_DIRECT here: set TMPDIR to a folder on a disk")
+    async with opened(tmp_path, direct=direct) as backend:
+        watch("writev")
+        watch("readv")
+        await backend.write([key], [make_block(bytes(8192 + 100), key)])
+        await backend.read([key], [Block.empty(8192 + 100)])
+    written = [("writev", 12288, True), ("writev", 100, False)] if is_direct else [("writev", 12388, False)]
+    assert moved == [*written, ("readv", 16384, is_direct)]
+
+
+@pytest.mark.parametrize("read_only", [False, True])
+async def test_a_filesystem_without_direct_io_is_used_without(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, read_only: bool
+) -> None:
+    """An event says why; who wants it always is told at opening, and no file is left of trying."""
+    keys = keys_of(1)
+    async with opened(tmp_path) as backend:
+        await store(backend, keys)
+    there = files_in(tmp_path)
+    refuse_direct_io(monkeypatch)
+    caplog.set_level("INFO")
+    caplog.clear()
+    async with opened(tmp_path, read_only=read_only) as backend:
+        assert caplog.text.count("shared_fs.not_direct") == 1
+        assert await load(backend, keys) == [Outcome.HIT]
+        assert files_in(tmp_path) == there
+    with pytest.raises(ConfigurationError, match="no direct I/O"):
+        async with opened(tmp_path, direct="always", read_only=read_only):
+            pass
+    assert files_in(tmp_path) == there
+
+
+async def test_a_file_that_direct_io_is_refused_for_goes_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some filesystems refuse it for some files, and all for memory that is not aligned. No temporary file stays."""
+    memory = memoryview(bytearray(4096 + SIZE + 1))[1:]
+    crooked = Block(memory[:4096], memory[4096:], SIZE)
+    first, second = keys_of(1, 2)
+    block = make_block(os.urandom(SIZE), first)
+    crooked.fill(bytes(block))
+    async with opened(tmp_path) as backend:
+        assert await backend.write([first], [crooked]) == [Outcome.STORED]
+        memory[:] = bytes(len(memory))
+        assert await backend.read([first], [crooked]) == [Outcome.HIT]
+        assert bytes(crooked) == bytes(block)
+        refuse_direct_io(monkeypatch)
+        assert await store(backend, [second]) == [Outcome.STORED]
+        assert await load(backend, [first, second]) == [Outcome.HIT] * 2
+        assert files_in(tmp_path) == {file_of(tmp_path, first), file_of(tmp_path, second)}
+
+
+def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have files not be opened so, as Linux does it: one that is to be made is made all the same."""
+    open_file = os.open
+
+    def refuses(name: str, flags: int, *args: int, **kwargs: int) -> int:
+        file = open_file(name, flags & ~os.O_DIRECT, *args, **kwargs)
+        if flags & os.O_DIRECT:
+            os.close(file)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return file
+
+    opener = files.Opener(os.O_RDONLY)
+    opener.is_there = False
+    monkeypatch.setattr(files, "_OPENERS", {0: opener, os.O_DIRECT: opener})
+    monkeypatch.setattr(os, "open", refuses)
+
+
 async def test_what_is_moved_in_parts_is_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A filesystem may take or give less than it is asked for at once."""
     readv = os.readv
@@ -741,7 +846,7 @@ async def test_a_folder_that_goes_between_two_blocks_is_made_again(tmp_path: Pat
                 shutil.rmtree(tmp_path / first.namespace.path)
 
     share = Swept(Work(key, make_block(bytes(SIZE), key), 1) for key in (first, second, second))
-    assert write_records(str(tmp_path), share) == [Outcome.STORED] * 3
+    assert write_records(str(tmp_path), share, 0) == [Outcome.STORED] * 3
     assert not files_in(tmp_path)
 
 

@@ -3,12 +3,16 @@
 Below the root no symbolic link is followed, folder by folder, and only regular files are read or counted: who may write
 to the directory can neither lead us out of it nor make a call wait for ever.
 
+``direct`` is O_DIRECT where bytes are to pass by the page cache, which costs a copy, and 0 where not. What lies behind
+a record's last whole page is written through it, and so is a record that cannot be moved otherwise.
+
 The threads of a shared directory's calls, and how the event loop waits for them.
 """
 
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import stat
 import uuid
@@ -20,6 +24,7 @@ from typing import NamedTuple, ParamSpec, Self, TypeVar, cast
 
 from tiered_kv.media.backend import Block, Outcome, Workers
 from tiered_kv.values.keys import BlockKey
+from tiered_kv.values.layout import PAGE_BYTES
 from tiered_kv_backends.paths import NVME_MARK, SHARED_FS_MARK, Opener
 
 # ruff: noqa: PTH116 - calls relative to open folders, which Path has not
@@ -33,7 +38,7 @@ FOLDER_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 """Opening never waits: a FIFO would have us wait for whoever writes to it."""
 _READ_FLAGS = os.O_RDONLY | FILE_FLAGS
-_OPENER = Opener(_READ_FLAGS)
+_OPENERS = {direct: Opener(_READ_FLAGS | direct) for direct in (0, os.O_DIRECT)}
 
 _GONE = {errno.ENOENT, errno.ENOTDIR, errno.ESTALE}
 """What says that a file is not there; ESTALE: another host removed or replaced it while it was open here."""
@@ -41,6 +46,8 @@ _NO_FILE = {errno.ELOOP, errno.ENXIO}
 """What opening a link and a socket gives."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """What says that the filesystem takes no more: bytes, files, or what a quota leaves of them."""
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
+"""What direct I/O gives where a filesystem has none, and for memory or a folder that it cannot be done with."""
 _USED_AGAIN_NS = 600 * 10**9
 """How old a file's last use may get before a read renews it: one call in ten minutes, however hot the block is."""
 _TRIES = 3
@@ -64,14 +71,14 @@ Moved = Outcome | OSError
 """What became of one block."""
 
 
-def read_records(root: str, share: Sequence[Work]) -> list[Moved]:
+def read_records(root: str, share: Sequence[Work], direct: int) -> list[Moved]:
     """Fill the blocks: HIT, MISS or CORRUPT (another length, no file) each, or what failed."""
-    return _each(root, share, _read, if_gone=Outcome.MISS)
+    return _each(root, share, direct, _read, if_gone=Outcome.MISS)
 
 
-def write_records(root: str, share: Sequence[Work]) -> list[Moved]:
+def write_records(root: str, share: Sequence[Work], direct: int) -> list[Moved]:
     """Write the blocks: STORED or REFUSED (longer than files may be) each, or what failed."""
-    return _each(root, share, _write)
+    return _each(root, share, direct, _write)
 
 
 def which_exist(root: str, keys: Sequence[BlockKey]) -> list[Outcome]:
@@ -132,6 +139,43 @@ def probe(root: str) -> None:
     _check_folder(root)  # again: an NVMe tier makes its mark before it looks for ours, so that one of us sees both
     if not os.access(root, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
+
+
+def direct_problem(root: str, *, is_read_only: bool) -> str:
+    """Move a page past the page cache, and say why that cannot be done; empty if it can, or is not known.
+
+    Raises:
+        OSError: The filesystem fails.
+    """
+    page = Block.empty(PAGE_BYTES).padded
+    try:
+        if is_read_only:
+            with _opened(f"{root}/{LOCK_NAME}", _READ_FLAGS | os.O_DIRECT) as file:
+                os.readv(file, [page])
+            return ""
+        path = f"{root}/.{uuid.uuid4().hex}.tmp"
+        try:
+            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE_FLAGS | os.O_DIRECT) as file:
+                os.writev(file, [page])
+                os.preadv(file, [page], 0)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # where it cannot be opened so it may be made all the same
+                Path(path).unlink()
+    except OSError as error:
+        if error.errno in _NOT_DIRECT or is_read_only:
+            return os.strerror(error.errno or 0)
+        if error.errno not in FULL:
+            raise
+    return ""
+
+
+@contextlib.contextmanager
+def _opened(path: str, flags: int) -> Iterator[int]:
+    file = os.open(path, flags, 0o600)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def open_own(root: str, name: str, flags: int = 0) -> int:
@@ -246,12 +290,12 @@ class _Folders:
             return stat.S_ISREG(status.st_mode)
         return False
 
-    def open_file(self, key: BlockKey) -> int:
+    def open_file(self, key: BlockKey, direct: int) -> int:
         """Open a block's file for reading."""
-        if (file := _OPENER.open(path_of(key), self._root_fd)) >= 0:
+        if (file := _OPENERS[direct].open(path_of(key), self._root_fd)) >= 0:
             return file
         with self.of(key) as folder:
-            return os.open(key.hash.hex(), _READ_FLAGS, dir_fd=folder)
+            return os.open(key.hash.hex(), _READ_FLAGS | direct, dir_fd=folder)
 
     @contextlib.contextmanager
     def of(self, key: BlockKey, *, make: bool = False) -> Iterator[int]:
@@ -298,14 +342,14 @@ class _Folders:
         self._leave()
 
 
-_Move = Callable[[_Folders, Work], Outcome]
+_Move = Callable[[_Folders, Work, int], Outcome]
 
 
-def _each(root: str, share: Sequence[Work], move: _Move, if_gone: Outcome | None = None) -> list[Moved]:
+def _each(root: str, share: Sequence[Work], direct: int, move: _Move, if_gone: Outcome | None = None) -> list[Moved]:
     try:
         with _Folders.opened(root) as folders:
             if folders is not None:
-                return [_tried(move, folders, work) for work in share]
+                return [_tried(move, folders, work, direct) for work in share]
             if if_gone is None:
                 check_mounted(root)
     except OSError as error:
@@ -313,16 +357,18 @@ def _each(root: str, share: Sequence[Work], move: _Move, if_gone: Outcome | None
     return [if_gone or Outcome.FAILED] * len(share)
 
 
-def _tried(move: _Move, folders: _Folders, work: Work) -> Moved:
+def _tried(move: _Move, folders: _Folders, work: Work, direct: int) -> Moved:
     try:
-        return move(folders, work)
+        return move(folders, work, direct)
     except OSError as error:
-        return error
+        if not direct or error.errno not in _NOT_DIRECT:
+            return error
+    return _tried(move, folders, work, 0)  # which shows what else is wrong, if anything
 
 
-def _read(folders: _Folders, work: Work) -> Outcome:
+def _read(folders: _Folders, work: Work, direct: int) -> Outcome:
     try:
-        file = folders.open_file(work.key)
+        file = folders.open_file(work.key, direct)
         try:
             return _read_file(file, work)
         finally:
@@ -336,30 +382,30 @@ def _read(folders: _Folders, work: Work) -> Outcome:
 
 
 def _read_file(file: int, work: Work) -> Outcome:
-    status = os.fstat(file)
+    status, num_left = os.fstat(file), work.block.num_bytes
     if stat.S_ISDIR(status.st_mode):  # which no store would replace
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), work.key.path)
-    if not stat.S_ISREG(status.st_mode) or status.st_size != work.block.num_bytes:
+    if not stat.S_ISREG(status.st_mode) or status.st_size != num_left:
         return Outcome.CORRUPT
-    left = list(work.block.segments)
-    while left:
+    left = [work.block.header, work.block.padded]  # whole pages, of which the last may be more than there is
+    while num_left > 0:
         if not (num_bytes := os.readv(file, left)):
             return Outcome.CORRUPT
-        left = _behind(left, num_bytes)
+        left, num_left = _behind(left, num_bytes), num_left - num_bytes
     if work.used_ns - status.st_mtime_ns > _USED_AGAIN_NS:
         with contextlib.suppress(OSError):  # the bytes are right, on a filesystem that became read-only too
             os.utime(file, ns=(work.used_ns, work.used_ns))
     return Outcome.HIT
 
 
-def _write(folders: _Folders, work: Work) -> Outcome:
+def _write(folders: _Folders, work: Work, direct: int) -> Outcome:
     """Write a record, in a folder that another may remove meanwhile: then it is made again."""
     temporary = f".{uuid.uuid4().hex}.tmp"
     for left in reversed(range(_TRIES)):
         try:
             with folders.of(work.key, make=True) as folder:
-                file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS, 0o600, dir_fd=folder)
-                return _write_file(folder, file, temporary, work)
+                file = _make_file(folder, temporary, direct)
+                return _write_file(folder, file, temporary, work, direct)
         except FileNotFoundError:
             folders.forget()
             if not left:
@@ -371,7 +417,17 @@ def _write(folders: _Folders, work: Work) -> Outcome:
     raise AssertionError  # the last try has returned or raised
 
 
-def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
+def _make_file(folder: int, name: str, direct: int) -> int:
+    try:
+        return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS | direct, 0o600, dir_fd=folder)
+    except OSError as error:
+        if error.errno in _NOT_DIRECT:  # it may have been made all the same
+            with contextlib.suppress(OSError):
+                os.unlink(name, dir_fd=folder)
+        raise
+
+
+def _write_file(folder: int, file: int, temporary: str, work: Work, direct: int) -> Outcome:
     """Write a record to a file, and give that its name.
 
     Raises:
@@ -380,9 +436,7 @@ def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
     """
     try:
         try:
-            left = list(work.block.segments)
-            while left:
-                left = _behind(left, os.writev(file, left))
+            _fill_file(file, work.block, direct)
             os.utime(file, ns=(work.used_ns, work.used_ns))
         finally:
             os.close(file)  # NFS sends what is left, and says what it could not: only then is the file whole
@@ -394,6 +448,20 @@ def _write_file(folder: int, file: int, temporary: str, work: Work) -> Outcome:
             os.unlink(temporary, dir_fd=folder)
         raise
     return Outcome.STORED
+
+
+def _fill_file(file: int, block: Block, direct: int) -> None:
+    payload = block.payload
+    cut = len(payload) - (len(payload) % PAGE_BYTES if direct else 0)
+    _write_all(file, [block.header, payload[:cut]])
+    if cut < len(payload):
+        fcntl.fcntl(file, fcntl.F_SETFL, 0)
+        _write_all(file, [payload[cut:]])
+
+
+def _write_all(file: int, left: list[memoryview]) -> None:
+    while left:
+        left = _behind(left, os.writev(file, left))
 
 
 def _behind(segments: list[memoryview], num_bytes: int) -> list[memoryview]:

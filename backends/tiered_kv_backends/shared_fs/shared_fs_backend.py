@@ -21,7 +21,7 @@ from contextlib import AbstractAsyncContextManager
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import aiofiles.os
 from pydantic import Field
@@ -82,6 +82,8 @@ class SharedFSBackend(Backend):
         and its sweeps delete down to that, whoever has written."""
         num_threads: int = Field(default=16, ge=1, le=256)
         """Calls under way at once, in each direction: reads never queue behind writes."""
+        direct: Literal["auto", "always", "never"] = "auto"
+        """Whether to pass by the page cache (O_DIRECT). ``auto``: where the filesystem can."""
         min_free_fraction: float = Field(default=0.05, ge=0, lt=1)
         """Part of the filesystem that is left free: nothing is written, and the oldest is deleted, to keep it so."""
         salt_quota: SizeOrNone = Field(default=default_size(None), gt=0)
@@ -134,16 +136,18 @@ class SharedFSBackend(Backend):
         self._written, self._is_full = Counter[str](), False  # since this process has swept last
         self._num_made_room = 0  # how many sweeps have, for what was refused
         try:
-            if settings.read_only:
-                probe = self._readers.run(files.probe_reading, self._root)
-            else:
-                probe = self._writers.run(_probe, self._root, self._ledger)
-            await asyncio.wait_for(probe, settings.timeout_s)
+            probe = (self._readers if settings.read_only else self._writers).run(_probe, settings, self._ledger)
+            problem = await asyncio.wait_for(probe, settings.timeout_s)
         except TimeoutError as error:
             raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
         except OSError as error:
             kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
             raise kind(self._what_to_do(error)) from error
+        if problem and settings.direct == "always":
+            raise ConfigurationError(f"{self._root} has no direct I/O ({problem}): set direct='auto'")
+        if problem:
+            log("info", "shared_fs.not_direct", path=self._root, reason=problem)
+        self._direct = 0 if problem or settings.direct == "never" else os.O_DIRECT
         self._sweeper = Sweeper(
             self._root,
             self._ledger,
@@ -223,7 +227,7 @@ class SharedFSBackend(Backend):
         self._check_open()
         shares = self._shares(self._work(keys, into))
         # no coroutine of aiofiles, and so no task, for each: that was a tenth of the time of a hot block
-        reads = [self._readers.run(files.read_records, self._root, each) for each in shares]
+        reads = [self._readers.run(files.read_records, self._root, each, self._direct) for each in shares]
         return self._outcomes(await each_of(reads))
 
     async def write(self, keys: Sequence[BlockKey], blocks: Sequence[Block]) -> list[Outcome]:
@@ -315,7 +319,7 @@ class SharedFSBackend(Backend):
 
     async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
         """Write some blocks; the room of those that were not stored can be used again."""
-        writing = asyncio.ensure_future(_write_records(self._root, share, executor=self._writers))
+        writing = asyncio.ensure_future(_write_records(self._root, share, self._direct, executor=self._writers))
         settle = partial(self._settle_room, share, self._num_made_room)
         writing.add_done_callback(settle)  # also if nobody waits for it any more
         return await asyncio.shield(writing)
@@ -417,7 +421,13 @@ async def sweep(settings: SharedFSBackend.Settings | Mapping[str, Any] | str) ->
         raise BackendUnavailableError(f"cannot sweep {root}: {error.strerror}") from error
 
 
-def _probe(root: str, ledger: ByteLedger) -> None:
-    files.probe(root)
-    with contextlib.suppress(BlockingIOError):  # then it is there
-        ledger.create(is_empty=not holds_blocks(root))
+def _probe(settings: SharedFSBackend.Settings, ledger: ByteLedger) -> str:
+    """See whether the directory can be used, and say why not by direct I/O, if that is wanted."""
+    root = str(settings.path.absolute())
+    if settings.read_only:
+        files.probe_reading(root)
+    else:
+        files.probe(root)
+        with contextlib.suppress(BlockingIOError):  # then it is there
+            ledger.create(is_empty=not holds_blocks(root))
+    return "" if settings.direct == "never" else files.direct_problem(root, is_read_only=settings.read_only)
