@@ -55,7 +55,6 @@ _FORGOTTEN = 1.1
 """How much longer to look for a file may take than it did, from one lookup to the next."""
 _LEAST_LOOK_S = 1e-6
 
-_write_records = aiofiles.os.wrap(files.write_records)
 _unlink_records = aiofiles.os.wrap(files.unlink_records)
 
 
@@ -239,7 +238,7 @@ class SharedFSBackend(Backend):
         self._check_open()
         work = self._work(keys, blocks)
         num_taken = await self._room.take(blocks, self._sweep_soon)
-        writes = [asyncio.ensure_future(self._write_share(each)) for each in self._shares(work[:num_taken])]
+        writes = [self._write_share(each) for each in self._shares(work[:num_taken])]
         outcomes = self._outcomes(await each_of(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
         if Outcome.REFUSED in outcomes:
             self._sweep_soon(is_full=True)
@@ -317,12 +316,12 @@ class SharedFSBackend(Backend):
             raise BackendUnavailableError(f"{self._root}: {text_of(errors[-1])}") from errors[-1]
         return [each if isinstance(each, Outcome) else Outcome.FAILED for each in moved]
 
-    async def _write_share(self, share: Sequence[Work]) -> list[Moved]:
-        """Write some blocks; the room of those that were not stored can be used again."""
-        writing = asyncio.ensure_future(_write_records(self._root, share, self._direct, executor=self._writers))
+    def _write_share(self, share: Sequence[Work]) -> "asyncio.Future[list[Moved]]":
+        """Begin to write some blocks; the room of those that were not stored can be used again."""
+        writing = self._writers.run(files.write_records, self._root, share, self._direct)
         settle = partial(self._settle_room, share, self._num_made_room)
         writing.add_done_callback(settle)  # also if nobody waits for it any more
-        return await asyncio.shield(writing)
+        return writing
 
     def _settle_room(self, share: Sequence[Work], num_made_room: int, writing: "asyncio.Future[list[Moved]]") -> None:
         if not writing.cancelled() and writing.exception() is None:
