@@ -370,7 +370,8 @@ def test_what_vllms_own_cache_serves_is_not_forgotten_below(runs: Runs, vllm: En
 def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
-    for name in ("right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages", "runner"):
+    right = "right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages", "runner"
+    for name in (*right, "images by hash", "no images"):
         assert said[name] == "nothing", name
     assert said["groups of ours"] == [
         [0, None, None, 16384, ["layer0"]],
@@ -393,6 +394,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "sleep": "nothing" if vllm.recipe.python_of else "enable_sleep_mode: vLLM 0.32",  # 0.33 tells of it
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",
+        "images by number": "mm_processor_cache_gb is 0",
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",

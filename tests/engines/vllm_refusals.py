@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.config import KVTransferConfig
+from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -96,6 +96,10 @@ def main(model: str) -> None:
     )
     asleep = config()
     asleep.model_config.enable_sleep_mode = True  # which no CPU has
+    counting, hashing, of_text = (config(enable_prefix_caching=is_on) for is_on in (False, True, False))
+    for each in (counting, hashing, of_text):
+        each.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=0)
+    of_text.model_config.multimodal_config.language_model_only = True
     os.environ.pop("PYTHONHASHSEED", None)
 
     def by_runner_v2() -> Configuration:
@@ -126,6 +130,9 @@ def main(model: str) -> None:
         "hash": lambda: Configuration.of(hashed, kv_cache(FULL)),
         "in one piece": lambda: Configuration.of(in_one_piece, kv_cache(MLA)),
         "in chunks": lambda: Configuration.of(in_chunks, kv_cache(FULL)),
+        "images by number": lambda: Configuration.of(counting, kv_cache(FULL)),
+        "images by hash": lambda: Configuration.of(hashing, kv_cache(FULL)),
+        "no images": lambda: Configuration.of(of_text, kv_cache(FULL)),
         "weights": lambda: Configuration.of(elsewhere, kv_cache(FULL)),
         "unknown": lambda: Configuration.of(
             config(transfer={"kv_connector_extra_config": {"load_timeout": 3}}), kv_cache(FULL)

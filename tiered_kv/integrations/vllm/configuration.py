@@ -230,6 +230,7 @@ class Configuration:
         _check_parallel(parallel)
         _check_hashes(vllm_config.cache_config)
         _check_prefixes(vllm_config)
+        _check_images(vllm_config)
         _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
         extra = in_all_texts(dict(transfer.kv_connector_extra_config), RANK, str(parallel.data_parallel_index))
@@ -356,6 +357,19 @@ def _check_prefixes(vllm_config: Any) -> None:
             "prefix caching and chunked prefill are both off: vLLM turns them off where it computes a prompt in one "
             "piece only (MLA on a CPU, layers that are not causal), and would answer wrongly after a prefix that was "
             "loaded. If it was you, turn one of them on; else serve this model without this connector"
+        )
+
+
+def _check_images(vllm_config: Any) -> None:
+    """Refuse images that vLLM names by counting them in each process: the next one's first would be this one's."""
+    images = getattr(vllm_config.model_config, "multimodal_config", None)
+    if images is None or images.language_model_only:
+        return
+    if images.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
+        raise ConfigurationError(
+            "prefix caching is off and mm_processor_cache_gb is 0: then vLLM numbers images, videos and sounds anew in "
+            "each process, and after a restart one would be answered with another's blocks. Turn either on, or take "
+            "text alone by --language-model-only"
         )
 
 
