@@ -90,6 +90,23 @@ def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() ->
     assert named == [identity(PLAIN, **way) for way in ways]
 
 
+def test_images_that_an_engine_prepares_in_another_way_are_of_another_model() -> None:
+    """VLLM's hashes have an image and what its request says of it, and not what the engine was started with."""
+    ways: list[dict[str, Any]] = [
+        {},
+        {"mm_processor_kwargs": {"max_pixels": 1024}},
+        {"mm_processor_kwargs": {"max_pixels": 2048}},
+        {"media_io_kwargs": {"video": {"num_frames": 40}}},
+        {"video_pruning_rate": 0.5},
+        {"video_pruning_rate": 0.5, "video_pruning_method": "vidcom2"},
+        {"mm_encoder_attn_dtype": "fp8"},
+    ]
+    named = [identity(PLAIN, multimodal_config=SimpleNamespace(**way)) for way in ways]
+    assert len({*named}) == len(ways)
+    assert named == [identity(PLAIN, multimodal_config=SimpleNamespace(**way)) for way in ways]
+    assert identity(PLAIN, multimodal_config=None) == identity(PLAIN)
+
+
 @dataclass
 class Layer:
     """One of vLLM's, as its model runner has set it up."""

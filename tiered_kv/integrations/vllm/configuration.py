@@ -40,6 +40,11 @@ from tiered_kv.values.keys import ModelIdentity
 
 _NO_FACTS: Final = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
 
+_OF_IMAGES: Final = (
+    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype"
+)  # fmt: skip
+"""How the engine prepares images, videos and sounds: vLLM names them by their bytes and by what a request says."""
+
 _KINDS: Final = ("model_type", "rope_type", "type")
 _BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
 """Kinds of rope whose frequencies vLLM takes by ``max_model_len``, and models whose attention it tunes by that, or as
@@ -68,6 +73,8 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     }
     if modules := getattr(vllm_config.lora_config, "lora_target_modules", None):
         facts["lora_target_modules"] = sorted(modules)  # of adapters vLLM leaves out the others
+    if (images := getattr(model, "multimodal_config", None)) is not None:
+        facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
