@@ -794,6 +794,18 @@ def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) ->
         identity_of(adapted)
 
 
+def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> None:
+    """What they compute would have the names of what the model computes without them, by both ways to generate."""
+    with opened(model, tmp_path) as tiered:
+        model.peft_config = {"default": None}  # as PEFT does
+        with pytest.raises(ConfigurationError, match="adapters since open_tiered"):
+            tiered.past(padded()[0])
+        with pytest.raises(ConfigurationError, match="adapters since open_tiered"):
+            batch(model)
+        del model.peft_config
+        assert batch(model)
+
+
 def main(checkpoint: str, folder: str) -> None:
     """Be a process that serves: by continuous batching, then by `generate`."""
     model = load_model(Path(checkpoint))

@@ -35,14 +35,18 @@ BEGIN: Final = "init_continuous_batching"
 
 @contextmanager
 def tiered_batches(
-    model: PreTrainedModel, kv: BlockingTieredKV, parts: ModelParts, salt: str | bytes
+    model: PreTrainedModel, kv: BlockingTieredKV, parts: ModelParts, salt: str | bytes, check: Callable[[], None]
 ) -> Iterator[None]:
-    """Have every continuous batching of a model that begins in this block use the tiers, one after the other."""
+    """Have every continuous batching of a model that begins in this block use the tiers, one after the other.
+
+    What ``check`` raises is raised as one begins.
+    """
     begin: Any = model.init_continuous_batching
     managers = weakref.WeakSet[Any]()
     pages = _Pages(kv, salt)
 
     def begin_tiered(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what it wraps
+        check()
         group = _group_of(parts)
         manager = begin(*args, **kwargs)
         _check(manager, group)

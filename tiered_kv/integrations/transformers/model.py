@@ -1,7 +1,8 @@
 """A cache for one model of transformers: who it is, what its blocks are, and that it can be served at all."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final
@@ -57,8 +58,9 @@ class TieredModel:
         block_size: Tokens a block has.
     """
 
-    def __init__(self, model: PreTrainedModel, staging: ModelStaging) -> None:
+    def __init__(self, model: PreTrainedModel, staging: ModelStaging, check_adapters: Callable[[], None]) -> None:
         """Made by `open_tiered` only."""
+        self._check_adapters = check_adapters
         self.kv = staging.kv
         self.block_size = staging.block_size
         self._model = model
@@ -78,8 +80,10 @@ class TieredModel:
 
         Raises:
             ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
-                where the model has states; or tokens stand for images, videos or sound.
+                where the model has states; or tokens stand for images, videos or sound; or the model has got adapters
+                since `open_tiered`, or lost them.
         """
+        self._check_adapters()
         check_is_tensor("input_ids", input_ids)
         if attention_mask is not None:
             check_is_tensor("attention_mask", attention_mask)
@@ -134,8 +138,9 @@ def open_tiered(
     layout = KVLayout(tuple(part.group for part in parts.all))
     identity = identity_of(model, weights)
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
-    with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt):
-        tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks))
+    check_adapters = partial(_check_adapters, model, had_adapters=_has_adapters(model))
+    with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt, check_adapters):
+        tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks), check_adapters)
         with _steps_seen(model), nullcontext() if parts.state is None else _by_blocks(model, block_size):
             yield tiered
 
@@ -263,7 +268,7 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     """
     if weights is None:
         path, commit = model.config.name_or_path, getattr(model.config, "_commit_hash", None)
-        if getattr(model, "_hf_peft_config_loaded", False) or hasattr(model, "peft_config"):
+        if _has_adapters(model):
             raise ConfigurationError(
                 "this model has adapters, which its checkpoint does not tell: pass weights=, a name that says which"
             )
@@ -280,6 +285,19 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
+
+
+def _has_adapters(model: PreTrainedModel) -> bool:
+    return bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config")
+
+
+def _check_adapters(model: PreTrainedModel, *, had_adapters: bool) -> None:
+    """Raise `ConfigurationError` if a model has got adapters since its cache was opened, or lost them."""
+    if _has_adapters(model) != had_adapters:
+        raise ConfigurationError(
+            "this model has got adapters since open_tiered, or lost them, and what was stored before is of another: "
+            "open another cache, with weights=, a name that says which adapters"
+        )
 
 
 def _check(model: PreTrainedModel) -> None:
