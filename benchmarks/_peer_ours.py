@@ -132,7 +132,7 @@ class NVMeDirect(NVMe):
 
 
 class SharedFS(NVMe):
-    """Sixteen threads, and the page cache."""
+    """Sixteen threads."""
 
     tier: ClassVar[dict[str, Any]] = {"medium": "shared_fs", "capacity": "1TiB"}
 

@@ -28,6 +28,7 @@ from tiered_kv.testing import GROUPS, BackendTests, block_key, make_block, open_
 from tiered_kv.testing.helpers import ended
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import BlockKey, salt_digest
+from tiered_kv_backends.paths import Opener
 from tiered_kv_backends.shared_fs import SharedFSBackend, bytes_ledger, files, sweep, sweeper
 from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger
 from tiered_kv_backends.shared_fs.files import Work, direct_problem, probe, write_records
@@ -814,7 +815,7 @@ def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.EINVAL, "Invalid argument")
         return file
 
-    opener = files.Opener(os.O_RDONLY)
+    opener = Opener(os.O_RDONLY)
     opener.is_there = False
     monkeypatch.setattr(files, "_OPENERS", {0: opener, os.O_DIRECT: opener})
     monkeypatch.setattr(os, "open", refuses)
