@@ -586,6 +586,14 @@ DIRECT: dict[str, tuple[Callable[[], object], str]] = {
         "tiers[0].url: must name a host",
     ),
     "a name that is none": (lambda: CacheLimits.model_validate({5: PASSWORD}), "the names of settings are strings"),
+    "a name in a table that is none": (
+        lambda: TieredKVSettings(limits={5: PASSWORD}),  # type: ignore[dict-item]  # as YAML has it
+        "limits: the names of settings are strings",
+    ),
+    "a name below a tier that is none": (
+        lambda: TieredKVSettings(tiers=[{"medium": "nvme", "path": "/x", "encryption": {5: PASSWORD}}]),
+        "tiers[0].encryption: the names of settings are strings",
+    ),
     "several": (lambda: CacheLimits(window=0, low_water=7), "window: must be positive, got 0; low_water: "),
 }
 

@@ -12,10 +12,12 @@ from pydantic import (
     BaseModel,
     ByteSize,
     ConfigDict,
+    ModelWrapValidatorHandler,
     TypeAdapter,
     ValidationError,
     ValidatorFunctionWrapHandler,
     field_validator,
+    model_validator,
 )
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
@@ -59,13 +61,18 @@ class InWords(BaseModel):
     @classmethod
     def model_validate(cls, obj: Any, **how: Any) -> Self:  # noqa: ANN401 - as pydantic has it
         """Validate as pydantic does, with errors as those of construction."""
-        if isinstance(obj, Mapping) and not all(isinstance(name, str) for name in obj):
-            raise located([((), "the names of settings are strings")])
         try:
             return super().model_validate(obj, **how)
         except ValidationError as error:
             found = problems(error, cls)
         raise located(found)
+
+    @model_validator(mode="wrap")  # around construction, of whose arguments each has a name
+    @classmethod
+    def _check_names(cls, given: object, validate: ModelWrapValidatorHandler[Self]) -> Self:
+        if isinstance(given, Mapping) and not all(isinstance(name, str) for name in given):
+            raise ValueError("the names of settings are strings")
+        return validate(given)
 
     def __setattr__(self, name: str, value: object) -> None:
         _change(name, partial(super().__setattr__, name, value))
