@@ -33,7 +33,12 @@ _NUMBERS = {f"{kind}_{failed}" for kind in ("int", "float", "bool") for failed i
 _BOUNDS = {"finite_number", "greater_than", "greater_than_equal", "less_than", "less_than_equal"}
 _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
 """Errors of fields that are numbers or choices and so no secrets: what was given may be shown."""
-
+_SAID = {
+    "model_type": "must be a table, in Python a dict, of settings",
+    "path_type": "must be a path, in quotes",
+    "too_long": "there may be {max_length} at most",
+}
+"""What is said of errors instead of pydantic's words, where nothing else is to be known."""
 
 _BYTES = TypeAdapter(ByteSize)
 _SIZE = re.compile(r"\d[\d_]*|(\d+\.?\d*|\.\d+)\s*[a-z]+", re.IGNORECASE)
@@ -176,7 +181,8 @@ def problems(error: ValidationError, model: type[BaseModel]) -> list[tuple[Where
 
 
 def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
-    kind, what, where, context = error["type"], error["msg"], error["loc"], error.get("ctx", {})
+    kind, where, context = error["type"], error["loc"], error.get("ctx", {})
+    what = _SAID[kind].format(**context) if kind in _SAID else error["msg"]
     given = f"{error['input']!r:.80}"
     match kind:
         case "value_error":
@@ -190,8 +196,6 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
             what = f"must be given{_example(model, where)}"
         case "tuple_type":
             what = "must be a list" + (", e.g. ['cpu://?capacity=32GiB']" if where == ("tiers",) else "")
-        case "path_type":
-            what = "must be a path, in quotes"
         case "string_type":
             is_class = isinstance(error["input"], type)
             what = "must be text" + (": of a class write 'package.module:Class'" if is_class else ", in quotes")
