@@ -508,6 +508,9 @@ WRONG: list[tuple[Callable[[KVEventPublisher], None], str]] = [
     (lambda p: p.describe(prompt(2), tokens_of(2), extra_keys=[None]), "2 blocks, 1 entries"),
     (lambda p: p.describe(prompt(1), [-1] * BLOCK_SIZE), "token ids must lie in"),
     (lambda p: p.describe([1, 2], tokens_of(1)), "keys must be BlockKeys"),  # type: ignore[arg-type]
+    (lambda p: p.describe(prompt(3)[2:], tokens_of(1), parent=2**64), "no event can hold it: can't serialize ints"),
+    (lambda p: p.describe(prompt(1), tokens_of(1), lora_name="\ud800"), "no event can hold it: 'utf-8' codec"),
+    (lambda p: p.describe(prompt(1), tokens_of(1), extra_keys=[(np.int64(1),)]), "numpy.int64"),
 ]
 
 

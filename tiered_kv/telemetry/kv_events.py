@@ -172,19 +172,23 @@ class KVEventPublisher:
             extra_keys: Per block, what else went into its hash, for routers that hash by themselves.
 
         Raises:
-            ConfigurationError: Numbers that do not match, no parent, or keys of shorter hashes without ``hashes``.
+            ConfigurationError: Numbers that do not match, no parent, keys of shorter hashes without ``hashes``, or what
+                no event can hold.
             ClosedError: The publisher or the cache is not open.
         """
         feed = self._feed()
+        from tiered_kv.telemetry.router_books import check_said  # noqa: PLC0415 - who is open has the extra
+
         tokens = tokens_of(keys, token_ids)
         num = len(tokens)
         if extra_keys is not None and len(extra_keys) < num:
             raise ConfigurationError(f"extra_keys must name every block: {num} blocks, {len(extra_keys)} entries")
         if hashes is not None and keys.start and isinstance(parent, BlockKeys):
             raise ConfigurationError("with hashes= of your own, parent is the u64 of the block before them")
-        own = own_hashes(keys) if hashes is None else given_hashes(hashes, num)
+        own, before = own_hashes(keys) if hashes is None else given_hashes(hashes, num), parent_of(keys, parent)
+        check_said(before, lora_id, lora_name, extra_keys)
         feed.describe(
-            keys[:num], hashes=own[:num], parent=parent_of(keys, parent), tokens=tokens,
+            keys[:num], hashes=own[:num], parent=before, tokens=tokens,
             lora_id=lora_id, lora_name=lora_name, extra_keys=extra_keys,
         )  # fmt: skip
 

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from tiered_kv.telemetry.kv_event_values import Form
 from tiered_kv.tiers.changes import Added, Cleared, Removed, Snapshot, TierChange
+from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import Names, rows_of
 
 Event = dict[str, Any]
@@ -362,6 +363,18 @@ def _batches(events: Iterable[Event], *first: Event) -> Iterator[Batch]:
             batch, weight = [], 0
     if batch:
         yield batch
+
+
+def check_said(*said: object) -> None:
+    """Refuse what no event can hold.
+
+    Raises:
+        ConfigurationError: It is of a type that MessagePack lacks, or an int beyond 64 bits.
+    """
+    try:
+        msgspec.msgpack.encode(said)
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise ConfigurationError(f"parent, lora_id, lora_name or extra_keys: no event can hold it: {error}") from None
 
 
 _unpacked: Final = msgspec.msgpack.Decoder(Described).decode
