@@ -12,7 +12,7 @@ from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
-from tiered_kv import BlockKeys, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
+from tiered_kv import BlockKeys, CacheLimits, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.testing import ScriptedDevice
@@ -231,6 +231,21 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting() -> None:
         disk.on_read.release()
         await until_idle(kv)
         assert not disk.clashes
+
+
+async def test_prefetches_without_end_keep_nobody_waiting() -> None:
+    """A record is read in the line that they read in, however much of the tier is theirs."""
+    engine, disk, prompts = Engine(num_pages=64), ScriptedSlotBackend(512), [prompt(64, seed=seed) for seed in range(8)]
+    limits = CacheLimits(window=4 * PAYLOAD_BYTES, bounce=32 * PAYLOAD_BYTES)  # two of their windows at once
+    async with open_cache(cpu(512), disk, engine=engine, limits=limits) as kv:
+        for keys in prompts:
+            await keep(kv, engine, keys)
+            await kv.evict(keys, tier="cpu")
+        moving = [asyncio.ensure_future(kv.prefetch(keys)) for keys in prompts]
+        await until(lambda: disk.on_read.num_calls > 0)
+        await kv.explain(prompt(4, seed=8), ask=True)
+        assert not any(each.done() for each in moving)
+        await asyncio.gather(*moving)
 
 
 async def test_what_is_held_says_so() -> None:

@@ -24,7 +24,7 @@ from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.tiers.calls import Outcomes
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
@@ -321,7 +321,7 @@ async def _key_in(tier: OwnedTier, names: Names, slots: Slots, tasks: Tasks) -> 
     """Return the key in the header of one record, if that can be read in time."""
     block, lease = Block.empty(tier.shape.payload_bytes), tier.index.lease(names)
     seen: asyncio.Future[list[Outcome] | None] = asyncio.get_running_loop().create_future()
-    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)
+    waiter = Waiter(Kind.PREFETCH)  # of a lower priority its turn might never come beside prefetches
 
     def see(outcomes: list[Outcome] | None) -> None:
         if not seen.done():
