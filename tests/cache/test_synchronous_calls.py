@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from tests.support.backends import ScriptedSlotBackend
+from tests.support.backends import ScriptedSlotBackend, only
 from tests.support.caches import Recorder, keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tests.support.virtual import CountingDevice, pools_of, run, watch
 from tiered_kv import GPULoadStoreSpec
-from tiered_kv.media.backend import Missing
+from tiered_kv.media.backend import Missing, Outcome
 from tiered_kv.values.events import TierFailed
+from tiered_kv.values.results import TierStore
 
 KEYS, OTHERS = prompt(4), prompt(4, seed=1)
 INTO = GPULoadStoreSpec(range(4))
@@ -162,6 +163,28 @@ async def test_facts_that_are_none_are_left_out(answer: object) -> None:
         assert kv.stats()["slots"].facts == {}
         assert kv.stats()["slots"].write_amplification == 0.0
         assert [each.doing for each in emit.of(TierFailed)] == ["describe"]
+
+
+class _Speechless(Exception):  # noqa: N818 - named for what it does
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+@pytest.mark.parametrize("answer", [{"last_error": _Speechless()}, {"last_error": np.zeros(2)}, None], ids=type)
+async def test_blocks_that_fail_for_no_reason_that_can_be_said_are_told_of(answer: object) -> None:
+    """Their store settles, and nothing of it stays in flight."""
+    engine, emit, backend = Engine(), Recorder(), Wrong()
+    async with open_cache(CPU, backend, engine=engine, emit=emit) as kv:
+        backend.does = {"describe": lambda: answer}
+        backend.on_write.change_next(only(0, Outcome.FAILED))
+        settled = await (await kv.store(KEYS, engine.compute(KEYS))).settled()
+        assert settled[-1] == TierStore("slots", written=3, failed=1)
+        backend.on_read.change_next(only(0, Outcome.FAILED))
+        await kv.evict(KEYS, tier="cpu")
+        assert (await kv.load(KEYS[1:], INTO[:3])).num_blocks == 0
+        await until_idle(kv)
+        told = [(each.doing, each.error) for each in emit.of(TierFailed) if each.doing != "describe"]
+        assert told == [(doing, "a part of the medium did not answer") for doing in ("write", "read")]
 
 
 async def test_a_backend_that_raises_from_the_start_is_opened() -> None:

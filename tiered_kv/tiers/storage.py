@@ -277,7 +277,9 @@ class StorageTier(Tier):
     def tell_failed(self, doing: str, num_blocks: int) -> None:
         """Tell of blocks that failed in a call that raised nothing, if there are any; at most once a minute."""
         if num_blocks:
-            self.calls.tell_seldom(doing, str(self.describe().get("last_error") or PARTLY), num_blocks)
+            facts = self.describe()
+            why = self.calls.ask("describe", lambda: str(facts.get("last_error") or PARTLY), PARTLY)
+            self.calls.tell_seldom(doing, why, num_blocks)
 
     def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.
