@@ -346,7 +346,7 @@ def taken(path: Path) -> Iterator[int]:
             opened.callback(files().close, fd)
             opened.callback(DirectoryLock(path, fd).release)
             _check_apart(path, fd)
-            if is_new := not files().exists(path / HOLDER):
+            if is_new := not _is_a_tiers(path):  # so is one whose opening has failed, with a holder all the same
                 _check_not_shared(path)
             _name_holder(fd)
             files().close(open_file(fd, MEMBER))

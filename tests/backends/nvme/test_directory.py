@@ -197,12 +197,17 @@ async def test_neither_of_two_lies_in_the_other(tmp_path: Path, first: str, then
         assert len(tier.recovered(2)) == 2
 
 
+@pytest.mark.parametrize("is_tried", [False, True], ids=["new", "tried-before"])
 @pytest.mark.parametrize(("first", "then"), [("kv", "kv/more"), ("kv/more", "kv")])
 def test_of_two_that_are_made_at_once_one_goes_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: str, then: str, *, is_tried: bool
 ) -> None:
     """Each has looked for the other before that was there: else both would be refused at the next start."""
     here, there = tmp_path / first, tmp_path / then
+    if is_tried:
+        for path in (here, there):
+            with pytest.raises(ConfigurationError), taken(path):
+                raise ConfigurationError("too small")
     with contextlib.ExitStack() as others:
 
         def be_late(fd: int) -> None:
