@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import re
+import ssl
 import subprocess
 import sys
 import traceback
@@ -469,6 +470,28 @@ async def test_certificates_are_trusted_beside_the_systems(
     monkeypatch.setenv("SSL_CERT_FILE", str(ceph.ca_file))
     async with open_backend(S3Backend(settings)) as backend:
         assert await backend.lookup(chain(1)) == [Outcome.MISS]
+
+
+@pytest.mark.parametrize(
+    ("host", "shown", "key", "message"),
+    [
+        ("127.0.0.2", "cert.pem", "key.pem", "its certificate is for other hosts"),
+        ("127.0.0.1", "ca.pem", "ca.key", "its certificate is an authority's own"),
+    ],
+)
+async def test_a_certificate_that_is_not_the_server_s(
+    tmp_path: Path, host: str, shown: str, key: str, message: str
+) -> None:
+    """It is said what is wrong with it, as the client tells."""
+    make_certificates(tmp_path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / shown, tmp_path / key)
+    async with await asyncio.start_server(lambda _, writer: writer.close(), host, ssl=context) as server:
+        endpoint = f"https://{host}:{server.sockets[0].getsockname()[1]}"
+        settings = {"endpoint": endpoint, "ca_file": tmp_path / "ca.pem", "access_key_id": "AKTEST"}
+        backend = S3Backend({"url": "s3://bucket", "secret_access_key": "hidden", **settings})
+        with open_context() as opening, pytest.raises(ConfigurationError, match=message):
+            await backend.open(opening)
 
 
 @pytest.mark.parametrize(

@@ -37,10 +37,19 @@ _SCHEMES: Final = (*_S3_SCHEMES, "gs", "az", "azure", "adl", "abfs", "abfss", "h
 _CODE = re.compile(r"<Code>(\w+)</Code>")
 _STATUS = re.compile(r"status code: (\d{3}[^:\n]*)")
 _TRANSPORT = re.compile(
-    r"InvalidContentType|CaUsedAsEndEntity|InvalidCertificate\( ?\w+|failed to lookup address|dns error"
-    r"|Connection refused|Connection reset|No route to host|IncompleteMessage|BrokenPipe|kind: (Timeout)|TimedOut"
+    r"failed to lookup address|dns error|Connection refused|Connection reset|No route to host|IncompleteMessage"
+    r"|BrokenPipe|kind: (Timeout)|TimedOut"
 )
-_TLS = ("InvalidContentType", "InvalidCertificate")
+_TLS = re.compile(r"(InvalidContentType)|InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+?)(?:Context)?\b")
+_TLS_FAILURES: Final = {
+    "InvalidContentType": ("the server speaks no TLS", "use http://"),
+    "Expired": ("its certificate has expired", "renew it, or look at the clock of this machine"),
+    "NotValidYet": ("its certificate is not valid yet", "look at the clocks of both machines"),
+    "NotValidForName": ("its certificate is for other hosts", "name one of those in endpoint"),
+    "CaUsedAsEndEntity": ("its certificate is an authority's own", "have that sign one for the server"),
+    "UnknownIssuer": ("its certificate is of an unknown authority", "give that authority's as ca_file"),
+}
+"""What the client says of a handshake: in words, and what helps."""
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
 _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY")
@@ -243,8 +252,8 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         advice = "check the keys; to list is needed too (s3:ListBucket), or what is absent looks as what is forbidden"
         return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice}")
-    if any(word in text for word in _TLS):
-        advice = "use http:// for a server without TLS, and ca_file for a certificate of your own"
+    if tls := _TLS.search(text):
+        advice = _tls_failure(tls)[1]
         return ConfigurationError(f"{settings.place} fails the TLS handshake ({reason}): {advice}")
     return BackendUnavailableError(f"{settings.place} does not answer: {reason}")
 
@@ -256,9 +265,17 @@ def _login(settings: S3Settings) -> str:
 def _reason(error: Exception) -> str:
     """The server's code, its status or the transport's failure: short, and free of what was sent."""
     text = " ".join(str(error).split())
+    if tls := _TLS.search(text):
+        return _tls_failure(tls)[0]
     found = [pattern.search(text) for pattern in (_STATUS, _CODE, _TRANSPORT)]
     parts = dict.fromkeys(match.group(match.lastindex or 0).strip() for match in found if match)
     return ", ".join(parts) or text.partition(" Debug source")[0][:300]
+
+
+def _tls_failure(found: re.Match[str]) -> tuple[str, str]:
+    """Why a handshake failed, and what helps."""
+    word = found[found.lastindex or 0]
+    return _TLS_FAILURES.get(word, (f"its certificate is not accepted: {word}", "give the server another one"))
 
 
 def _s3_config(settings: S3Settings) -> dict[str, str | bool]:

@@ -12,7 +12,7 @@ pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-k
 from obstore.exceptions import GenericError
 
 from tiered_kv_backends.s3 import S3Backend, collect_epochs
-from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate_opening
+from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate, translate_opening
 
 
 def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium
@@ -90,6 +90,36 @@ def test_credentials_are_those_of_the_store(url: str, login: str) -> None:
     """Where none are found: what obstore would read of the environment for it."""
     none = GenericError("Error performing GET http://169.254.169.254/token: status code: 403 Forbidden")
     assert login in str(translate_opening(none, S3Settings(url=url)))
+
+
+@pytest.mark.parametrize(
+    ("said", "why", "advice"),
+    [
+        ("InvalidMessage(\n InvalidContentType,\n)", "the server speaks no TLS", "use http://"),
+        ("InvalidCertificate(\n ExpiredContext {\n", "its certificate has expired", "renew it"),
+        ("InvalidCertificate(\n NotValidYetContext {\n", "its certificate is not valid yet", "look at the clocks"),
+        ("InvalidCertificate(\n NotValidForNameContext {\n", "its certificate is for other hosts", "name one of those"),
+        ("InvalidCertificate(\n UnknownIssuer,\n)", "of an unknown authority", "give that authority's as ca_file"),
+        (
+            "InvalidCertificate(\n Other(\n OtherError(\n CaUsedAsEndEntity,\n",
+            "is an authority's own",
+            "have that sign",
+        ),
+        (
+            "InvalidCertificate(\n Revoked,\n)",
+            "its certificate is not accepted: Revoked",
+            "give the server another one",
+        ),
+    ],
+)
+def test_why_a_handshake_fails_is_said_with_what_helps(said: str, why: str, advice: str) -> None:
+    """What helps where a server has no TLS is wrong where its certificate has expired. A call says why, too."""
+    error = GenericError(f"Generic S3 error: Error performing GET\n\nDebug source:\nerror: {said}")
+    settings = S3Settings(url="s3://bucket", endpoint="https://127.0.0.1:9")
+    opening = translate_opening(error, settings)
+    assert isinstance(opening, ConfigurationError)
+    assert f"{why}): {advice}" in str(opening)
+    assert str(translate(error, "read", settings)).endswith(why)
 
 
 def test_an_account_that_azure_needs_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
