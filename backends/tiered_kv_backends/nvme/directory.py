@@ -553,6 +553,8 @@ def explained(
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
             advice = "raise the limit of open files (ulimit -n)"
+        elif error.errno in _FULL:
+            advice = "make room there, or choose a directory that has some"
         name = f"{path}" if error.filename in {None, str(path)} else f"{path / str(error.filename)}"
         if error.errno in {errno.EACCES, errno.EROFS} and name != str(path):
             name = f"{path}: no {error.filename!r} can be opened or made in it"

@@ -357,6 +357,28 @@ async def test_a_directory_that_cannot_be_written_to_is_named(
             pass
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("name", ["kv", None], ids=["itself", "a folder in it"])
+async def test_a_disk_without_room_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str | None, number: int
+) -> None:
+    """Nobody is asked whether the directory is another's, or whether it can be written to."""
+    made = os.mkdir
+
+    def refuse(path: str | Path, mode: int = 0o777, *, dir_fd: int | None = None) -> None:
+        if name in {None, Path(path).name}:
+            raise OSError(number, os.strerror(number), path)
+        made(path, mode, dir_fd=dir_fd)
+
+    if name is None:
+        (tmp_path / "kv").mkdir(0o700)
+    monkeypatch.setattr(os, "mkdir", refuse)
+    words = f"^{tmp_path}/kv.*: {os.strerror(number)}; make room there, or choose a directory that has some$"
+    with pytest.raises(ConfigurationError, match=words):
+        async with open_tier(tmp_path / "kv"):
+            pass
+
+
 @pytest.mark.parametrize("path", ["link", "link/kv", "link/more/kv"])
 async def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, path: str) -> None:
     """As that, and not as a file: what it leads to may be a disk that is not mounted."""
