@@ -301,8 +301,11 @@ class MooncakeBackend(Backend):
         return call
 
     def _outcomes(self, outcomes: list[Outcome], codes: list[int]) -> list[Outcome]:
-        if outcomes and all(outcome is Outcome.FAILED for outcome in outcomes):
-            raise self._unavailable(f"none of {len(outcomes)} blocks could be moved", codes[-1])
+        if failed := [code for outcome, code in zip(outcomes, codes, strict=True) if outcome is Outcome.FAILED]:
+            error = self._unavailable(f"{len(failed)} of {len(outcomes)} blocks could not be moved", failed[-1])
+            if len(failed) == len(outcomes):
+                raise error
+            self.last_error = str(error)
         return outcomes
 
     def _unavailable(self, what: str, code: int) -> BackendUnavailableError:

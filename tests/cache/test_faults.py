@@ -569,8 +569,12 @@ async def test_a_lookup_that_fails_in_part() -> None:
         await keep(kv, engine, KEYS)
         for hole in (0, 5):
             parted.on_lookup.change_next(only(hole, Outcome.FAILED))
+            parted.last_error = f"node {hole} is away"
             num_blocks, faults = await _load(kv, engine)
-            assert (num_blocks, [(each.tier, each.reason) for each in faults]) == (hole, [("parted", "unreadable")])
+            assert (num_blocks, faults) == (
+                hole,
+                (TierFault("parted", Reason.UNREADABLE, 9 - hole, parted.last_error),),
+            )
         for part in (2, 4):  # of the question for the prefix, and of that for what is behind its end
             parted.on_lookup.change_next(only(part, Outcome.FAILED))
         assert (await kv.presence(KEYS)).nonzero()[0].tolist() == [0, 1, 3, 4, 5, 6, 8]

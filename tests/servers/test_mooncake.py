@@ -329,6 +329,41 @@ async def test_a_client_is_not_closed_under_a_call(call: str, monkeypatch: pytes
             SlowStore.may_join.set()
 
 
+class PartlyStore(StuckStore):
+    """One that moves the first block of each batch, and fails with code -900 for all others."""
+
+    def batch_get_into_multi_buffers(self, paths: list[str], _: object, sizes: list[list[int]]) -> list[int]:
+        """Read."""
+        return [sum(sizes[0]), *[-900] * (len(paths) - 1)]
+
+    def batch_put_from_multi_buffers(self, paths: list[str], *_: object) -> list[int]:
+        """Write."""
+        return [0, *[-900] * (len(paths) - 1)]
+
+    def answer(self, *_: object) -> list[int]:
+        """Remove."""
+        return []
+
+    batch_remove = answer
+
+
+async def test_why_some_blocks_of_a_batch_fail_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For those who are told that some did: the call raises nothing."""
+    monkeypatch.setattr(mooncake, "MooncakeDistributedStore", PartlyStore)
+    monkeypatch.setattr(mooncake, "_join_elsewhere", lambda *_: "0")
+    keys, blocks = [block_key(n) for n in range(3)], [Block.empty(SIZE) for _ in range(3)]
+    with socket.create_server(("127.0.0.1", 0)) as master, open_context() as context:
+        backend = MooncakeBackend({"url": f"mooncake://127.0.0.1:{master.getsockname()[1]}", "num_threads": 1})
+        await backend.open(context)
+        assert backend.describe() == {}
+        for call, well in ((backend.read, Outcome.HIT), (backend.write, Outcome.STORED)):
+            backend.last_error = ""
+            assert await call(keys, blocks) == [well, Outcome.FAILED, Outcome.FAILED]
+            said = str(backend.describe()["last_error"])
+            assert said.endswith("2 of 3 blocks could not be moved, its client says -900")
+        await backend.aclose()
+
+
 async def test_a_closed_tier_says_so(server: MooncakeServer) -> None:
     """Calls after closing are an error of ours."""
     async with open_backend(backend_at(server)) as backend:

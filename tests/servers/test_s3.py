@@ -872,6 +872,7 @@ async def test_a_store_that_may_be_carried_out_yet_has_failed() -> None:
     async with answering(answers, max_retries=2, connections=1) as (backend, server):
         assert await backend.write(keys, records(keys)) == [Outcome.STORED, Outcome.FAILED, Outcome.STORED]
         assert server.num_requests == 3
+        assert "503 Slow Down" in str(backend.describe()["last_error"])
 
 
 @pytest.mark.parametrize(("status", "error"), [("503 Slow Down", SLOW_DOWN), ("429 Too Many Requests", "")])
@@ -948,6 +949,7 @@ async def test_one_failed_block_fails_alone() -> None:
     async with answering(answers, connections=1) as (backend, _):
         outcomes = await backend.read([block_key(n) for n in range(3)], [Block.empty(SIZE) for _ in range(3)])
         assert outcomes == [Outcome.FAILED, Outcome.MISS, Outcome.MISS]
+        assert "403 Forbidden" in str(backend.describe()["last_error"])
 
 
 async def test_one_failed_block_of_a_group_fails_alone() -> None:

@@ -1078,8 +1078,11 @@ async def test_files_that_cannot_be_read_fail_one_by_one(tmp_path: Path) -> None
         keys = keys_of(1, 2)
         await store(backend, keys[1:])
         file_of(tmp_path, keys[0]).mkdir(parents=True)
-        assert await load(backend, keys) == [Outcome.FAILED, Outcome.HIT]
-        assert await store(backend, keys) == [Outcome.FAILED, Outcome.STORED]
+        assert backend.describe() == {}
+        for call, well in ((load, Outcome.HIT), (store, Outcome.STORED)):
+            backend.last_error = ""
+            assert await call(backend, keys) == [Outcome.FAILED, well]
+            assert "Is a directory" in str(backend.describe()["last_error"])
         with pytest.raises(BackendUnavailableError):
             await load(backend, keys[:1])
         assert not {file for file in files_in(tmp_path) if file.suffix == ".tmp"}

@@ -239,6 +239,8 @@ class _Tier(ABC):
     A backend that has one keeps them as ``self.settings``: of one that is given as an object the cache reads there what
     it does itself, such as to encrypt, and refuses it if nothing is there.
     """
+    last_error: str = ""
+    """Why blocks failed last in a call of which others went well: a backend keeps it here, for `describe`."""
 
     def __init_subclass__(cls) -> None:
         """Refuse what looks like a method of the interface that is not overridden, or is one, and cannot be awaited."""
@@ -262,7 +264,7 @@ class _Tier(ABC):
         ``last_error``: of what blocks failed last, for those who are told that some did. ``own_bytes_written``: what it
         wrote beside records, for `TierStatistics.write_amplification`.
         """
-        return {}
+        return {"last_error": self.last_error} if self.last_error else {}
 
     @classmethod
     def inventory(cls, settings: Any) -> AbstractAsyncContextManager[Inventory]:  # noqa: ANN401 - of the medium's model

@@ -34,7 +34,7 @@ from tiered_kv.media.backend import Backend, Block, Blocks, CutPrefix, Outcome
 from tiered_kv.system import system
 from tiered_kv.tiers.calls import Answer, Turn, all_failed, outcomes_problem
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import PARTLY, BlockIO, StorageTier, TierParts, Writing
+from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
 from tiered_kv.tiers.tier import Batch, ReadReport, WriteReport
 from tiered_kv.tiers.tombstones import MOST_NAMES, Tombstones
 from tiered_kv.values.errors import Reason, TierFault
@@ -360,7 +360,7 @@ class SharedTier(StorageTier):
         return found, is_well
 
     def _partly(self, num_blocks: int) -> TierFault:
-        return TierFault(self.name, Reason.UNREADABLE, num_blocks, PARTLY)
+        return TierFault(self.name, Reason.UNREADABLE, num_blocks, self.why_partly)
 
     @override
     def may_have(self, batch: Batch) -> Mask:

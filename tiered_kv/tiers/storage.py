@@ -37,7 +37,7 @@ READ: Final = (Outcome.HIT, Outcome.MISS, Outcome.CORRUPT, Outcome.FAILED)
 _KEYS_TOLD: Final = 8
 """Of broken blocks, in an event."""
 WRITTEN: Final = (Outcome.STORED, Outcome.REFUSED, Outcome.FAILED)
-PARTLY: Final = "a part of the medium did not answer"
+_PARTLY: Final = "a part of the medium did not answer"
 
 
 @dataclass(frozen=True)
@@ -277,9 +277,13 @@ class StorageTier(Tier):
     def tell_failed(self, doing: str, num_blocks: int) -> None:
         """Tell of blocks that failed in a call that raised nothing, if there are any; at most once a minute."""
         if num_blocks:
-            facts = self.describe()
-            why = self.calls.ask("describe", lambda: str(facts.get("last_error") or PARTLY), PARTLY)
-            self.calls.tell_seldom(doing, why, num_blocks)
+            self.calls.tell_seldom(doing, self.why_partly, num_blocks)
+
+    @property
+    def why_partly(self) -> str:
+        """Why blocks failed in a call that raised nothing, as far as the medium tells."""
+        facts = self.describe()
+        return self.calls.ask("describe", lambda: str(facts.get("last_error") or _PARTLY), _PARTLY)
 
     def opened(self, books: Sequence[TierIndex]) -> None:
         """Begin to use a medium that has been opened later than the cache.

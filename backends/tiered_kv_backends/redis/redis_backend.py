@@ -75,7 +75,6 @@ class RedisBackend(Backend):
         renews = self._expiry and not settings.read_only  # which takes the right to write
         self._get = (b"GETEX", self._expiry) if renews else (b"GET", ())
         self._servers: Servers
-        self._last_error = ""
 
     async def open(self, context: BackendContext) -> None:
         """Connect, and write, find, read and delete a key that is no block's; if nothing is to be written, only look.
@@ -99,10 +98,6 @@ class RedisBackend(Backend):
         """Close every connection; calls still under way end with `BackendUnavailableError`."""
         if hasattr(self, "_servers"):  # not where it was never opened
             await self._servers.aclose()
-
-    def describe(self) -> dict[str, object]:
-        """Say why blocks failed in the last call of which others went well."""
-        return {"last_error": self._last_error}
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
         """Ask for all keys in one pipelined round trip per server: HIT or MISS, or FAILED where one is away."""
@@ -190,7 +185,7 @@ class RedisBackend(Backend):
                 if len(failed) == len(names):
                     raise error
                 self._servers.scrub(error)
-                self._last_error = str(error)
+                self.last_error = str(error)
         return outcomes
 
     async def _ask_twice(self, names: Sequence[bytes], ask: Ask, answers: list[Answer]) -> None:

@@ -159,7 +159,7 @@ class S3Backend(Backend):
         with self._answers.asking() as question:
             units = await self._units(keys, deadline)
             reads = [self._read_unit(unit, keys, into, deadline) for unit in units]
-            outcomes = await _outcomes(units, reads)
+            outcomes = await self._outcomes(units, reads)
         missing = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.MISS]
         if missing or Outcome.FAILED in outcomes or Outcome.CORRUPT in outcomes:
             self._answers.refute(keys, missing, question)
@@ -179,7 +179,7 @@ class S3Backend(Backend):
         units = [part for unit in await self._units(keys, deadline) for part in _as_written(unit, blocks)]
         writes = [self._write_unit(unit, keys, blocks, deadline) for unit in units]
         try:
-            return await _outcomes(units, writes)
+            return await self._outcomes(units, writes)
         finally:
             self._answers.drop(keys)
 
@@ -340,7 +340,7 @@ class S3Backend(Backend):
     ) -> list[Outcome]:
         """Fill the blocks at these positions from objects of their own: nothing is filled any more when this ends."""
         reads = [self._read_single(keys[n].path, blocks[n], deadline) for n in at]
-        outcomes = await _outcomes([Unit(n, n + 1) for n in at], reads)
+        outcomes = await self._outcomes([Unit(n, n + 1) for n in at], reads)
         found = [keys[n] for n, outcome in zip(at, outcomes, strict=True) if outcome is Outcome.HIT]
         if unit.pack is not None:
             self._packing.saw(found, is_single=True)
@@ -401,6 +401,23 @@ class S3Backend(Backend):
         with suppress(FileNotFoundError):
             await self._request(self._writing, deadline, "delete", lambda: obstore.delete_async(self._store, name))
 
+    async def _outcomes(
+        self, units: Sequence[Unit], calls: Sequence[Coroutine[Any, Any, list[Outcome]]]
+    ) -> list[Outcome]:
+        """Await one call per unit. What failed is FAILED, unless all did: then it is raised, with its reason."""
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        outcomes: list[Outcome] = []
+        failures = [result for result in results if isinstance(result, BaseException)]
+        for unit, result in zip(units, results, strict=True):
+            if isinstance(result, BaseException):
+                if not isinstance(result, BackendUnavailableError) or len(failures) == len(results):
+                    raise result
+                self.last_error = str(result)
+                outcomes += [Outcome.FAILED] * (unit.stop - unit.start)
+            else:
+                outcomes += result
+        return outcomes
+
     def _deadline(self) -> float:
         """Return until when requests of a call that starts now are begun."""
         return self._clock() + BEGIN_WITHIN * self.settings.timeout_s
@@ -457,18 +474,3 @@ async def _all_ended(calls: Iterable[Coroutine[Any, Any, None]]) -> None:
     for error in await asyncio.gather(*calls, return_exceptions=True):
         if error is not None:
             raise error
-
-
-async def _outcomes(units: Sequence[Unit], calls: Sequence[Coroutine[Any, Any, list[Outcome]]]) -> list[Outcome]:
-    """Await one call per unit. What failed is FAILED, unless all did: then it is raised, with its reason."""
-    results = await asyncio.gather(*calls, return_exceptions=True)
-    outcomes: list[Outcome] = []
-    failures = [result for result in results if isinstance(result, BaseException)]
-    for unit, result in zip(units, results, strict=True):
-        if isinstance(result, BaseException):
-            if not isinstance(result, BackendUnavailableError) or len(failures) == len(results):
-                raise result
-            outcomes += [Outcome.FAILED] * (unit.stop - unit.start)
-        else:
-            outcomes += result
-    return outcomes

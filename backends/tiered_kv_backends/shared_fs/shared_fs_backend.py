@@ -312,8 +312,11 @@ class SharedFSBackend(Backend):
         """Say what became of each block; if none of them could be moved, the medium has failed."""
         moved = [Outcome.REFUSED if _is_full(each) else each for each in chain(*self._unless_failed(results))]
         errors = [each for each in moved if not isinstance(each, Outcome)]
-        if errors and len(errors) == len(moved):
-            raise BackendUnavailableError(f"{self._root}: {text_of(errors[-1])}") from errors[-1]
+        if errors:
+            why = f"{self._root}: {text_of(errors[-1])}"
+            if len(errors) == len(moved):
+                raise BackendUnavailableError(why) from errors[-1]
+            self.last_error = why
         return [each if isinstance(each, Outcome) else Outcome.FAILED for each in moved]
 
     def _write_share(self, share: Sequence[Work]) -> "asyncio.Future[list[Moved]]":
