@@ -578,8 +578,33 @@ async def test_a_lookup_that_fails_in_part() -> None:
         for part in (2, 4):  # of the question for the prefix, and of that for what is behind its end
             parted.on_lookup.change_next(only(part, Outcome.FAILED))
         assert (await kv.presence(KEYS)).nonzero()[0].tolist() == [0, 1, 3, 4, 5, 6, 8]
-        assert not emit.of(TierFailed)
+        assert emit.of(TierFailed) == [TierFailed("parted", "lookup", "node 0 is away", 9)]
         assert await _load(kv, engine) == (9, ())
+
+
+@pytest.mark.parametrize("asks", ["prefix", "each"])
+def test_why_lookups_fail_in_part_is_told_once_a_minute(asks: str) -> None:
+    """Whichever question it was; and a medium that says nothing of itself has a part that did not answer."""
+
+    async def main() -> None:
+        engine, emit, parted, device = Engine(), Recorder(), ScriptedBackend(name="parted"), CountingDevice()
+        async with open_cache(parted, engine=engine, emit=emit, device=device) as kv:
+            watch(device, pools_of(kv))
+            await keep(kv, engine, KEYS)
+            await kv.evict(KEYS[1:2])
+            for pause_s in (0, 0, 0, 61):
+                await asyncio.sleep(pause_s)
+                if asks == "each":
+                    parted.on_lookup.change_next(_truth)
+                parted.on_lookup.change_next(only(0, Outcome.FAILED))
+                await kv.presence(KEYS)
+        why, n = "a part of the medium did not answer", 1 if asks == "each" else 9
+        assert emit.of(TierFailed) == [
+            TierFailed("parted", "lookup", why, n),
+            TierFailed("parted", "lookup", f"{why} (and 2 times since it was last told)", n),
+        ]
+
+    run(main)
 
 
 class _Liar(ScriptedBackend):

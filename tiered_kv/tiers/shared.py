@@ -382,13 +382,16 @@ class SharedTier(StorageTier):
             is_count = isinstance(num_found, int) and not isinstance(num_found, bool)
             return "" if is_count and 0 <= num_found <= n else f"a prefix of {num_found!r} of {n} blocks"
 
-        return await self.calls.make(
+        answer = await self.calls.make(
             "lookup",
             lambda: self.backend.lookup_prefix(self.records.keys(batch)),
             num_blocks=n,
             until_late=True,
             problem_of=problem_of,
         )
+        if isinstance(answer.value, CutPrefix):
+            self.tell_failed("lookup", n - answer.value)
+        return answer
 
     def ask_later(self, batch: Batch, *, prefix_only: bool = False) -> None:
         """Ask for blocks, or how long a prefix of them is, in a task of the cache: `answers` has what comes of it."""
@@ -440,9 +443,10 @@ class SharedTier(StorageTier):
             problem_of=partial(outcomes_problem, n, _LOOKED_UP),
             is_failure=all_failed,
         )
+        self.tell_failed("lookup", num_unsaid := (answer.value or []).count(Outcome.FAILED))
         if faults is not None and not answer.is_well:
             faults.append(answer.fault(self.name, n))
-        elif faults is not None and (num_unsaid := (answer.value or []).count(Outcome.FAILED)):
+        elif faults is not None and num_unsaid:
             faults.append(self._partly(num_unsaid))
         if not answer.value:
             return np.zeros(n, np.bool_)
