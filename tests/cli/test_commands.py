@@ -447,6 +447,40 @@ def test_doctor_refuses_what_a_disk_tier_would(tmp_path: Path) -> None:
         assert "belongs to user 12345" in found(kv)[0]
 
 
+@pytest.mark.parametrize(("used", "asked"), [("kv", "kv/sub"), ("kv/sub", "kv")])
+def test_doctor_refuses_a_directory_at_another_tier_s(tmp_path: Path, used: str, asked: str) -> None:
+    """As opening does, without advice to delete what no tier has made; a server's is above those of its models."""
+    file = tmp_path / "kv.toml"
+
+    def settings_at(path: str) -> str:
+        return f'[[tiers]]\nmedium = "nvme"\npath = "{tmp_path / path}"\ncapacity = "1MiB"\ndirect = "never"\n'
+
+    file.write_text(settings_at(used))
+    assert opens(file)
+    file.write_text(settings_at(asked))
+    assert not opens(file)
+    before = sorted(tmp_path.rglob("*"))
+    (bad,) = (each for each in answer("doctor", "--config", str(file), code=1) if each["state"] == "bad")
+    assert bad["what"] == "nvme"
+    assert f"{tmp_path / asked} is " in bad["found"]
+    assert f" {tmp_path / used}, which is an NVMe tier's too" in bad["found"]
+    assert "delete what it has made there and nothing else (holder, member, " in bad["advice"]
+    assert sorted(tmp_path.rglob("*")) == before
+    cpu, socket = '[[tiers]]\nmedium = "cpu"\ncapacity = "1MiB"\n', f'[host]\nsocket = "{tmp_path}/s"\n'
+    file.write_text(f"{cpu}{settings_at('kv/sub/more')}{socket}")
+    assert "nvme" in {each["what"] for each in answer("doctor", "--config", str(file)) if each["state"] == "ok"}
+
+
+def test_doctor_refuses_a_directory_of_the_other_kind(tmp_path: Path) -> None:
+    """That of a shared_fs tier, which keeps its mark in it."""
+    file = tmp_path / "kv.toml"
+    (tmp_path / "sweeper.lock").touch()
+    file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = "{tmp_path}"\ncapacity = "1MiB"\ndirect = "never"\n')
+    assert not opens(file)
+    (bad,) = (each for each in answer("doctor", "--config", str(file), code=1) if each["state"] == "bad")
+    assert (bad["what"], bad["advice"]) == ("nvme", "each needs a directory of its own")
+
+
 @pytest.mark.parametrize(("direct", "state"), [("always", "bad"), ("auto", "slow"), ("never", "ok")])
 def test_doctor_refuses_a_disk_without_the_direct_io_that_is_wanted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: str, state: str

@@ -18,6 +18,7 @@ from rich.markup import escape
 
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.cli.common import AsJSON, ConfigFile, one_line_errors, print_json, print_table, settings_of
+from tiered_kv.media.backend import Backend, SlotBackend
 from tiered_kv.memory import host
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import resolve
@@ -78,7 +79,7 @@ async def examine(settings: TieredKVSettings) -> list[Finding]:
             if isinstance(tier, StorageTierSettings):
                 resolve(tier.medium)
             if isinstance(tier, BookedTierSettings):
-                found += _of_booked(name, tier)
+                found += _of_booked(name, tier, is_servers="host" in settings.model_fields_set)
             elif isinstance(tier, StorageTierSettings):
                 found.append(await _round_trip(name, tier))
         except ConfigurationError as error:
@@ -129,7 +130,7 @@ def _of_server(settings: TieredKVSettings) -> Finding:
     return Finding("ok", what, "none yet; it can listen there")
 
 
-def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
+def _of_booked(name: str, tier: BookedTierSettings, *, is_servers: bool) -> Iterator[Finding]:
     if isinstance(tier, GPUTier) and not torch.cuda.is_available():
         yield Finding("bad", name, "there is no GPU", "leave the gpu tier out")
     paths, capacity = paths_of(tier), getattr(tier, "capacity", None)
@@ -137,18 +138,21 @@ def _of_booked(name: str, tier: BookedTierSettings) -> Iterator[Finding]:
         return
     for path in paths:
         said = name if len(paths) == 1 else f"{name}: {path}"
-        yield from _of_directory(said, path, capacity, getattr(tier, "direct", "auto"))
+        medium = None if is_servers else resolve(tier.medium)  # a server has a directory for each model in it
+        yield from _of_directory(said, path, capacity, getattr(tier, "direct", "auto"), medium)
     if (encryption := getattr(tier, "encryption", None)) is not None:
         encryption.make_seal()
 
 
-def _of_directory(name: str, path: Path, capacity: int, direct: str) -> Iterator[Finding]:
+def _of_directory(
+    name: str, path: Path, capacity: int, direct: str, medium: type[Backend | SlotBackend] | None
+) -> Iterator[Finding]:
     there = next(each for each in (path, *path.parents) if os.path.lexists(each))
     if not there.exists():
         advice = "mount what it leads to, or choose another path"
         yield Finding("bad", name, f"{there} is a link that leads nowhere", advice)
         return
-    if refusal := _refusal(path, there):
+    if refusal := _refusal(path, there) or _refusal_of(medium, path):
         yield Finding("bad", name, *refusal)
         return
     filesystem = _filesystem(there)
@@ -188,6 +192,16 @@ def _refusal(path: Path, there: Path) -> tuple[str, str] | None:
         return f"{path} belongs to user {status.st_uid}, not to user {os.geteuid()}", owner
     if status.st_mode & others:
         return f"{path} has mode {stat.S_IMODE(status.st_mode):04o}: others may write to it", f"chmod go-w {path}"
+    return None
+
+
+def _refusal_of(medium: type[Backend | SlotBackend] | None, path: Path) -> tuple[str, str] | None:
+    """Say what a medium would refuse a directory for, as another tier's is there, and what to do."""
+    try:
+        if medium is not None:
+            medium.check_place(path)
+    except ConfigurationError as error:
+        return _split(str(error))
     return None
 
 

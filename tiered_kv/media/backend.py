@@ -285,6 +285,14 @@ class _Tier(ABC):
         """
         return False
 
+    @classmethod  # noqa: B027 - a medium without directories refuses none
+    def check_place(cls, path: Path) -> None:
+        """Refuse a directory that opening would refuse for what lies in it or above it. Nothing is made or changed.
+
+        Raises:
+            ConfigurationError: Another tier's is there.
+        """
+
     @classmethod
     async def delete_tenant(cls, settings: Any, salt: str | bytes) -> int:  # noqa: ANN401 - as above, a dict or a URL
         """Delete the blocks of one salt, of every model, epoch and shard: a job of its own, beside the caches.

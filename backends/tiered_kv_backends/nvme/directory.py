@@ -345,9 +345,7 @@ def taken(path: Path) -> Iterator[int]:
             fd = open_root(path)
             opened.callback(files().close, fd)
             opened.callback(DirectoryLock(path, fd).release)
-            _check_apart(path, fd)
-            if is_new := not _is_a_tiers(path):  # so is one whose opening has failed, with a holder all the same
-                _check_not_shared(path)
+            is_new = _check_whose(path, fd)
             _name_holder(fd)
             files().close(open_file(fd, MEMBER))
             opened.push(partial(_unmark, fd))
@@ -361,15 +359,37 @@ def taken(path: Path) -> Iterator[int]:
         yield fd
 
 
-def _check_apart(path: Path, fd: int) -> None:
+def check_place(path: Path) -> None:
+    """See `NVMeBackend.check_place`."""
+    with explained(path):
+        if not files().exists(path):
+            _check_apart(path)
+            return
+        fd = files().open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            _check_whose(path, fd)
+        finally:
+            files().close(fd)
+
+
+def _check_whose(path: Path, fd: int) -> bool:
+    """Refuse a directory that is another tier's, or right above or in one; return whether no tier has had this one."""
+    _check_apart(path, fd)
+    if is_new := not _is_a_tiers(path):  # so is one whose opening has failed, with a holder all the same
+        _check_not_shared(path)
+    return is_new
+
+
+def _check_apart(path: Path, fd: int | None = None) -> None:
     """Refuse a directory right above or in another tier's, as a host's server has them: neither counts the other's."""
     above = real_path(path).parent
-    folders = [path / each.name for each in files().entries(fd) if each.is_folder]
+    folders = [] if fd is None else [path / each.name for each in files().entries(fd) if each.is_folder]
     if nested := next((each for each in (above, *folders) if _is_a_tiers(each)), None):
         where = "in" if nested == above else "above"
         raise ConfigurationError(
             f"{path} is {where} {nested}, which is an NVMe tier's too, and neither would count what the other keeps: "
-            "choose another directory, or delete that one if it is not used any more"
+            "choose another directory, or, if no tier uses that one any more, delete what it has made there and nothing"
+            f" else ({HOLDER}, {MEMBER}, {PROBE}, folders of 64 digits)"
         )
 
 

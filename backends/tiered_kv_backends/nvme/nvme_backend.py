@@ -31,7 +31,7 @@ from tiered_kv.media.inventory import Inventory
 from tiered_kv.values.errors import BackendUnavailableError, ClosedError, ConfigurationError
 from tiered_kv.values.keys import Names
 from tiered_kv.values.specs import FileLoadStoreSpec
-from tiered_kv_backends.nvme.directory import fit
+from tiered_kv_backends.nvme.directory import check_place, fit
 from tiered_kv_backends.nvme.directory_store import DirectoryStore
 from tiered_kv_backends.nvme.directory_upkeep import cut_left, delete_left, has_left, has_used, open_inventory
 from tiered_kv_backends.nvme.disks import Disk, Disks
@@ -65,6 +65,11 @@ class NVMeBackend(RecordBackend):
     @override
     def has_used(cls, path: Path) -> bool:
         return has_used(path)
+
+    @classmethod
+    @override
+    def check_place(cls, path: Path) -> None:
+        check_place(path)
 
     @classmethod
     def has_left(cls, path: Path) -> bool:
