@@ -15,7 +15,7 @@ import pytest
 
 from tests.support.any_layout import BLOCK_SIZE, LIMITS, SMALL, STRIDE, AnyEngine, content, cpu, nvme, open_any, prompt
 from tests.support.caches import Recorder, a_while, until
-from tests.support.descriptors import slabs
+from tests.support.descriptors import descriptors_left, slabs
 from tests.support.nvme_tier import disk_usage
 from tests.support.serving import attached, models_in, serving
 from tiered_kv import (
@@ -437,6 +437,19 @@ async def test_what_vanishes_on_a_disk_hides_no_model(
     num_bytes = {share.directory: share.given["nvme"] for share in shares}
     assert num_bytes.keys() == set(directories)
     assert num_bytes.pop(first) < 1 << 16 <= min(num_bytes.values())
+    await shares.aclose()
+
+
+@pytest.mark.parametrize("num_left", [0, 1])
+async def test_a_server_that_cannot_look_for_earlier_models_does_not_start(tmp_path: Path, num_left: int) -> None:
+    """Without a descriptor it would take the disk for empty, and let others have what they take."""
+    disk = tmp_path / "disk"
+    leave_model(disk, "0" * DIRECTORY_DIGITS, 1 << 16)
+    settings = TieredKVSettings(tiers=[cpu(500), nvme(disk, 1 << 20)], limits=LIMITS, host={"socket": tmp_path / "s"})
+    with descriptors_left(num_left), pytest.raises(ConfigurationError, match=r"disk cannot .*; raise the limit of"):
+        Shares(settings, Recorder())
+    shares = Shares(settings, Recorder())
+    assert [share.directory for share in shares] == ["0" * DIRECTORY_DIGITS]
     await shares.aclose()
 
 

@@ -181,7 +181,7 @@ class DividedTier:
         One that a cache of its own has used is refused: what that has left counts nowhere, and nobody would delete it.
         """
         for path in self.paths:
-            if self._medium().has_left(real_path(path)):  # which follows no link, as a model's directory is none
+            if self._has_left(real_path(path)):  # which follows no link, as a model's directory is none
                 raise ConfigurationError(
                     f"tier {self.name!r}: {path} has the blocks of a cache that is no server's, which a server neither "
                     "serves nor counts: choose another directory, or delete that one"
@@ -194,12 +194,15 @@ class DividedTier:
         """Return the directories of models that are there, and how many bytes each takes where it takes most.
 
         Others' are none, whatever they are called.
+
+        Raises:
+            ConfigurationError: There is no descriptor left to look: what is there would count nowhere.
         """
         found: dict[str, int] = {}
         for path in self.paths:
             with suppress(OSError):
                 for each in path.iterdir():
-                    if _DIRECTORY.fullmatch(each.name) and self._medium().has_left(each):
+                    if _DIRECTORY.fullmatch(each.name) and self._has_left(each):
                         found[each.name] = max(found.get(each.name, 0), _num_bytes(each))
         return found
 
@@ -225,6 +228,15 @@ class DividedTier:
             except Exception as error:  # noqa: BLE001 - whatever a medium raises: who attaches for it waits for this
                 stay[path / directory] = error
         return stay
+
+    def _has_left(self, path: Path) -> bool:
+        try:
+            return self._medium().has_left(path)
+        except OSError as error:
+            raise ConfigurationError(
+                f"tier {self.name!r}: {path} cannot be looked into: {error.strerror}; raise the limit of open files "
+                "(ulimit -n)"
+            ) from error
 
     def _medium(self) -> type[SlotBackend]:
         """Return the class of a medium that has directories."""

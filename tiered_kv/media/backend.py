@@ -441,7 +441,11 @@ class SlotBackend(_Tier):
 
     @classmethod
     def has_left(cls, path: Path) -> bool:  # noqa: ARG003 - there is none
-        """Say whether a tier of this medium has left a directory. A medium without directories says False."""
+        """Say whether a tier of this medium has left a directory. A medium without directories says False.
+
+        Raises:
+            OSError: There is no descriptor left to look.
+        """
         return False
 
     @classmethod

@@ -32,6 +32,7 @@ from tiered_kv_backends.nvme.directory import (
     HOLDER,
     IN_FOLDER,
     MEMBER,
+    NO_DESCRIPTOR,
     OTHERS_MAY_WRITE,
     PROBE,
     DirectoryLock,
@@ -401,7 +402,9 @@ def has_left(path: Path) -> bool:
     """See `NVMeBackend.has_left`."""
     try:
         fd = files().open(path, _FOLDER)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return False
     try:
         return _is_file(fd, HOLDER)
@@ -480,7 +483,9 @@ def _is_file(folder_fd: int, name: str) -> bool:
     """Say whether there is a file of this name, and no link to one."""
     try:
         fd = files().open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder_fd)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_DESCRIPTOR:
+            raise
         return False
     try:
         return stat.S_ISREG(files().fstat(fd).st_mode)
