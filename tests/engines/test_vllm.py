@@ -395,6 +395,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "hash": "PYTHONHASHSEED",
         "in one piece": "prefix caching and chunked prefill are both off",
         "images by number": "mm_processor_cache_gb is 0",
+        "embeddings by number": "mm_processor_cache_gb is 0",
         "weights": '"weights"',
         "unknown": "load_timeout",
         "both": "leave out tiers",

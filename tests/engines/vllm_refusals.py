@@ -96,10 +96,14 @@ def main(model: str) -> None:
     )
     asleep = config()
     asleep.model_config.enable_sleep_mode = True  # which no CPU has
-    counting, hashing, of_text = (config(enable_prefix_caching=is_on) for is_on in (False, True, False))
-    for each in (counting, hashing, of_text):
+    counting, hashing, of_text, of_embeddings = (
+        config(enable_prefix_caching=is_on) for is_on in (False, True, False, False)
+    )
+    for each in (counting, hashing, of_text, of_embeddings):
         each.model_config.multimodal_config = MultiModalConfig(mm_processor_cache_gb=0)
     of_text.model_config.multimodal_config.language_model_only = True
+    of_embeddings.model_config.multimodal_config.language_model_only = True
+    of_embeddings.model_config.multimodal_config.enable_mm_embeds = True
     os.environ.pop("PYTHONHASHSEED", None)
 
     def by_runner_v2() -> Configuration:
@@ -132,6 +136,7 @@ def main(model: str) -> None:
         "in chunks": lambda: Configuration.of(in_chunks, kv_cache(FULL)),
         "images by number": lambda: Configuration.of(counting, kv_cache(FULL)),
         "images by hash": lambda: Configuration.of(hashing, kv_cache(FULL)),
+        "embeddings by number": lambda: Configuration.of(of_embeddings, kv_cache(FULL)),
         "no images": lambda: Configuration.of(of_text, kv_cache(FULL)),
         "weights": lambda: Configuration.of(elsewhere, kv_cache(FULL)),
         "unknown": lambda: Configuration.of(

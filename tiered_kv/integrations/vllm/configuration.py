@@ -368,15 +368,18 @@ def _check_prefixes(vllm_config: Any) -> None:
 
 
 def _check_images(vllm_config: Any) -> None:
-    """Refuse images that vLLM names by counting them in each process: the next one's first would be this one's."""
+    """Refuse images that vLLM names by counting them in each process: the next one's first would be this one's.
+
+    Those that come as embeddings have such names too, and with ``language_model_only`` vLLM 0.32 takes them always.
+    """
     images = getattr(vllm_config.model_config, "multimodal_config", None)
-    if images is None or images.language_model_only:
+    if images is None or (images.language_model_only and not images.enable_mm_embeds):
         return
     if images.mm_processor_cache_gb == 0 and not vllm_config.cache_config.enable_prefix_caching:
         raise ConfigurationError(
             "prefix caching is off and mm_processor_cache_gb is 0: then vLLM numbers images, videos and sounds anew in "
             "each process, and after a restart one would be answered with another's blocks. Turn either on, or take "
-            "text alone by --language-model-only"
+            "text alone, from vLLM 0.33 on: --language-model-only without --enable-mm-embeds"
         )
 
 
