@@ -13,6 +13,10 @@ from tiered_kv import ConfigurationError, ModelIdentity
 
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
+UNSAID: dict[str, Any] = {
+    "model": "nowhere", "revision": None, "quantization": None, "quantization_config": None, "model_class_overrides": {}
+}  # fmt: skip
+
 
 def identity(
     config: dict[str, Any],
@@ -30,7 +34,7 @@ def identity(
         max_model_len=max_model_len,
         try_get_generation_config=lambda: {"temperature": 0.6},
         override_generation_config={} if tuned is None else {"attn_temperature_tuning": tuned},
-        **{"quantization": None, "quantization_config": None, "model_class_overrides": {}, **arguments},
+        **{**UNSAID, **arguments},
     )
     load = SimpleNamespace(load_format="auto")
     cache = SimpleNamespace(cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state_dtype)
@@ -105,6 +109,19 @@ def test_images_that_an_engine_prepares_in_another_way_are_of_another_model() ->
     assert len({*named}) == len(ways)
     assert named == [identity(PLAIN, multimodal_config=SimpleNamespace(**way)) for way in ways]
     assert identity(PLAIN, multimodal_config=None) == identity(PLAIN)
+
+
+def test_images_that_a_checkpoint_has_prepared_in_another_way_are_of_another_model(tmp_path: Path) -> None:
+    """By files beside its weights, which neither those nor vLLM's hashes of an image know; text has none of that."""
+    images: dict[str, Any] = {"multimodal_config": SimpleNamespace(), "model": str(tmp_path), "revision": None}
+    named = [identity(PLAIN, **images)]
+    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+        for size in (448, 896):
+            (tmp_path / name).write_text(f'{{"size": {size}}}')
+            named.append(identity(PLAIN, **images))
+    assert len({*named}) == 7
+    assert identity(PLAIN, **images) == named[-1]
+    assert identity(PLAIN, **{**images, "multimodal_config": None}) == identity(PLAIN)
 
 
 @dataclass

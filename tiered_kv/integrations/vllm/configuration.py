@@ -8,6 +8,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
@@ -45,6 +46,9 @@ _OF_IMAGES: Final = (
 )  # fmt: skip
 """How the engine prepares images, videos and sounds: vLLM names them by their bytes and by what a request says."""
 
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of a checkpoint: how it has them prepared."""
+
 _KINDS: Final = ("model_type", "rope_type", "type")
 _BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
 """Kinds of rope whose frequencies vLLM takes by ``max_model_len``, and models whose attention it tunes by that, or as
@@ -75,6 +79,7 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
         facts["lora_target_modules"] = sorted(modules)  # of adapters vLLM leaves out the others
     if (images := getattr(model, "multimodal_config", None)) is not None:
         facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
+        facts["processor"] = _processor_of(model.model, model.revision)
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
@@ -82,6 +87,14 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     load_format = str(vllm_config.load_config.load_format)
     weights = weights or weights_of(model.model, model.revision, load_format=load_format)
     return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
+
+
+def _processor_of(model: str, revision: str | None) -> dict[str, bytes]:
+    """Return what a checkpoint says of how images, videos and sounds are prepared, if its files are on this machine."""
+    if (folder := folder_of(model, revision)) is None:
+        return {}
+    files = (Path(folder, name) for name in _PROCESSOR_FILES)
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
 
 
 def _goes_by_length(config: Mapping[str, Any]) -> bool:
