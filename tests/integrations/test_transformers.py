@@ -797,7 +797,11 @@ def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) ->
 def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> None:
     """What they compute would have the names of what the model computes without them, by both ways to generate."""
     with opened(model, tmp_path) as tiered:
+        ids = padded()[0]
+        past = tiered.past(ids)
         model.peft_config = {"default": None}  # as PEFT does
+        with pytest.raises(ConfigurationError, match="adapters since open_tiered"):
+            model.generate(ids, attention_mask=torch.ones_like(ids), cache=past, max_new_tokens=2)
         with pytest.raises(ConfigurationError, match="adapters since open_tiered"):
             tiered.past(padded()[0])
         with pytest.raises(ConfigurationError, match="adapters since open_tiered"):

@@ -141,13 +141,19 @@ def open_tiered(
     check_adapters = partial(_check_adapters, model, had_adapters=_has_adapters(model))
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt, check_adapters):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks), check_adapters)
-        with _steps_seen(model), nullcontext() if parts.state is None else _by_blocks(model, block_size):
+        with (
+            _steps_seen(model, check_adapters),
+            nullcontext() if parts.state is None else _by_blocks(model, block_size),
+        ):
             yield tiered
 
 
 @contextmanager
-def _steps_seen(model: PreTrainedModel) -> Iterator[None]:
-    """Have a `TieredCache` see which tokens a step computes into it, where, and what is hidden from them."""
+def _steps_seen(model: PreTrainedModel, check: Callable[[], None]) -> Iterator[None]:
+    """Have a `TieredCache` see which tokens a step computes into it, where, and what is hidden from them.
+
+    What ``check`` raises is raised by the step.
+    """
     arguments = signature(model.forward).parameters.values()
     names = [each.name for each in arguments if each.kind is each.POSITIONAL_OR_KEYWORD]
 
@@ -155,6 +161,7 @@ def _steps_seen(model: PreTrainedModel) -> Iterator[None]:
         named = dict(zip(names, args, strict=False)) | given
         if (past := _cache_of(named)) is None:
             return args, given
+        check()
         named = past.rest(named)
         past.begin_step(named)
         return args[len(names) :], named
