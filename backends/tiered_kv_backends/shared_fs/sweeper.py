@@ -205,7 +205,7 @@ class Sweeper:
         )
 
     def _unlink_left_by_openings(self, count: "_Count") -> int:
-        """Delete the empty files of openings that were killed, which lie in the root; return how many."""
+        """Delete the files of openings that were killed, of a page at most, which lie in the root; return how many."""
         top = os.open(self._root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             return sum(
