@@ -42,7 +42,7 @@ class NVMe(Peer):
         tier = {"path": str(folder / "tier"), "capacity": space.num_bytes * 5 // 4 + (8 << 20), **self.tier}
         self._opening = self._opened(tier, space)
         self._kv = self._opening.__enter__()
-        self.says = f"{VERSIONS}, {self._kv.stats().tiers[-1].facts.get('io', 'page cache')}"
+        self.says = f"{VERSIONS}, {self._kv.stats().tiers[-1].facts['io']}"
 
     def fill(self, contents: Iterable[Row], requests: Sequence[range]) -> None:
         """Fill the engine's memory."""

@@ -108,6 +108,7 @@ class SharedFSBackend(Backend):
         self._wall_clock_ns = wall_clock_ns
         self._root = str(settings.path.absolute())
         self._sweeper: Sweeper | None = None
+        self._io_reason = ""
         self._look_s = _WORTH_S  # how long it takes to look for one file, at best: threads wait for the interpreter too
 
     async def open(self, context: BackendContext) -> None:
@@ -136,17 +137,17 @@ class SharedFSBackend(Backend):
         self._num_made_room = 0  # how many sweeps have, for what was refused
         try:
             probe = (self._readers if settings.read_only else self._writers).run(_probe, settings, self._ledger)
-            problem = await asyncio.wait_for(probe, settings.timeout_s)
+            self._io_reason = await asyncio.wait_for(probe, settings.timeout_s)
         except TimeoutError as error:
             raise BackendUnavailableError(f"{self._root} did not answer within {settings.timeout_s} s") from error
         except OSError as error:
             kind = ConfigurationError if error.errno in _NEVER else BackendUnavailableError
             raise kind(self._what_to_do(error)) from error
-        if problem and settings.direct == "always":
-            raise ConfigurationError(f"{self._root} has no direct I/O ({problem}): set direct='auto'")
-        if problem:
-            log("info", "shared_fs.not_direct", path=self._root, reason=problem)
-        self._direct = 0 if problem or settings.direct == "never" else os.O_DIRECT
+        if self._io_reason and settings.direct == "always":
+            raise ConfigurationError(f"{self._root} has no direct I/O ({self._io_reason}): set direct='auto'")
+        if self._io_reason and settings.direct == "auto":
+            log("info", "shared_fs.not_direct", path=self._root, reason=self._io_reason)
+        self._direct = 0 if self._io_reason else os.O_DIRECT
         self._sweeper = Sweeper(
             self._root,
             self._ledger,
@@ -159,6 +160,14 @@ class SharedFSBackend(Backend):
         )
         self._sweeping: asyncio.Future[None] | None = None
         self._timer = None if settings.read_only else asyncio.ensure_future(self._sweep_regularly())
+
+    @override
+    def describe(self) -> dict[str, object]:
+        """Say how files are moved: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct."""
+        if self._sweeper is None:
+            return super().describe()
+        io = "buffered" if self._io_reason else "direct"
+        return {"io": io, "io_reason": self._io_reason, **super().describe()}
 
     def _what_to_do(self, error: OSError) -> str:
         """Say why the directory cannot be used, and what would help. A file that was only tried in it has no name."""
@@ -432,4 +441,6 @@ def _probe(settings: SharedFSBackend.Settings, ledger: ByteLedger) -> str:
         files.probe(root)
         with contextlib.suppress(BlockingIOError):  # then it is there
             ledger.create(is_empty=not holds_blocks(root))
-    return "" if settings.direct == "never" else files.direct_problem(root, is_read_only=settings.read_only)
+    if settings.direct == "never":
+        return "direct='never'"
+    return files.direct_problem(root, is_read_only=settings.read_only)
