@@ -30,6 +30,7 @@ class Lora:
     lora_path: str
     lora_int_id: int = 1
     lora_name: str = "sql"
+    load_inplace: bool = False
 
     @property
     def adapter_id(self) -> int:
@@ -137,6 +138,31 @@ def test_what_was_begun_before_the_files_changed_is_not_stored(tmp_path: Path) -
         assert naming.can_name(request)
         states = engine.scheduling.kv.membership(naming.keys(engine.groups[0], request, 0, 5))
         assert list(states[1:]) == [BlockState.MISS] * 4
+
+
+def test_what_was_begun_before_another_path_came_in_its_place_is_not_stored(tmp_path: Path) -> None:
+    """Its rest is computed by the new weights; what is asked of these by their own path is."""
+    old, new = train(tmp_path / "sql"), train(tmp_path / "anew", seed=1)
+    new.load_inplace = True
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        begun = engine.ask("r", BLOCK_SIZE + 1, 4 * BLOCK_SIZE, lora=old)
+        engine.step(2)
+        assert ask(engine, new) == (0, NUM_BLOCKS + 1)  # with the one of the other's that was computed before
+        assert ask(engine, new) == (NUM_BLOCKS, 0)
+        assert ask(engine, old) == (0, 0)
+        naming = VLLM.naming.RequestNaming()
+        assert naming.can_name(begun)
+        states = engine.scheduling.kv.membership(naming.keys(engine.groups[0], begun, 0, 5))
+        assert list(states[1:]) == [BlockState.MISS] * 4
+
+
+def test_of_a_number_that_two_adapters_have_nothing_is_stored_nor_found(tmp_path: Path) -> None:
+    """The second is computed by the weights of the first until vLLM has dropped these."""
+    first, second = train(tmp_path / "sql"), train(tmp_path / "prose", seed=1)
+    with opened(*tiers(tmp_path / "nvme")) as engine:
+        with capture_logs() as logs:
+            assert [ask(engine, each) for each in (first, second, first)] == [(0, NUM_BLOCKS), (0, 0), (0, 0)]
+        assert [each["event"] for each in logs].count("vllm.adapter_unknown") == 1
 
 
 def test_an_adapter_that_is_not_there_yet_is_served_once_it_is(tmp_path: Path) -> None:

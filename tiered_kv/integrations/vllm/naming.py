@@ -49,13 +49,15 @@ class RequestNaming:
 
     def __init__(self) -> None:
         self._adapters: dict[tuple[int, str], _Adapter] = {}
+        self._newest: dict[int, str] = {}  # the path that each number had last; empty where vLLM may have either
 
     def can_name(self, request: Any) -> bool:
         """Say whether it is known what computes a request's blocks: else nothing of it may be kept or found."""
         if (lora := request.lora_request) is None:
             return True
         name = lora.lora_int_id, lora.lora_path
-        known = self._adapters.get(name)
+        if (known := self._adapters.get(name)) is None:
+            self._take_path(lora)
         has_room = known is not None or len(self._adapters) < MOST_ADAPTERS
         if has_room and (known is None or not known.is_read):  # vLLM may have fetched it meanwhile
             self._adapters[name] = _read(lora, is_first=known is None)
@@ -100,8 +102,23 @@ class RequestNaming:
             hashes = [hashlib.blake2b(each_hash, key=key, digest_size=32).digest() for each_hash in hashes]
         return BlockKeys.from_hashes(hashes, block_size=group.block_size, start=first, group=group.number, salt=salt)
 
+    def _take_path(self, lora: Any) -> None:
+        """Note that a number has a path it did not have before: what has another one by it is not named any more.
+
+        An adapter that is loaded in the place of another computes the rest of the other's requests too. And vLLM loads
+        nothing for a number that it has, unless it is told to.
+        """
+        number, path = lora.lora_int_id, lora.lora_path
+        is_other = self._newest.get(number, path) != path
+        if is_other or len(self._newest) < MOST_ADAPTERS:
+            self._newest[number] = path if lora.load_inplace or not is_other else ""
+        if is_other:
+            _say(lora, "its number has had another path, and what was begun with that is computed by either")
+
     def _digest(self, lora: Any) -> bytes:
         """Return what tells an adapter's files from all others; nothing if that is not known."""
+        if self._newest.get(lora.lora_int_id) != lora.lora_path:
+            return b""
         adapter = self._adapters.get((lora.lora_int_id, lora.lora_path), _UNKNOWN)
         if adapter.digest and _files_in(adapter.folder) != adapter.files:
             adapter.digest = b""
