@@ -72,6 +72,20 @@ def test_a_restarted_engine_generates_the_same_from_storage(warm: Runs, alone: l
     assert answer["labelled"]["vllm:tiered_kv_load_bytes nvme"] == HITS // 32 * 32 * 1024
 
 
+def test_one_of_several_connectors(runs: Runs, alone: list[list[int]]) -> None:
+    """VLLM's own holds ours and another one: what ours counts is found by the name of its class."""
+    ours = json.loads(runs.arguments())["transfer"]
+    others = {"shared_storage_path": str(runs.folder / "others")}
+    another = {"kv_connector": "ExampleConnector", "kv_role": "kv_both", "kv_connector_extra_config": others}
+    several = {"connectors": [ours, another]}
+    transfer = {**ours, "kv_connector": "MultiConnector", "kv_connector_extra_config": several}
+    del transfer["kv_connector_module_path"]
+    for hits in (0, HITS):
+        answer = runs.run(transfer=transfer)
+        assert answer["rounds"][0]["tokens"] == alone[:2]
+        assert hits_of(answer) == hits
+
+
 def test_hints_of_requests_are_heard(runs: Runs, alone: list[list[int]]) -> None:
     """By the parameters that vLLM's server takes: known actions are acted on, others counted."""
     kinds = "kv.pin", "kv.retain", "kv.unknown"

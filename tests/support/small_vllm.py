@@ -42,6 +42,9 @@ def pretended() -> dict[str, ModuleType]:
     class Stats:
         data: dict[str, Any] = field(default_factory=dict)
 
+    class Factory:
+        register_connector = staticmethod(lambda *_: None)
+
     class SecondaryTierManager:
         def __init__(self, *_: object) -> None:
             self.block_size_bytes = PAGE_BYTES
@@ -74,10 +77,12 @@ def pretended() -> dict[str, ModuleType]:
         "get_pp_group": None,
         "get_tensor_model_parallel_rank": lambda: 0,
         "group_kernel_blocks": as_blocks,
+        "KVConnectorFactory": Factory,
     }
     modules = (
         "vllm", "vllm.config", "vllm.distributed", "vllm.distributed.kv_events", "vllm.distributed.kv_transfer",
-        "vllm.distributed.kv_transfer.kv_connector", "vllm.distributed.kv_transfer.kv_connector.v1",
+        "vllm.distributed.kv_transfer.kv_connector", "vllm.distributed.kv_transfer.kv_connector.factory",
+        "vllm.distributed.kv_transfer.kv_connector.v1",
         "vllm.distributed.kv_transfer.kv_connector.v1.base", "vllm.distributed.kv_transfer.kv_connector.v1.metrics",
         "vllm.distributed.parallel_state", "vllm.model_executor", "vllm.model_executor.layers",
         "vllm.model_executor.layers.attention_layer_base", "vllm.platforms", "vllm.v1", "vllm.v1.core",

@@ -8,7 +8,15 @@ vllm serve MODEL --kv-transfer-config '{
 ```
 """
 
+from contextlib import suppress
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
 from tiered_kv.integrations.vllm.compatibility import VERSIONS
 from tiered_kv.integrations.vllm.connector import TieredKVConnector
 
 __all__ = ["VERSIONS", "TieredKVConnector"]
+
+with suppress(ValueError):  # it is known already, where this is imported anew
+    # vLLM's MultiConnector looks for the class of what each connector has counted by its name alone.
+    KVConnectorFactory.register_connector("TieredKVConnector", __name__, "TieredKVConnector")
