@@ -6,11 +6,10 @@ serves all calls that ended meanwhile.
 """
 
 import asyncio
-import math
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from functools import partial
-from typing import Any, NoReturn, Protocol, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from tiered_kv.system import Queue, system
 from tiered_kv.tiers.gate import Priority
@@ -283,46 +282,6 @@ class Tasks:
             log("error", "transfer.crashed", exc_info=error, task=name)
 
 
-class Awaited(Protocol):
-    """What can be waited for with others: a future, or a fill."""
-
-    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
-        """Call ``callback`` with this object when it is done: perhaps before this returns."""
-
-    def remove_done_callback(self, callback: Callable[[Any], object], /) -> object:
-        """Do not call ``callback`` any more."""
-
-
-async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -> None:
-    """Wait until all are done, or it is ``deadline``; a cancellation of the wait reaches none of them.
-
-    As `asyncio.wait` does, for a third of its time.
-    """
-    loop, num_left = asyncio.get_running_loop(), len(futures)
-    waiter = loop.create_future()
-
-    def wake() -> None:
-        if not waiter.done():
-            waiter.set_result(None)
-
-    def one_done(_: object) -> None:
-        nonlocal num_left
-        num_left -= 1
-        if not num_left:
-            wake()
-
-    timer = None if deadline == math.inf else loop.call_at(deadline, wake)
-    for each in futures:
-        each.add_done_callback(one_done)
-    try:
-        await waiter
-    finally:
-        if timer is not None:
-            timer.cancel()
-        for each in futures:
-            each.remove_done_callback(one_done)
-
-
 async def to_the_end(futures: Collection["asyncio.Future[Any]"], stop: Callable[[], object] = lambda: None) -> bool:
     """Wait until all are done, however often this is cancelled; say whether it was.
 
@@ -333,7 +292,7 @@ async def to_the_end(futures: Collection["asyncio.Future[Any]"], stop: Callable[
     was_cancelled = False
     while left := [each for each in futures if not each.done()]:
         try:
-            await until_done(left)
+            await asyncio.wait(left)
         except asyncio.CancelledError:
             was_cancelled = True
             stop()

@@ -7,7 +7,7 @@ caller's memory, and only then lets the cancellation through.
 
 import asyncio
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from functools import partial
 from typing import Any, Final, Generic, Protocol, TypeVar
 
@@ -15,7 +15,7 @@ from anyio import CancelScope
 
 from tiered_kv.memory.lanes import Lane, LaneCopy, wait_in
 from tiered_kv.system import system
-from tiered_kv.tiers.tasks import to_the_end, until_done
+from tiered_kv.tiers.tasks import to_the_end
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
 from tiered_kv.values.results import LoadResult
@@ -70,6 +70,46 @@ class Handle(Generic[T]):
         if self._ended.cancelled():  # by the end of the cache: nobody has cancelled the caller
             raise ClosedError("this TieredKV was closed before this was done")
         return self._ended.result()
+
+
+class Awaited(Protocol):
+    """What can be waited for with others: a future, or a fill."""
+
+    def add_done_callback(self, callback: Callable[[Any], object], /) -> None:
+        """Call ``callback`` with this object when it is done: perhaps before this returns."""
+
+    def remove_done_callback(self, callback: Callable[[Any], object], /) -> object:
+        """Do not call ``callback`` any more."""
+
+
+async def until_done(futures: Collection[Awaited], deadline: float = math.inf) -> None:
+    """Wait until all are done, or it is ``deadline``; a cancellation of the wait reaches none of them.
+
+    As `asyncio.wait` does, for a third of its time.
+    """
+    loop, num_left = asyncio.get_running_loop(), len(futures)
+    waiter = loop.create_future()
+
+    def wake() -> None:
+        if not waiter.done():
+            waiter.set_result(None)
+
+    def one_done(_: object) -> None:
+        nonlocal num_left
+        num_left -= 1
+        if not num_left:
+            wake()
+
+    timer = None if deadline == math.inf else loop.call_at(deadline, wake)
+    for each in futures:
+        each.add_done_callback(one_done)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        for each in futures:
+            each.remove_done_callback(one_done)
 
 
 class Loading(Protocol):

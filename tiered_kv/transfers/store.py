@@ -22,10 +22,9 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tasks import until_done
 from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, Tally
 from tiered_kv.transfers.engine_memory import EngineMemory
-from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, check_layer
+from tiered_kv.transfers.handles import LAST_COPIES_S, Handle, Revocable, check_layer, until_done
 from tiered_kv.transfers.transfer_requests import MOST_AT_ONCE, StoreRequest, may_copy_at_once
 from tiered_kv.transfers.writedown import write_down
 from tiered_kv.values.errors import ConfigurationError, Reason

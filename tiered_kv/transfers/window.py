@@ -24,8 +24,8 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tasks import until_done
 from tiered_kv.tiers.tier import Batch, MemoryTier
+from tiered_kv.transfers.handles import until_done
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.integers import Mask
 

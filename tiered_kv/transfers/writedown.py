@@ -27,9 +27,10 @@ from tiered_kv.tiers.chain import FROM_ENGINE, Chain, Head
 from tiered_kv.tiers.fills import Fill
 from tiered_kv.tiers.gate import Kind, Priority, Waiter
 from tiered_kv.tiers.storage import StorageTier
-from tiered_kv.tiers.tasks import to_the_end, until_done
+from tiered_kv.tiers.tasks import to_the_end
 from tiered_kv.tiers.tier import Batch, MemoryTier, Prompt, Tally, WriteReport
 from tiered_kv.tiers.unwritten import Waiting
+from tiered_kv.transfers.handles import until_done
 from tiered_kv.values.errors import Reason
 from tiered_kv.values.integers import Mask
 
