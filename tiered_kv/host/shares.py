@@ -184,7 +184,8 @@ class DividedTier:
             if self._has_left(real_path(path)):  # which follows no link, as a model's directory is none
                 raise ConfigurationError(
                     f"tier {self.name!r}: {path} has the blocks of a cache that is no server's, which a server neither "
-                    "serves nor counts: choose another directory, or delete that one"
+                    "serves nor counts: choose another directory, or delete what that cache has made there and nothing "
+                    "else"
                 )
         refusals = [why for path in self.paths if (why := _why_no_folder(path) or _why_too_large(path, self.capacity))]
         if refusals and len(refusals) == len(self.paths):
