@@ -751,7 +751,7 @@ async def test_whole_pages_pass_by_the_page_cache(tmp_path: Path, monkeypatch: p
 
     (key,) = keys_of(1)
     is_direct = direct != "never"
-    if is_direct and direct_problem(str(tmp_path), is_read_only=False):
+    if is_direct and direct_problem(str(tmp_path), "ledger", is_read_only=False):
         pytest.skip("no O_DIRECT here: set TMPDIR to a folder on a disk")
     async with opened(tmp_path, direct=direct) as backend:
         says = {"io": "direct", "io_reason": ""} if is_direct else {"io": "buffered", "io_reason": "direct='never'"}
@@ -822,6 +822,37 @@ def refuse_direct_io(monkeypatch: pytest.MonkeyPatch) -> None:
     opener.is_there = False
     monkeypatch.setattr(files, "_OPENERS", {0: opener, os.O_DIRECT: opener})
     monkeypatch.setattr(os, "open", refuses)
+
+
+@pytest.mark.parametrize("read_only", [True, False])
+async def test_a_filesystem_of_larger_blocks_is_known_where_no_page_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, read_only: bool
+) -> None:
+    """As it is only read, or full: one that has direct I/O of 16 KiB alone says nothing as an empty file is read."""
+    async with opened(tmp_path) as backend:
+        await store(backend, keys := keys_of(1))
+    readv = os.readv
+
+    def read_in_large_blocks(file: int, parts: Sequence[memoryview]) -> int:
+        is_direct = bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+        if is_direct and os.fstat(file).st_size and sum(map(len, parts)) % 16384:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return readv(file, parts)
+
+    def take_nothing(file: int, parts: Sequence[memoryview]) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "readv", read_in_large_blocks)
+    monkeypatch.setattr(os, "writev", take_nothing)
+    async with opened(tmp_path, read_only=read_only) as backend:
+        assert backend.describe() == {"io": "buffered", "io_reason": "Invalid argument"}
+        assert await load(backend, keys) == [Outcome.HIT]
+    with pytest.raises(ConfigurationError, match="no direct I/O"):
+        async with opened(tmp_path, direct="always", read_only=read_only):
+            pass
+    (tmp_path / "ledger").unlink()
+    async with opened(tmp_path, read_only=True) as backend:
+        assert await load(backend, keys) == [Outcome.HIT]
 
 
 async def test_what_is_moved_in_parts_is_moved_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -141,32 +141,45 @@ def probe(root: str) -> None:
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), root)
 
 
-def direct_problem(root: str, *, is_read_only: bool) -> str:
+def direct_problem(root: str, spare: str, *, is_read_only: bool) -> str:
     """Move a page past the page cache, and say why that cannot be done; empty if it can, or is not known.
+
+    Args:
+        root: The directory.
+        spare: A file there, which is read instead where nothing is to be written, or there is no room. Of one that is
+            empty nothing is learned: filesystems look at how they are asked only where there is something to read.
+        is_read_only: Whether nothing is to be written.
 
     Raises:
         OSError: The filesystem fails.
     """
     page = Block.empty(PAGE_BYTES).padded
     try:
-        if is_read_only:
-            with _opened(f"{root}/{LOCK_NAME}", _READ_FLAGS | os.O_DIRECT) as file:
+        if is_read_only or not _has_moved(root, page):
+            with contextlib.suppress(FileNotFoundError), _opened(f"{root}/{spare}", _READ_FLAGS | os.O_DIRECT) as file:
                 os.readv(file, [page])
-            return ""
-        path = f"{root}/.{uuid.uuid4().hex}.tmp"
-        try:
-            with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE_FLAGS | os.O_DIRECT) as file:
-                os.writev(file, [page])
-                os.preadv(file, [page], 0)
-        finally:
-            with contextlib.suppress(FileNotFoundError):  # where it cannot be opened so it may be made all the same
-                Path(path).unlink()
     except OSError as error:
         if error.errno in _NOT_DIRECT or is_read_only:
             return os.strerror(error.errno or 0)
+        raise
+    return ""
+
+
+def _has_moved(root: str, page: memoryview) -> bool:
+    """Write a page to a file of its own, and read it back; False if there is no room for it."""
+    path = f"{root}/.{uuid.uuid4().hex}.tmp"
+    try:
+        with _opened(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | FILE_FLAGS | os.O_DIRECT) as file:
+            os.writev(file, [page])
+            os.preadv(file, [page], 0)
+    except OSError as error:
         if error.errno not in FULL:
             raise
-    return ""
+        return False
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # where it cannot be opened so it may be made all the same
+            Path(path).unlink()
+    return True
 
 
 @contextlib.contextmanager

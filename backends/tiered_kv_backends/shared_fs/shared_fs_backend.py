@@ -36,7 +36,7 @@ from tiered_kv.values.log import log
 from tiered_kv.values.specs import FileLoadStoreSpec
 from tiered_kv_backends.paths import salt_folder
 from tiered_kv_backends.shared_fs import files
-from tiered_kv_backends.shared_fs.bytes_ledger import ByteLedger, DirectoryRoom
+from tiered_kv_backends.shared_fs.bytes_ledger import LEDGER_NAME, ByteLedger, DirectoryRoom
 from tiered_kv_backends.shared_fs.files import FileThreads, Moved, OverdueError, Work, each_of, look_at, text_of
 from tiered_kv_backends.shared_fs.sweeper import KEPT_FRACTION, Sweeper, Swept, holds_blocks, is_used, open_inventory
 
@@ -443,4 +443,4 @@ def _probe(settings: SharedFSBackend.Settings, ledger: ByteLedger) -> str:
             ledger.create(is_empty=not holds_blocks(root))
     if settings.direct == "never":
         return "direct='never'"
-    return files.direct_problem(root, is_read_only=settings.read_only)
+    return files.direct_problem(root, LEDGER_NAME, is_read_only=settings.read_only)
