@@ -351,6 +351,20 @@ class TestOpening:
         assert "max number of clients reached" in str(error)
         assert "login" not in str(error)
 
+    async def test_who_hangs_up_after_an_answer_is_asked_nothing_more(self) -> None:
+        """What is sent then is lost, and would say no more than that."""
+
+        async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await reader.readuntil(b"60\r\n")
+            writer.write(b"-ERR max number of clients reached\r\n")
+            writer.close()
+
+        async with await asyncio.start_server(refuse, "127.0.0.1") as server:
+            url = f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            error = await why_not_open(RedisBackend(RedisSettings.model_validate({"url": url})))
+        assert isinstance(error, BackendUnavailableError)
+        assert "max number of clients reached" in str(error)
+
     async def test_a_server_that_ends_tls(self) -> None:
         """Behind a proxy that speaks TLS nobody may be there now: that may work later."""
 

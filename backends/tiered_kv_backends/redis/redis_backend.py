@@ -289,6 +289,8 @@ class RedisBackend(Backend):
         async with server.bodies.connection() as connection:
             block = Block.empty(1)
             answers = [] if self.settings.read_only else await connection.set([name], [block], (b"EX", b"60"))
+            if any(_outcome(answer) is Outcome.FAILED for answer in answers):
+                return answers  # who says that may leave: what is asked next would be lost, and what was said with it
             answers += await connection.get([command(verb, name, *options)], [block])
         questions = [command(b"EXISTS", name)]
         if not self.settings.read_only:
