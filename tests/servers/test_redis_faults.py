@@ -339,17 +339,23 @@ class TestOpening:
         assert isinstance(error, BackendUnavailableError)
         assert "rediss://" in str(error)
 
+    @pytest.mark.parametrize("kind", ["server", "node", "cluster"])
     @pytest.mark.parametrize("login", [{}, {"password": "hidden"}])
-    async def test_a_server_with_all_the_clients_it_takes(self, tmp_path: Path, login: dict[str, object]) -> None:
-        """It may take us later, and no login was refused."""
-        words = ("--requirepass", "hidden") if login else ()
-        with run_redis(find_binary("redis-server"), tmp_path, "--maxclients", "1", *words) as server:
+    async def test_a_server_with_all_the_clients_it_takes(
+        self, tmp_path: Path, login: dict[str, object], kind: str
+    ) -> None:
+        """It may take us later, and no login was refused: nor by a node of a cluster, which has other words for it."""
+        words = [part for name, value in login.items() for part in (f"--require{name[:4]}", str(value))]
+        if is_node := kind != "server":
+            words += ["--cluster-enabled", "yes", "--cluster-port", str(free_port())]
+        with run_redis(find_binary("redis-server"), tmp_path, *words) as server:
             async with Redis(port=server.port, single_connection_client=True, **login) as only:  # type: ignore[arg-type]
-                await only.ping()
-                error = await why_not_open(backend_of(server, **login))
+                await only.config_set("maxclients", 1)
+                error = await why_not_open(backend_of(server, **login, cluster=kind == "cluster"))
         assert isinstance(error, BackendUnavailableError)
-        assert "max number of clients reached" in str(error)
-        assert "login" not in str(error)
+        if kind != "cluster" or login:  # else redis-py may send before it hears that, and says that it cannot
+            assert f"max number of clients {'+ cluster connections ' * is_node}reached" in str(error)
+            assert str(error).startswith(f"Redis {kind.replace('node', 'server')} at 127.0.0.1:{server.port} has all ")
 
     async def test_who_hangs_up_after_an_answer_is_asked_nothing_more(self) -> None:
         """What is sent then is lost, and would say no more than that."""

@@ -6,6 +6,7 @@ find out.
 """
 
 import asyncio
+import re
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -45,8 +46,8 @@ _OUTCOMES = {"OOM": Outcome.REFUSED, "WRONGTYPE": Outcome.CORRUPT}
 """What other errors mean, by how they begin; all others are FAILED."""
 _OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
 """How redis-py and OpenSSL say it."""
-_CROWDED = "max number of clients reached"
-"""How a server says that it has as many connections as it takes."""
+_CROWDED = re.compile(r"max number of clients (\+ cluster connections )?reached")
+"""How a server says that it has as many connections as it takes, and how a node of a cluster does."""
 _ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
 """How TLS ends with a server that leaves: nothing is behind the proxy, or it wants a certificate of ours."""
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
@@ -278,7 +279,7 @@ class RedisBackend(Backend):
                 raise ConfigurationError(f"{self._servers} does not allow it: {answer}")
             case "MOVED" if not self.settings.cluster:
                 raise ConfigurationError(f"{self._servers} is one node of a cluster: set cluster = true")
-            case "ERR" if _CROWDED not in str(answer):
+            case "ERR" if not _CROWDED.search(str(answer)):
                 raise ConfigurationError(f"{self._servers} is too old or too different: {answer}")
             case _ if _outcome(answer) is Outcome.FAILED:
                 raise BackendUnavailableError(f"{self._servers} does not serve now: {answer}")
@@ -301,8 +302,8 @@ class RedisBackend(Backend):
 
     def _advised(self, error: BackendUnavailableError) -> TieredKVError:
         """Tell what can never work from what may, and say what may be meant."""
-        if _CROWDED in str(error):
-            return error
+        if crowded := next(filter(None, map(_CROWDED.search, map(str, all_causes(error)))), None):
+            return BackendUnavailableError(f"{self._servers} has all the connections that it takes: {crowded[0]}")
         if any(isinstance(cause, _ENDS) for cause in all_causes(error)):
             return BackendUnavailableError(f"{error} (the server ends TLS: is it away, or does it want a cert_file?)")
         causes = [cause for cause in all_causes(error) if not isinstance(cause, _WAITS)]
