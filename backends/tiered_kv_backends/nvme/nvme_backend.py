@@ -263,7 +263,8 @@ class NVMeBackend(RecordBackend):
     def describe(self) -> dict[str, object]:
         """Return where and how blocks are kept: ``io`` is "direct" or "buffered", ``io_reason`` says why not direct.
 
-        Of several directories, sums; each is in ``directories``, and its ``away`` says why it is, if so.
+        Of several directories, sums; each is in ``directories``, and its ``away`` says why it is, if so: blocks of its
+        fail for that, so it is in ``last_error``, too.
         """
         if self._open_disks is None:
             return {}
@@ -274,8 +275,10 @@ class NVMeBackend(RecordBackend):
             return next(iter(each.values()))
         sums: Counter[str] = Counter()
         texts: dict[str, dict[str, None]] = {name: {} for name in _NAMED}
-        for said in each.values():
+        for path, said in each.items():
             sums.update({name: value for name, value in said.items() if isinstance(value, int)})
+            if "away" in said:
+                texts["last_error"] |= {f"{path} is away: {said['away']}": None}
             for name in _NAMED:
                 texts[name] |= {str(said[name]): None} if said.get(name) else {}
         named = {name: ", ".join(all_said) for name, all_said in texts.items()}
