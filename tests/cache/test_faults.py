@@ -12,6 +12,7 @@ from typing import cast
 import numpy as np
 import pytest
 from numpy.typing import NDArray
+from typing_extensions import override
 
 from tests.support.backends import Act, ScriptedBackend, ScriptedSlotBackend, only
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
@@ -502,6 +503,27 @@ class _Full(ScriptedSlotBackend):
     def describe(self) -> dict[str, object]:
         """Say what a full disk says."""
         return {"last_error": "No space left on device"}
+
+
+class _Busy(ScriptedBackend):
+    """Has another call fail as soon as what a read says has been heard."""
+
+    @override
+    async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
+        outcomes, loop = await super().read(keys, into), asyncio.get_running_loop()
+        self.last_error = "node 1 is away"
+        loop.call_soon(loop.call_soon, setattr, self, "last_error", "node 2 is full")
+        return outcomes
+
+
+async def test_why_a_read_fails_in_part_is_what_it_said_itself() -> None:
+    """Not what another call says while the blocks that were read are verified."""
+    engine, emit, busy = Engine(), Recorder(), _Busy(name="busy")
+    async with open_cache(busy, engine=engine, emit=emit) as kv:
+        await keep(kv, engine, KEYS)
+        busy.on_read.change_next(only(2, Outcome.FAILED))
+        assert (await kv.load(KEYS[:4], GPULoadStoreSpec(range(4)))).num_blocks == 2
+        assert emit.of(TierFailed) == [TierFailed("busy", "read", "node 1 is away", 1)]
 
 
 def test_why_every_block_of_every_call_fails_is_told_once_a_minute() -> None:

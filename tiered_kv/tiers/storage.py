@@ -369,6 +369,7 @@ class StorageTier(Tier):
             then(self._seen(answer, verification, n, verdicts), verification.refused)
 
         def ended(answer: Outcomes) -> None:
+            self.tell_failed("read", (answer.value or []).count(Outcome.FAILED))
             if begin is None and answer.value:
                 verify = partial(verification.verify, range(n), answer.value)
                 do_soon(self.records.threads, verify, self._tasks, partial(verified, answer))
@@ -400,8 +401,7 @@ class StorageTier(Tier):
         if verification.refused:
             self.tell_refused(verification.refused)
         self.counters.corrupt += verdicts.count(Outcome.CORRUPT)
-        self.counters.failed += (num_failed := verdicts.count(Outcome.FAILED))
-        self.tell_failed("read", num_failed)
+        self.counters.failed += verdicts.count(Outcome.FAILED)
         return list(verdicts)
 
     def tell_corrupted(self, keys: Sequence[str]) -> None:
