@@ -453,6 +453,23 @@ async def test_a_server_that_cannot_look_for_earlier_models_does_not_start(tmp_p
     await shares.aclose()
 
 
+async def test_what_cannot_be_deleted_for_want_of_descriptors_still_counts(tmp_path: Path) -> None:
+    """What an earlier server has left, and nobody uses: it is not looked into, so it is there, and goes later."""
+    disk = tmp_path / "disk"
+    leave_model(disk, "0" * DIRECTORY_DIGITS, 1 << 16)
+    settings = TieredKVSettings(tiers=[cpu(500), nvme(disk, 1 << 20)], limits=LIMITS, host={"socket": tmp_path / "s"})
+    shares = Shares(settings, Recorder())
+    (before,) = shares
+    with descriptors_left(0):
+        await shares.reclaim(0.0)
+        await until(lambda: before not in list(shares))
+    assert [(share.directory, share.given) for share in shares] == [(before.directory, before.given)]
+    await shares.reclaim(0.0)
+    await until(lambda: not list(shares))
+    assert not list(disk.iterdir())
+    await shares.aclose()
+
+
 @pytest.mark.parametrize("room_s", [0.0, 3600.0])
 @pytest.mark.parametrize("doing", ["cut_left", "delete_left"])
 async def test_who_attaches_waits_for_no_disk_that_hangs(

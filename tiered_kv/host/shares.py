@@ -44,6 +44,7 @@ from tiered_kv.values.log import log
 from tiered_kv.values.loop_calls import LoopCalls
 
 DIRECTORY_DIGITS: Final = 32
+_NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 _DIRECTORY: Final = re.compile(f"[0-9a-f]{{{DIRECTORY_DIGITS}}}")
 
 
@@ -201,10 +202,13 @@ class DividedTier:
         """
         found: dict[str, int] = {}
         for path in self.paths:
-            with suppress(OSError):
+            try:
                 for each in path.iterdir():
                     if _DIRECTORY.fullmatch(each.name) and self._has_left(each):
                         found[each.name] = max(found.get(each.name, 0), _num_bytes(each))
+            except OSError as error:
+                if error.errno in _NO_DESCRIPTOR:
+                    raise self._cannot_look(path, error) from error
         return found
 
     def cut(self, directory: str, capacity: int) -> bool:
@@ -213,7 +217,11 @@ class DividedTier:
         return all(are_cut)
 
     def left_of(self, directory: str) -> int:
-        """Return how many bytes one model's directory takes where it takes most."""
+        """Return how many bytes one model's directory takes where it takes most.
+
+        Raises:
+            OSError: There is no descriptor left to look.
+        """
         return max(_num_bytes(path / directory) for path in self.paths)
 
     def delete(self, directory: str) -> dict[Path, Exception | None]:
@@ -234,10 +242,13 @@ class DividedTier:
         try:
             return self._medium().has_left(path)
         except OSError as error:
-            raise ConfigurationError(
-                f"tier {self.name!r}: {path} cannot be looked into: {error.strerror}; raise the limit of open files "
-                "(ulimit -n)"
-            ) from error
+            raise self._cannot_look(path, error) from error
+
+    def _cannot_look(self, path: Path, error: OSError) -> ConfigurationError:
+        return ConfigurationError(
+            f"tier {self.name!r}: {path} cannot be looked into: {error.strerror}; "
+            "raise the limit of open files (ulimit -n)"
+        )
 
     def _medium(self) -> type[SlotBackend]:
         """Return the class of a medium that has directories."""
@@ -274,9 +285,18 @@ def _why_too_large(path: Path, capacity: int) -> str:
 
 
 def _num_bytes(path: Path) -> int:
-    """Return what a directory takes, also while another server deletes it: what is gone takes nothing."""
+    """Return what a directory takes, also while another server deletes it: what is gone takes nothing.
+
+    Raises:
+        OSError: There is no descriptor left to look.
+    """
+
+    def fail(error: OSError) -> None:
+        if error.errno in _NO_DESCRIPTOR:
+            raise error
+
     num_blocks = 0
-    for folder, _, names in os.walk(path):  # which passes over those that cannot be read
+    for folder, _, names in os.walk(path, onerror=fail):  # else it passes over what cannot be read
         for name in (".", *names):
             with suppress(OSError):
                 num_blocks += Path(folder, name).lstat().st_blocks

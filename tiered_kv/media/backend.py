@@ -456,7 +456,8 @@ class SlotBackend(_Tier):
         for as long as its files take.
 
         Raises:
-            OSError: It may go, and its disk does not let it: a part of it may be gone.
+            OSError: It may go, and its disk does not let it: a part of it may be gone. Or there is no descriptor left
+                to look.
         """
         return False
 

@@ -417,7 +417,9 @@ def delete_left(path: Path) -> bool:
     with contextlib.ExitStack() as opened:
         try:
             fd = opened.enter_context(_left(path))
-        except OSError:
+        except OSError as error:
+            if error.errno in NO_DESCRIPTOR:
+                raise
             return not files().exists(path)
         for each in files().entries(fd):
             if each.is_folder:

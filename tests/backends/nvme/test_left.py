@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.descriptors import descriptors_left
 from tests.support.nvme_tier import MIB, count_up, disk_usage, open_tier
 from tiered_kv.media.backend import Outcome
 from tiered_kv.system import Files
@@ -70,6 +71,15 @@ def test_what_cannot_be_deleted_says_so(tmp_path: Path, monkeypatch: pytest.Monk
         with pytest.raises(PermissionError, match="not now"):
             NVMeBackend.delete_left(made)
     assert NVMeBackend.has_left(made)
+    assert NVMeBackend.delete_left(made)
+
+
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+def test_what_cannot_be_looked_into_says_so(tmp_path: Path, num_left: int) -> None:
+    """For want of descriptors nobody knows whether it may go: that is not to say that it is in use."""
+    made = left_behind(tmp_path)
+    with descriptors_left(num_left), pytest.raises(OSError, match="Too many open files"):
+        NVMeBackend.delete_left(made)
     assert NVMeBackend.delete_left(made)
 
 
