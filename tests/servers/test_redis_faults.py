@@ -357,6 +357,17 @@ class TestOpening:
             assert f"max number of clients {'+ cluster connections ' * is_node}reached" in str(error)
             assert str(error).startswith(f"Redis {kind.replace('node', 'server')} at 127.0.0.1:{server.port} has all ")
 
+    async def test_a_server_with_all_the_clients_it_takes_by_tls(self, tmp_path: Path, certificates: Path) -> None:
+        """It says nothing before there is TLS, and hangs up: it may be that, or that it wants to know who we are."""
+        port, ca = free_port(), certificates / "ca.pem"
+        words = ("--port", "0", "--tls-port", str(port), *tls_arguments(certificates))
+        with run_redis(find_binary("redis-server"), tmp_path, *words, port=port) as server:
+            async with Redis(port=port, ssl=True, ssl_ca_certs=str(ca), single_connection_client=True) as only:
+                await only.config_set("maxclients", 1)
+                error = await why_not_open(backend_of(server, url=f"rediss://127.0.0.1:{port}", ca_file=ca))
+        assert isinstance(error, BackendUnavailableError)
+        assert "has it all the clients that it takes, or does it want a cert_file?" in str(error)
+
     async def test_who_hangs_up_after_an_answer_is_asked_nothing_more(self) -> None:
         """What is sent then is lost, and would say no more than that."""
 

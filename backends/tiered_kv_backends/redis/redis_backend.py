@@ -49,7 +49,8 @@ _OTHER_PROTOCOL, _NO_TLS = "Protocol error, got", "WRONG_VERSION_NUMBER"
 _CROWDED = re.compile(r"max number of clients (\+ cluster connections )?reached")
 """How a server says that it has as many connections as it takes, and how a node of a cluster does."""
 _ENDS = (ssl.SSLEOFError, ssl.SSLZeroReturnError)
-"""How TLS ends with a server that leaves: nothing is behind the proxy, or it wants a certificate of ours."""
+"""How TLS ends with a server that leaves: nothing is behind the proxy, it takes no more clients, which it says without
+TLS alone, or it wants a certificate of ours."""
 _WAITS = (ssl.SSLWantReadError, ssl.SSLWantWriteError)
 _NEVER_WORKS = (LoginError, ProtocolError, AuthenticationError, AuthorizationError, ResponseError, ssl.SSLError)
 """What a server says when it is opened and will go on saying."""
@@ -305,7 +306,8 @@ class RedisBackend(Backend):
         if crowded := next(filter(None, map(_CROWDED.search, map(str, all_causes(error)))), None):
             return BackendUnavailableError(f"{self._servers} has all the connections that it takes: {crowded[0]}")
         if any(isinstance(cause, _ENDS) for cause in all_causes(error)):
-            return BackendUnavailableError(f"{error} (the server ends TLS: is it away, or does it want a cert_file?)")
+            why = "is it away, has it all the clients that it takes, or does it want a cert_file?"
+            return BackendUnavailableError(f"{error} (the server ends TLS: {why})")
         causes = [cause for cause in all_causes(error) if not isinstance(cause, _WAITS)]
         if any(isinstance(cause, _NEVER_WORKS) for cause in causes) or _OTHER_PROTOCOL in str(error):
             return ConfigurationError(self._why_never(error, causes))
