@@ -28,9 +28,10 @@ it, changes some of it."""
 
 @dataclass
 class _Adapter:
-    """An adapter that a request has named.
+    """The adapter that a number stands for.
 
     Attributes:
+        path: That requests name it by; empty once some had another one.
         folder: With its files.
         files: As they were when a request named it first.
         digest: Of what was in them. Empty if they could not be read, which is tried again; or once they are others, as
@@ -38,6 +39,7 @@ class _Adapter:
         is_read: Whether they could be.
     """
 
+    path: str = ""
     folder: Path = Path()
     files: _Files = ()
     digest: bytes = b""
@@ -48,19 +50,25 @@ class RequestNaming:
     """Names blocks as requests come. Used by the scheduler's thread alone."""
 
     def __init__(self) -> None:
-        self._adapters: dict[tuple[int, str], _Adapter] = {}
-        self._newest: dict[int, str] = {}  # the path that each number had last; empty where vLLM may have either
+        self._adapters: dict[int, _Adapter] = {}
 
     def can_name(self, request: Any) -> bool:
-        """Say whether it is known what computes a request's blocks: else nothing of it may be kept or found."""
+        """Say whether it is known what computes a request's blocks: else nothing of it may be kept or found.
+
+        By a number that has had two paths nothing is: vLLM loads nothing for a number that it has, unless it is told
+        to, which version 0.33 does not pass on; and then it ends the requests of the first by the weights of the other.
+        """
         if (lora := request.lora_request) is None:
             return True
-        name = lora.lora_int_id, lora.lora_path
-        if (known := self._adapters.get(name)) is None:
-            self._take_path(lora)
+        known = self._adapters.get(lora.lora_int_id)
+        if known is not None and known.path != lora.lora_path:
+            if known.path:
+                self._adapters[lora.lora_int_id] = _Adapter()
+                _say(lora, "its number has had another path, and vLLM may compute either by the weights of the other")
+            return False
         has_room = known is not None or len(self._adapters) < MOST_ADAPTERS
         if has_room and (known is None or not known.is_read):  # vLLM may have fetched it meanwhile
-            self._adapters[name] = _read(lora, is_first=known is None)
+            self._adapters[lora.lora_int_id] = _read(lora, is_first=known is None)
         return bool(self._digest(lora))
 
     def hashes(self, group: EngineGroup, request: Any, first: int, stop: int) -> Sequence[bytes]:
@@ -102,24 +110,11 @@ class RequestNaming:
             hashes = [hashlib.blake2b(each_hash, key=key, digest_size=32).digest() for each_hash in hashes]
         return BlockKeys.from_hashes(hashes, block_size=group.block_size, start=first, group=group.number, salt=salt)
 
-    def _take_path(self, lora: Any) -> None:
-        """Note that a number has a path it did not have before: what has another one by it is not named any more.
-
-        An adapter that is loaded in the place of another computes the rest of the other's requests too. And vLLM loads
-        nothing for a number that it has, unless it is told to.
-        """
-        number, path = lora.lora_int_id, lora.lora_path
-        is_other = self._newest.get(number, path) != path
-        if is_other or len(self._newest) < MOST_ADAPTERS:
-            self._newest[number] = path if lora.load_inplace or not is_other else ""
-        if is_other:
-            _say(lora, "its number has had another path, and what was begun with that is computed by either")
-
     def _digest(self, lora: Any) -> bytes:
         """Return what tells an adapter's files from all others; nothing if that is not known."""
-        if self._newest.get(lora.lora_int_id) != lora.lora_path:
+        adapter = self._adapters.get(lora.lora_int_id, _UNKNOWN)
+        if adapter.path != lora.lora_path:
             return b""
-        adapter = self._adapters.get((lora.lora_int_id, lora.lora_path), _UNKNOWN)
         if adapter.digest and _files_in(adapter.folder) != adapter.files:
             adapter.digest = b""
             _say(lora, "its files are others than when it was first asked for, and vLLM may have either in memory")
@@ -138,10 +133,10 @@ def _read(lora: Any, *, is_first: bool) -> _Adapter:
     except ConfigurationError as error:
         if is_first:
             _say(lora, str(error))
-        return _Adapter()
+        return _Adapter(lora.lora_path)
     if _files_in(folder) != files:  # somebody is writing them
-        return _Adapter()
-    return _Adapter(folder, files, hashlib.sha256(weights.encode()).digest(), is_read=True)
+        return _Adapter(lora.lora_path)
+    return _Adapter(lora.lora_path, folder, files, hashlib.sha256(weights.encode()).digest(), is_read=True)
 
 
 def _files_in(folder: Path) -> _Files:
