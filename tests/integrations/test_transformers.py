@@ -810,6 +810,45 @@ def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> N
         assert batch(model)
 
 
+class Adapted(torch.nn.Module):
+    """A layer as PEFT puts it in the place of another."""
+
+    def __init__(self, layer: torch.nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+        self.active, self.disable_adapters = ["a"], False
+
+    @property
+    def active_adapters(self) -> list[str]:
+        """Those that are added to what the layer computes."""
+        return self.active
+
+    def forward(self, states: torch.Tensor) -> Any:  # noqa: ANN401 - the layer's
+        """Compute what the layer does, and something of each adapter."""
+        return self.layer(states) + (0 if self.disable_adapters else sum(map(ord, *self.active)) / 100)
+
+
+@pytest.mark.parametrize("change", [{"active": ["b"]}, {"disable_adapters": True}], ids=["other", "none"])
+def test_other_adapters_than_the_cache_was_opened_with_are_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
+) -> None:
+    """What they compute would have the names of what those have that were active."""
+    attention = model.model.layers[0].self_attn
+    adapted = Adapted(attention.v_proj)
+    monkeypatch.setattr(attention, "v_proj", adapted)
+    monkeypatch.setattr(model, "peft_config", {"a": None, "b": None}, raising=False)
+    with opened(model, tmp_path, weights="tuned, adapter a") as tiered:
+        alone, _ = generate(model, tiered)
+        with monkeypatch.context() as changed:
+            for name, value in change.items():
+                changed.setattr(adapted, name, value)
+            with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
+                tiered.past(padded()[0])
+            with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
+                batch(model)
+        assert generate(model, tiered)[0] == alone
+
+
 def main(checkpoint: str, folder: str) -> None:
     """Be a process that serves: by continuous batching, then by `generate`."""
     model = load_model(Path(checkpoint))

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, Final
@@ -80,8 +79,8 @@ class TieredModel:
 
         Raises:
             ConfigurationError: The shapes differ, or the mask hides anything but the left end of a row, or anything
-                where the model has states; or tokens stand for images, videos or sound; or the model has got adapters
-                since `open_tiered`, or lost them.
+                where the model has states; or tokens stand for images, videos or sound; or the model has got other
+                adapters since `open_tiered`, or lost them.
         """
         self._check_adapters()
         check_is_tensor("input_ids", input_ids)
@@ -138,7 +137,7 @@ def open_tiered(
     layout = KVLayout(tuple(part.group for part in parts.all))
     identity = identity_of(model, weights)
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
-    check_adapters = partial(_check_adapters, model, had_adapters=_has_adapters(model))
+    check_adapters = _Adapters(model).check
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt, check_adapters):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks), check_adapters)
         with (
@@ -298,13 +297,29 @@ def _has_adapters(model: PreTrainedModel) -> bool:
     return bool(getattr(model, "_hf_peft_config_loaded", False)) or hasattr(model, "peft_config")
 
 
-def _check_adapters(model: PreTrainedModel, *, had_adapters: bool) -> None:
-    """Raise `ConfigurationError` if a model has got adapters since its cache was opened, or lost them."""
-    if _has_adapters(model) != had_adapters:
-        raise ConfigurationError(
-            "this model has got adapters since open_tiered, or lost them, and what was stored before is of another: "
-            "open another cache, with weights=, a name that says which adapters"
-        )
+class _Adapters:
+    """The adapters that a model computes with as its cache is opened, to which all that is stored belongs."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        # PEFT's layers, which say which of their adapters are active; a model of transformers has a method for that.
+        self._layers: list[Any] = [
+            layer for layer in model.modules() if isinstance(getattr(type(layer), "active_adapters", None), property)
+        ]
+        self._active = self._now()
+
+    def check(self) -> None:
+        """Raise `ConfigurationError` if the model has got other ones since, or lost them."""
+        if self._now() != self._active:
+            raise ConfigurationError(
+                "this model has got other adapters since open_tiered, or lost them, and what was stored before is of "
+                "another: open another cache, with weights=, a name that says which adapters"
+            )
+
+    def _now(self) -> object:
+        return _has_adapters(self._model), [
+            not layer.disable_adapters and tuple(layer.active_adapters) for layer in self._layers
+        ]
 
 
 def _check(model: PreTrainedModel) -> None:
