@@ -22,6 +22,16 @@ BASES = {
     "TieredKVTier": ("offload_tier.py", "vllm/v1/kv_offload/tiering/base.py", ["SecondaryTierManager"]),
 }
 """Our classes, where they are, and what of vLLM's they derive from."""
+NAMED_BY = {
+    "model.ModelConfig": {
+        "model", "revision", "dtype", "max_model_len", "quantization", "quantization_config", "model_class_overrides",
+        "multimodal_config", "override_generation_config",
+    },
+    "cache.CacheConfig": {"cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"},
+    "lora.LoRAConfig": {"target_modules"},
+    "multimodal.MultiModalConfig": {"language_model_only", "enable_mm_embeds", "mm_processor_cache_gb"},
+}  # fmt: skip
+"""What a model is told by, and whether its images have names that last: fields of vLLM's configuration, by class."""
 NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
 NOT_VLLMS = {"TieredKVStats": {"add"}}
 """Public methods of ours that vLLM does not call."""
@@ -93,6 +103,23 @@ def test_hooks_that_do_not_pay_are_not_claimed(vllm_sources: pathlib.Path) -> No
     unused = {"supports_divergent_local_hybrid_hits", "register_finished_partial_tail"}
     assert unused <= theirs.keys()
     assert unused.isdisjoint(ours)
+
+
+def test_what_a_model_is_told_by_is_there(vllm_sources: pathlib.Path) -> None:
+    """Of a field that vLLM calls otherwise an imitation says something, and vLLM the same of every model."""
+    (of_images,) = (
+        ast.literal_eval(each.value)
+        for each in ast.parse((OURS / "configuration.py").read_text()).body
+        if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "_OF_IMAGES"
+    )
+    for name, fields in NAMED_BY.items():
+        file, _, config = name.partition(".")
+        there = {
+            ast.unparse(each.target)
+            for each in class_of(vllm_sources / "vllm" / "config" / f"{file}.py", config).body
+            if isinstance(each, ast.AnnAssign)
+        }
+        assert fields | ({*of_images} if file == "multimodal" else set()) <= there
 
 
 def test_all_that_is_imported_is_there(vllm_sources: pathlib.Path) -> None:

@@ -38,7 +38,7 @@ def identity(
     )
     load = SimpleNamespace(load_format="auto")
     cache = SimpleNamespace(cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state_dtype)
-    lora = lora_target_modules and SimpleNamespace(lora_target_modules=lora_target_modules)
+    lora = lora_target_modules and SimpleNamespace(target_modules=lora_target_modules)
     wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache, lora_config=lora)
     return VLLM.configuration.model_identity(wanted, "w")  # type: ignore[no-any-return]
 

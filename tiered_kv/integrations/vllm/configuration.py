@@ -75,8 +75,8 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
         "kv_cache_dtype": str(cache.cache_dtype),
         "state_dtypes": [str(getattr(cache, f"mamba_{what}cache_dtype", None)) for what in ("", "ssm_")],
     }
-    if modules := getattr(vllm_config.lora_config, "lora_target_modules", None):
-        facts["lora_target_modules"] = sorted(modules)  # of adapters vLLM leaves out the others
+    if (lora := vllm_config.lora_config) is not None and lora.target_modules:
+        facts["lora_target_modules"] = sorted(lora.target_modules)  # of adapters vLLM leaves out the others
     if (images := getattr(model, "multimodal_config", None)) is not None:
         facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
         facts["processor"] = _processor_of(model.model, model.revision)
