@@ -27,7 +27,9 @@ NAMED_BY = {
         "model", "revision", "dtype", "max_model_len", "quantization", "quantization_config", "model_class_overrides",
         "multimodal_config", "override_generation_config",
     },
-    "cache.CacheConfig": {"cache_dtype", "mamba_cache_dtype", "mamba_ssm_cache_dtype"},
+    "cache.CacheConfig": {
+        "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"
+    },
     "lora.LoRAConfig": {"target_modules"},
     "multimodal.MultiModalConfig": {"language_model_only", "enable_mm_embeds", "mm_processor_cache_gb"},
 }  # fmt: skip

@@ -25,6 +25,7 @@ def identity(
     tuned: bool | None = None,
     lora_target_modules: list[str] | None = None,
     state_dtype: str = "auto",
+    skip_layers: tuple[str, ...] = (),
     **arguments: object,
 ) -> ModelIdentity:
     """Name a model that vLLM serves."""
@@ -37,7 +38,12 @@ def identity(
         **{**UNSAID, **arguments},
     )
     load = SimpleNamespace(load_format="auto")
-    cache = SimpleNamespace(cache_dtype="auto", mamba_cache_dtype="auto", mamba_ssm_cache_dtype=state_dtype)
+    cache = SimpleNamespace(
+        cache_dtype="auto",
+        kv_cache_dtype_skip_layers=list(skip_layers),
+        mamba_cache_dtype="auto",
+        mamba_ssm_cache_dtype=state_dtype,
+    )
     lora = lora_target_modules and SimpleNamespace(target_modules=lora_target_modules)
     wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache, lora_config=lora)
     return VLLM.configuration.model_identity(wanted, "w")  # type: ignore[no-any-return]
@@ -78,12 +84,14 @@ def test_attention_that_is_tuned_by_hand_is_another_model() -> None:
 
 
 def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() -> None:
-    """Weights that are quantized as they load, classes that compute, types of states, modules that adapters change."""
+    """Weights quantized as they load, classes that compute, types of states and layers, what adapters change."""
     ways: list[dict[str, Any]] = [
         {},
         {"quantization": "online", "quantization_config": "linear=int8"},
         {"quantization": "online", "quantization_config": "linear=fp8"},
         {"model_class_overrides": {"Some": "their_models:Another"}},
+        {"skip_layers": ("0",)},
+        {"skip_layers": ("1",)},
         {"state_dtype": "bfloat16"},
         {"state_dtype": "float16"},
         {"lora_target_modules": ["o_proj"]},

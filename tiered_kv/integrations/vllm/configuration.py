@@ -72,7 +72,8 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
         # All that vLLM quantizes as it loads is "online": how, and which layers are left out, is said beside it.
         "quantization": [str(model.quantization), str(getattr(model, "quantization_config", None))],
         "classes": getattr(model, "model_class_overrides", {}),
-        "kv_cache_dtype": str(cache.cache_dtype),
+        # Layers that are left out have another dtype, and which ones these are no page tells.
+        "kv_cache_dtype": " ".join([str(cache.cache_dtype), *sorted(cache.kv_cache_dtype_skip_layers)]),
         "state_dtypes": [str(getattr(cache, f"mamba_{what}cache_dtype", None)) for what in ("", "ssm_")],
     }
     if (lora := vllm_config.lora_config) is not None and lora.target_modules:
