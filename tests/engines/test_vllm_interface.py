@@ -31,7 +31,9 @@ NAMED_BY = {
         "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"
     },
     "lora.LoRAConfig": {"target_modules"},
-    "multimodal.MultiModalConfig": {"language_model_only", "enable_mm_embeds", "mm_processor_cache_gb"},
+    "multimodal.MultiModalConfig": {
+        "language_model_only", "enable_mm_embeds", "mm_processor_cache_gb", "mm_encoder_fp8_scale_path"
+    },
 }  # fmt: skip
 """What a model is told by, and whether its images have names that last: fields of vLLM's configuration, by class."""
 NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}

@@ -1,5 +1,6 @@
 """Whose KV a block of vLLM's is: what computes other bytes has another name, and what does not has the same."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -117,6 +118,21 @@ def test_images_that_an_engine_prepares_in_another_way_are_of_another_model() ->
     assert len({*named}) == len(ways)
     assert named == [identity(PLAIN, multimodal_config=SimpleNamespace(**way)) for way in ways]
     assert identity(PLAIN, multimodal_config=None) == identity(PLAIN)
+
+
+def test_images_that_are_encoded_by_other_scales_are_of_another_model(tmp_path: Path) -> None:
+    """Those of an fp8 encoder are in a file, wherever that is, and whatever it was before."""
+    files = [tmp_path / name for name in ("one.json", "same.json", "other.json")]
+    for file, scale in zip(files, (1.5, 1.5, 2.5), strict=True):
+        file.write_text(json.dumps({"layer": {"q": scale}}))
+    one, same, other = (
+        identity(PLAIN, multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=str(file))) for file in files
+    )
+    dynamic = identity(PLAIN, multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=None))
+    assert one == same
+    assert len({one, other, dynamic}) == 3
+    with pytest.raises(ConfigurationError, match="scales of the encoder"):
+        identity(PLAIN, multimodal_config=SimpleNamespace(mm_encoder_fp8_scale_path=str(tmp_path / "gone.json")))
 
 
 def test_images_that_a_checkpoint_has_prepared_in_another_way_are_of_another_model(tmp_path: Path) -> None:

@@ -163,11 +163,19 @@ def adapter_weights(folder: str | Path) -> str:
         ConfigurationError: As `checkpoint_weights`, or there is no configuration.
     """
     weights = checkpoint_weights(folder)
+    return f"{weights}, {file_digest(Path(folder) / _ADAPTER_CONFIG, f'the adapter in {str(folder)!r}')}"
+
+
+def file_digest(path: str | Path, what: str) -> str:
+    """Digest what is in a file, in hexadecimal.
+
+    Raises:
+        ConfigurationError: It can't be read.
+    """
     try:
-        config = (Path(folder) / _ADAPTER_CONFIG).read_bytes()
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
-        raise ConfigurationError(f"the adapter in {str(folder)!r} can't be read: {error}") from error
-    return f"{weights}, {hashlib.sha256(config).hexdigest()}"
+        raise ConfigurationError(f"{what} can't be read: {error}") from error
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:

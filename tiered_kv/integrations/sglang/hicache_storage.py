@@ -31,6 +31,7 @@ from tiered_kv.integrations.identity import (
     Below,
     adapter_weights,
     checkpoint_weights,
+    file_digest,
     folder_of,
     in_all_texts,
 )
@@ -512,10 +513,7 @@ def _identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity:  # 
         arguments = lora = None
     facts |= {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS}
     if scales := getattr(arguments, "quantization_param_path", None):
-        try:
-            facts["scales"] = hashlib.sha256(Path(scales).read_bytes()).hexdigest()
-        except OSError as error:
-            raise ConfigurationError(f"the scales of the KV cache in {scales!r} can't be read: {error}") from error
+        facts["scales"] = file_digest(scales, f"the scales of the KV cache in {scales!r}")
     if lora is not None and lora.enable_lora and lora.lora_paths:
         facts["adapters"] = _adapters(lora)
     path = str(getattr(arguments, "model_path", None) or config.model_name or "")

@@ -27,6 +27,7 @@ from tiered_kv.integrations.identity import (
     Below,
     checkpoint_weights,
     digest_of,
+    file_digest,
     folder_of,
     in_all_texts,
     state_slots,
@@ -81,6 +82,8 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     if (images := getattr(model, "multimodal_config", None)) is not None:
         facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
         facts["processor"] = _processor_of(model.model, model.revision)
+        if scales := getattr(images, "mm_encoder_fp8_scale_path", None):
+            facts["scales"] = file_digest(scales, f"the scales of the encoder in {scales!r}")
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
