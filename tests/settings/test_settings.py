@@ -554,6 +554,10 @@ DIRECT: dict[str, tuple[Callable[[], object], str]] = {
         lambda: TieredKVSettings(limits=f"8GiB {PASSWORD}"),  # type: ignore[arg-type]  # as one may take them for one
         "limits: must be a table, in Python a dict, of settings",
     ),
+    "no table of parts": (
+        lambda: TieredKVSettings(host={"fixed": {"llama": "cpu=8GiB"}}),
+        "host.fixed.llama: must be a table, in Python a dict",
+    ),
     "more than all": (lambda: CacheLimits(low_water=2), "low_water: Input should be less than or equal to 1, got 2"),
     "a size below zero": (lambda: CPUTier(capacity=-1), "capacity: must be positive, got -1"),
     "a size of none": (lambda: GPUTier(capacity=0), "capacity: must be positive, got 0"),

@@ -34,6 +34,7 @@ _BOUNDS = {"finite_number", "greater_than", "greater_than_equal", "less_than", "
 _SHOWN = {"literal_error", *_NUMBERS, *_BOUNDS}
 """Errors of fields that are numbers or choices and so no secrets: what was given may be shown."""
 _SAID = {
+    "dict_type": "must be a table, in Python a dict",
     "model_type": "must be a table, in Python a dict, of settings",
     "path_type": "must be a path, in quotes",
     "too_long": "there may be {max_length} at most",
