@@ -80,3 +80,10 @@ def test_a_text_that_is_none_hides_nothing_else() -> None:
     heard = protocol.reply_from(wire.frame(told)[wire.LENGTH.size :])
     shown = dataclasses.replace(fault, detail="no caf\\udce9 there")
     assert heard == msgspec.structs.replace(told, faults=(shown,))
+
+
+@pytest.mark.parametrize("said", [b"x", bytearray(b"x"), memoryview(b"x"), {("a", 1): 2}, {b"x": {1, 2}}, [None, 1.5]])
+def test_a_text_that_is_none_changes_nothing_beside_it(said: object) -> None:
+    """A medium may say anything of itself: bytes stay bytes, and what has several parts may be a name."""
+    beside, whole = (msgspec.msgpack.decode(wire.encoded([said, text])) for text in ("caf\udce9", "caf"))
+    assert beside == [whole[0], "caf\\udce9"]

@@ -101,7 +101,8 @@ def encoded(value: object) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
-        return _encoder.encode(_in_whole_characters(msgspec.to_builtins(value, builtin_types=(bytes,), enc_hook=str)))
+        plain = msgspec.to_builtins(value, builtin_types=(bytes, bytearray, memoryview), enc_hook=str)
+        return _encoder.encode(_in_whole_characters(plain))
 
 
 def _in_whole_characters(value: object) -> object:
@@ -111,7 +112,7 @@ def _in_whole_characters(value: object) -> object:
         case dict():
             return {_in_whole_characters(key): _in_whole_characters(each) for key, each in value.items()}
         case list() | tuple():
-            return [_in_whole_characters(each) for each in value]
+            return tuple(map(_in_whole_characters, value))  # which may be a name in a dict
     return value
 
 
