@@ -794,6 +794,20 @@ def test_weights_are_told_from_the_checkpoint(checkpoint: Path, model: Model) ->
         identity_of(adapted)
 
 
+def test_other_weights_of_one_checkpoint_are_another_model(tmp_path: Path) -> None:
+    """A folder may have several: nothing but what was loaded tells which, nor what was changed since."""
+    for seed, (folder, variant) in enumerate([(tmp_path, None), (tmp_path / "b", None), (tmp_path, "other")]):
+        llama(seed).save_pretrained(folder, variant=variant)
+    ways: list[dict[str, Any]] = [{}, {"subfolder": "b"}, {"variant": "other"}]
+    models = [LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **way) for way in ways for _ in range(2)]
+    named = [identity_of(model) for model in models]
+    assert named[::2] == named[1::2]
+    assert len({*named}) == len(ways)
+    with torch.no_grad():
+        models[0].model.layers[1].mlp.up_proj.weight.mul_(2)
+    assert identity_of(models[0]) != named[0]
+
+
 def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> None:
     """What they compute would have the names of what the model computes without them, by both ways to generate."""
     with opened(model, tmp_path) as tiered:

@@ -1,5 +1,6 @@
 """A cache for one model of transformers: who it is, what its blocks are, and that it can be served at all."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from inspect import signature
@@ -9,7 +10,7 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
@@ -36,7 +37,7 @@ from tiered_kv.integrations.transformers.tensor_parallel import Ranks
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity, salt_digest
-from tiered_kv.values.layout import KVGroup, KVLayout, Order
+from tiered_kv.values.layout import PAGE_BYTES, KVGroup, KVLayout, Order
 
 _STAGING_BYTES: Final = 32 * 1024 * 1024
 """Host memory through which blocks of `TieredCache` pass; one block at least."""
@@ -117,7 +118,7 @@ def open_tiered(
         settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
             by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
-            or the hub's commit), so weights changed since, or adapters, must be named.
+            or the hub's commit) and some of each tensor, so weights changed since, or adapters, must be named.
         salt: Keeps tenants apart: what is stored with one is not found with another.
         block_size: Tokens a block has. Continuous batching needs a ``page_size`` of as many; 256 is its default.
 
@@ -279,9 +280,9 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
                 "this model has adapters, which its checkpoint does not tell: pass weights=, a name that says which"
             )
         if path and Path(path).is_dir():
-            weights = checkpoint_weights(path)
+            weights = f"{checkpoint_weights(path)}, {_held(model)}"
         elif commit:
-            weights = f"hub:{path}@{commit}"
+            weights = f"hub:{path}@{commit}, {_held(model)}"
         else:
             raise ConfigurationError(
                 "this model was not loaded from a checkpoint, so what computes its KV is not known: pass weights=, any "
@@ -291,6 +292,22 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
+
+
+def _held(model: PreTrainedModel) -> str:
+    """Digest some of each tensor that a model has: which variant, subfolder or GGUF file of a checkpoint was loaded.
+
+    Nothing says that. Of what ranks have parts of, or is quantized into classes of tensors of its own, nothing is read.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters() if Ranks.of(model).group is None else ():
+        if type(parameter) is Parameter and parameter.numel():
+            row = parameter.detach()
+            while row.dim() > 1:
+                row = row[len(row) // 2]
+            some = row.reshape(-1)[: PAGE_BYTES // row.element_size()].contiguous().cpu()
+            digest.update(f"{name} {some.dtype} {len(some)} ".encode() + some.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
 def _has_adapters(model: PreTrainedModel) -> bool:
