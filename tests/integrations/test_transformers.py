@@ -824,6 +824,26 @@ def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> N
         assert batch(model)
 
 
+def test_adapters_that_come_as_a_batch_runs_have_it_go_on_without_tiers(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that they compute is stored, nothing that was is loaded; its requests are answered all the same."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    with (
+        opened(model, tmp_path) as tiered,
+        model.continuous_batching_context_manager(
+            generation_config=GREEDY, continuous_batching_config=config
+        ) as running,
+        capture_logs() as logs,
+    ):
+        monkeypatch.setattr(model, "peft_config", {"default": None}, raising=False)
+        running.add_requests(PROMPTS)
+        assert [next(iter(running)).error for _ in PROMPTS] == [None] * len(PROMPTS)
+        monkeypatch.undo()
+        assert tiered.kv.stats().stored == 0
+    assert [each["event"] for each in logs].count("background.failed") == 1
+
+
 class Adapted(torch.nn.Module):
     """A layer as PEFT puts it in the place of another."""
 

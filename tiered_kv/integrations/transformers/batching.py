@@ -39,11 +39,11 @@ def tiered_batches(
 ) -> Iterator[None]:
     """Have every continuous batching of a model that begins in this block use the tiers, one after the other.
 
-    What ``check`` raises is raised as one begins.
+    What ``check`` raises is raised as one begins; one that runs then goes on without tiers.
     """
     begin: Any = model.init_continuous_batching
     managers = weakref.WeakSet[Any]()
-    pages = _Pages(kv, salt)
+    pages = _Pages(kv, salt, check)
 
     def begin_tiered(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - what it wraps
         check()
@@ -69,8 +69,8 @@ def tiered_batches(
 class _Pages:
     """Which paged cache the tiers know: that of the continuous batching that has begun last, and no other."""
 
-    def __init__(self, kv: BlockingTieredKV, salt: str | bytes) -> None:
-        self._kv, self._salt = kv, salt
+    def __init__(self, kv: BlockingTieredKV, salt: str | bytes, check: Callable[[], None]) -> None:
+        self._kv, self._salt, self._check = kv, salt, check
         self._bound: tuple[Any, TieredBlocks] | None = None  # with whose it is
         self._lock = threading.Lock()  # each begins in a thread of its own
 
@@ -88,7 +88,8 @@ class _Pages:
             self._part_from_last(manager)
             processor = create()
             stream = processor.inputs_and_outputs.compute_stream
-            self._bound = manager, TieredBlocks(self._kv, group, self._salt, processor.cache, stream)
+            blocks = TieredBlocks(self._kv, group, self._salt, processor.cache, stream, self._check)
+            self._bound = manager, blocks
             return processor
 
     def end(self) -> None:
@@ -130,6 +131,7 @@ class TieredBlocks:
         salt: str | bytes,
         cache: PagedAttentionCache,
         stream: torch.Stream | None,
+        check: Callable[[], None],
     ) -> None:
         """Extend ``cache``.
 
@@ -139,7 +141,9 @@ class TieredBlocks:
             salt: Keeps tenants apart.
             cache: Of one kind of layers.
             stream: In which blocks are computed; None on a CPU, whose calls return when they are done.
+            check: Raises if what the model computes is not what the tiers keep of it.
         """
+        self._check = check
         self._kv, self._group, self._salt, self._cache, self._stream = kv, group, salt, cache, stream
         (self._allocator,) = cache.cache_allocators.values()
         self.is_over = self.has_failed = False
@@ -179,8 +183,7 @@ class TieredBlocks:
 
         What is here is stored again: where a tier has it that is a use of it, so that it does not grow old there.
         """
-        if self.is_over:
-            self.leave()
+        if self._has_left():
             return int(self._search(request_id, prompt_ids))
         self.let_go()
         here = self._allocator.match_prefix_blocks(prompt_ids)
@@ -195,8 +198,7 @@ class TieredBlocks:
 
     def mark_complete_blocks(self, state: Any, complete_blocks: dict[str, int]) -> None:  # noqa: ANN401 - a RequestState
         """Have the cache name the blocks that a step has completed, and store them."""
-        if self.is_over:
-            self.leave()
+        if self._has_left():
             self._mark(state, complete_blocks)
             return
         self.let_go()
@@ -216,6 +218,16 @@ class TieredBlocks:
         return bool(self._evict()) or freed
 
     # What they do.
+
+    def _has_left(self) -> bool:
+        """Leave the cache as it was found if that is over, or the model computes something else now; say if so."""
+        try:
+            self._check()
+        except ConfigurationError as error:
+            self._give_up(error)
+        if self.is_over:
+            self.leave()
+        return self.is_over
 
     def _store(self, keys: BlockKeys, blocks: list[int]) -> None:
         """Begin to store as many as there are both keys and blocks of, which have a reference until it has ended."""
