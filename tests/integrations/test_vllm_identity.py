@@ -139,11 +139,12 @@ def test_images_that_a_checkpoint_has_prepared_in_another_way_are_of_another_mod
     """By files beside its weights, which neither those nor vLLM's hashes of an image know; text has none of that."""
     images: dict[str, Any] = {"multimodal_config": SimpleNamespace(), "model": str(tmp_path), "revision": None}
     named = [identity(PLAIN, **images)]
-    for name in ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"):
+    transformers = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
+    for name in (*transformers, "tekken.json"):
         for size in (448, 896):
             (tmp_path / name).write_text(f'{{"size": {size}}}')
             named.append(identity(PLAIN, **images))
-    assert len({*named}) == 7
+    assert len({*named}) == 9
     assert identity(PLAIN, **images) == named[-1]
     assert identity(PLAIN, **{**images, "multimodal_config": None}) == identity(PLAIN)
 

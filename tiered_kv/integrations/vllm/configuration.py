@@ -47,8 +47,10 @@ _OF_IMAGES: Final = (
 )  # fmt: skip
 """How the engine prepares images, videos and sounds: vLLM names them by their bytes and by what a request says."""
 
-_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Of a checkpoint: how it has them prepared."""
+_PROCESSOR_FILES: Final = (
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "tekken.json"
+)  # fmt: skip
+"""Of a checkpoint: how it has them prepared. The last one is Mistral's, a tokenizer of many megabytes."""
 
 _KINDS: Final = ("model_type", "rope_type", "type")
 _BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
@@ -93,12 +95,12 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
 
 
-def _processor_of(model: str, revision: str | None) -> dict[str, bytes]:
-    """Return what a checkpoint says of how images, videos and sounds are prepared, if its files are on this machine."""
+def _processor_of(model: str, revision: str | None) -> dict[str, str]:
+    """Digest what a checkpoint says of how images, videos and sounds are prepared, if its files are on this machine."""
     if (folder := folder_of(model, revision)) is None:
         return {}
     files = (Path(folder, name) for name in _PROCESSOR_FILES)
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    return {file.name: file_digest(file, str(file)) for file in files if file.is_file()}
 
 
 def _goes_by_length(config: Mapping[str, Any]) -> bool:
