@@ -506,6 +506,7 @@ WRONG: list[tuple[Callable[[KVEventPublisher], None], str]] = [
     (lambda p: p.describe(prompt(1), tokens_of(1), hashes=[-1]), "ints in"),
     (lambda p: p.describe(prompt(2), tokens_of(2), hashes=[1]), "2 blocks, 1 hashes"),
     (lambda p: p.describe(prompt(2), tokens_of(2), extra_keys=[None]), "2 blocks, 1 entries"),
+    (lambda p: p.describe(prompt(1), tokens_of(1), extra_keys={("a",)}), "must be a list"),  # type: ignore[arg-type]
     (lambda p: p.describe(prompt(1), [-1] * BLOCK_SIZE), "token ids must lie in"),
     (lambda p: p.describe([1, 2], tokens_of(1)), "keys must be BlockKeys"),  # type: ignore[arg-type]
     (lambda p: p.describe(prompt(3)[2:], tokens_of(1), parent=2**64), "no event can hold it: can't serialize ints"),

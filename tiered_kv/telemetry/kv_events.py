@@ -181,8 +181,12 @@ class KVEventPublisher:
 
         tokens = tokens_of(keys, token_ids)
         num = len(tokens)
-        if extra_keys is not None and len(extra_keys) < num:
-            raise ConfigurationError(f"extra_keys must name every block: {num} blocks, {len(extra_keys)} entries")
+        if extra_keys is not None:
+            if not isinstance(extra_keys, Sequence):
+                raise ConfigurationError(f"extra_keys must be a list, an entry a block, got {extra_keys!r:.80}")
+            if len(extra_keys) < num:
+                raise ConfigurationError(f"extra_keys must name every block: {num} blocks, {len(extra_keys)} entries")
+            extra_keys = tuple(extra_keys)  # which a thread reads, when the caller's may have changed
         if hashes is not None and keys.start and isinstance(parent, BlockKeys):
             raise ConfigurationError("with hashes= of your own, parent is the u64 of the block before them")
         own, before = own_hashes(keys) if hashes is None else given_hashes(hashes, num), parent_of(keys, parent)
