@@ -12,7 +12,10 @@ import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
-from tests.support.caches import Recorder, inside, until, until_idle
+from tests.support.backends import ScriptedSlotBackend
+from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
+from tests.support.engine import PAYLOAD_BYTES, Engine
+from tests.support.engine import prompt as small_prompt
 from tiered_kv import (
     BackendUnavailableError,
     BlockKeys,
@@ -324,6 +327,57 @@ async def test_a_read_that_never_ends_keeps_nothing_from_being_scrubbed(tmp_path
         assert backend.num_held == 1
         assert kv.stats()["nvme"].in_flight_bytes == 0
     assert events.of(CacheClosed)[0].abandoned == 0
+
+
+class NeverIdle(ScriptedSlotBackend):
+    """A medium of which a read ends once the next one has begun, until it may rest; what is peeked at is there."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots, scrub_bandwidth="100GiB")
+        self.may_rest = False
+        self._last: asyncio.Event | None = None
+
+    async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Fill in what is there."""
+        return await self._read(group, slots, into)
+
+    async def read(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
+        """Fill in what is there, once the next one has begun."""
+        if self._last is not None:
+            self._last.set()
+        self._last = next_begun = asyncio.Event()
+        if not self.may_rest:
+            await next_begun.wait()
+        return await super().read(group, slots, into)
+
+    def rest(self) -> None:
+        """End the last read, and those to come at once."""
+        self.may_rest = True
+        if self._last is not None:
+            self._last.set()
+
+
+async def test_prefetches_without_end_keep_no_pass_from_its_end() -> None:
+    """Some of what is read is always theirs."""
+    engine, disk, prompts = Engine(num_pages=64), NeverIdle(512), [small_prompt(64, seed=seed) for seed in range(8)]
+    events, cpu = Recorder(), {"medium": "cpu", "capacity": 512 * PAYLOAD_BYTES}
+    async with open_cache(cpu, disk, engine=engine) as kv:
+        for keys in prompts:
+            await keep(kv, engine, keys)
+
+    async def prefetch(keys: BlockKeys) -> None:
+        while not disk.may_rest:
+            await kv.evict(keys, tier="cpu")
+            await kv.prefetch(keys)
+
+    async with open_cache(cpu, disk, engine=engine, emit=events) as kv:
+        prefetching = [asyncio.ensure_future(prefetch(keys)) for keys in prompts]
+        try:
+            await until(lambda: bool(events.of(TierScrubbed)))
+        finally:
+            disk.rest()
+        await asyncio.gather(*prefetching)
+    assert events.of(TierScrubbed)[0].blocks == 512
 
 
 async def test_what_cannot_be_scrubbed_says_so(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tests.support.virtual import VirtualLoop, run
 from tiered_kv.tiers.gate import Budget, Kind, Pace, Priority, Room, Waiter
 
 Give = Callable[[], None]
-SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25}
+SHARES = {Kind.LOAD: 100, Kind.PREFETCH: 75, Kind.STORE: 50, Kind.CLEAN: 25, Kind.LOOK: 25}
 
 
 def _take(budget: Budget, num_bytes: int, kind: Kind) -> "asyncio.Task[Give]":
@@ -443,14 +443,15 @@ def test_what_moves_in_a_second_is_bounded() -> None:
     run(main)
 
 
-def test_the_pace_of_reads_holds_up_no_writes() -> None:
+@pytest.mark.parametrize("kind", [Kind.PREFETCH, Kind.LOOK])
+def test_the_pace_of_reads_holds_up_no_writes(kind: Kind) -> None:
     """Each direction has its own; a waiter of the other one is served meanwhile, and one who leaves takes nothing."""
 
     async def main() -> None:
         budget, loop = _paced(10.0)
         (await budget.take(100, Waiter(Kind.LOAD)))()
         started = loop.time()
-        gone, waiting = _take(budget, 50, Kind.LOAD), _take(budget, 10, Kind.PREFETCH)
+        gone, waiting = _take(budget, 50, Kind.LOAD), _take(budget, 10, kind)
         await checkpoint()
         (await budget.take(100, Waiter(Kind.STORE)))()
         assert loop.time() == started
@@ -495,7 +496,7 @@ async def _play(script: list[tuple[str, Kind, int]]) -> None:
             tasks[n % len(tasks)].cancel()
         else:
             await checkpoint()
-        assert 0 <= budget.in_flight <= 100 + 4 * 150  # and one piece of each kind
+        assert 0 <= budget.in_flight <= 100 + len(Kind) * 150  # and one piece of each kind
     for _ in range(200):
         for task in served():
             given.add(task)

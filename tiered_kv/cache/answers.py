@@ -321,7 +321,7 @@ async def _key_in(tier: OwnedTier, names: Names, slots: Slots, tasks: Tasks) -> 
     """Return the key in the header of one record, if that can be read in time."""
     block, lease = Block.empty(tier.shape.payload_bytes), tier.index.lease(names)
     seen: asyncio.Future[list[Outcome] | None] = asyncio.get_running_loop().create_future()
-    waiter = Waiter(Kind.PREFETCH)  # of a lower priority its turn might never come beside prefetches
+    waiter = Waiter(Kind.LOOK)
 
     def see(outcomes: list[Outcome] | None) -> None:
         if not seen.done():

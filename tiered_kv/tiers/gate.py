@@ -55,9 +55,11 @@ class Kind(enum.IntEnum):
     STORE = 2
     CLEAN = 3
     """Writes down what waited, see `transfers.writedown.Cleaner`."""
+    LOOK = 4
+    """Reads for nobody who is to have the blocks: a scrub, or `explain`."""
 
 
-_PRIORITIES: Final = tuple(Priority)
+_PRIORITIES: Final = (*Priority, Priority.DEMOTE)
 """That of each kind."""
 _SHARE: Final = {Priority.LOAD: 1.0, Priority.PREFETCH: 0.75, Priority.STORE: 0.5, Priority.DEMOTE: 0.25}
 
@@ -362,7 +364,7 @@ class Budget:
         self.scrubs = scrubs
         self.room = Room()
         self._in_flight = [0] * len(Kind)
-        paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.STORE: writes, Kind.CLEAN: writes}
+        paces = {Kind.LOAD: reads, Kind.PREFETCH: reads, Kind.LOOK: reads, Kind.STORE: writes, Kind.CLEAN: writes}
         self._paces = {kind: pace for kind, pace in paces.items() if pace is not None and pace.is_limited}
 
     @property

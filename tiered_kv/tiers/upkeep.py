@@ -16,7 +16,7 @@ from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
 from tiered_kv.tiers.calls import Outcomes
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.gate import Kind, Priority, Waiter
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
 from tiered_kv.tiers.storage import StorageTier
@@ -253,7 +253,7 @@ async def _wrong(
     None: the tier is bypassed.
     """
     n, ended = len(names), asyncio.get_running_loop().create_future()
-    waiter = Waiter(Kind.PREFETCH, Priority.DEMOTE)  # given up by the end of its tasks, as this is cancelled
+    waiter = Waiter(Kind.LOOK)  # given up by the end of its tasks, as this is cancelled
     tier.start_look(lambda: read(tier.group, slots, blocks), n, waiter, tasks, on_late, ended.set_result)
     await asyncio.wait({ended})
     answer: Outcomes = ended.result()
