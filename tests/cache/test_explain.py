@@ -12,7 +12,17 @@ from tests.support.any_layout import prompt as any_prompt
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import Recorder, inside, keep, open_cache, until, until_idle
 from tests.support.engine import BLOCK_SIZE, MODEL, PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt, small_layout
-from tiered_kv import BlockKeys, CacheLimits, Explanation, GPULoadStoreSpec, ModelIdentity, Shard, TieredKV, hash_blocks
+from tiered_kv import (
+    BlockKeys,
+    CacheLimits,
+    ClosedError,
+    Explanation,
+    GPULoadStoreSpec,
+    ModelIdentity,
+    Shard,
+    TieredKV,
+    hash_blocks,
+)
 from tiered_kv.catalog.books import Change
 from tiered_kv.catalog.uses import Fate
 from tiered_kv.testing import ScriptedDevice
@@ -231,6 +241,21 @@ async def test_a_disk_that_hangs_keeps_nobody_waiting() -> None:
         disk.on_read.release()
         await until_idle(kv)
         assert not disk.clashes
+
+
+async def test_what_is_to_be_read_in_its_turn_is_not_held_before() -> None:
+    """It can be evicted, and its slot is another's then."""
+    engine, disk = Engine(), ScriptedSlotBackend(4, read_bandwidth=1)  # a record at once, the next one in hours
+    limits = SMALL_LIMITS.model_copy(update={"close_timeout_s": 0.1})  # which the question waits for
+    async with open_cache(disk, engine=engine, limits=limits) as kv:
+        await keep(kv, engine, KEYS)
+        explaining = asyncio.ensure_future(kv.explain(prompt(4, seed=1), ask=True))
+        await until(lambda: inside(kv).chains[0].storage[0].calls.num_waiting == 1)
+        assert kv.stats()["slots"].leased == 0
+        await kv.evict(KEYS)
+        assert kv.stats()["slots"].free == 4
+    with pytest.raises(ClosedError):
+        await explaining
 
 
 async def test_prefetches_without_end_keep_nobody_waiting() -> None:

@@ -329,17 +329,37 @@ async def test_a_read_that_never_ends_keeps_nothing_from_being_scrubbed(tmp_path
     assert events.of(CacheClosed)[0].abandoned == 0
 
 
-class NeverIdle(ScriptedSlotBackend):
-    """A medium of which a read ends once the next one has begun, until it may rest; what is peeked at is there."""
+class Peeked(ScriptedSlotBackend):
+    """A medium in memory that is scrubbed at once, as fast as it goes."""
 
-    def __init__(self, num_slots: int) -> None:
-        super().__init__(num_slots, scrub_bandwidth="100GiB")
-        self.may_rest = False
-        self._last: asyncio.Event | None = None
+    def __init__(self, num_slots: int, *, read_bandwidth: int | None = None) -> None:
+        super().__init__(num_slots, scrub_bandwidth="100GiB", read_bandwidth=read_bandwidth)
 
     async def peek(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
         """Fill in what is there."""
         return await self._read(group, slots, into)
+
+
+async def test_what_waits_for_its_turn_to_be_read_again_is_not_held() -> None:
+    """It can be evicted, and its slot is another's then."""
+    engine, keys, disk = Engine(), small_prompt(4), Peeked(4, read_bandwidth=1)  # some at once, the next in hours
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, keys)
+    disk.flip_byte(3)
+    async with open_cache(disk, engine=engine) as kv:
+        await until(lambda: inside(kv).chains[0].storage[0].calls.num_waiting == 1)
+        assert kv.stats()["slots"].leased == 0
+        await kv.evict(keys[3:])
+        assert kv.stats()["slots"].free == 1
+
+
+class NeverIdle(Peeked):
+    """A medium of which a read ends once the next one has begun, until it may rest."""
+
+    def __init__(self, num_slots: int) -> None:
+        super().__init__(num_slots)
+        self.may_rest = False
+        self._last: asyncio.Event | None = None
 
     async def read(self, group: int, slots: np.ndarray, into: Sequence[Block]) -> list[Outcome]:
         """Fill in what is there, once the next one has begun."""

@@ -69,6 +69,27 @@ async def test_who_gives_up_waits_for_nobody_before_it() -> None:
     assert (calls.budget.in_flight, calls.num_underway, len(tasks)) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("has_come", [False, True])
+async def test_who_is_cancelled_has_no_turn(*, has_come: bool) -> None:
+    """Nor when it has just come."""
+    tasks = Tasks()
+    health = StorageHealth("medium", 60.0, lambda _: None, clock=lambda: 0.0, rng=random.Random(1))
+    calls = Calls(health, tasks, Budget(10))
+    turn = await calls.due("read", 10, Waiter(Kind.LOAD), tasks)
+    assert turn is not None
+    waiting = asyncio.create_task(calls.due("read", 10, Waiter(Kind.LOAD), tasks))
+    await until(lambda: calls.num_waiting == 1)
+    if has_come:
+        turn.give_back()
+        assert calls.num_waiting == 0
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    assert waiting.cancelled()
+    if not has_come:
+        turn.give_back()
+    assert (calls.budget.in_flight, calls.num_underway, calls.num_waiting, len(tasks)) == (0, 0, 0, 0)
+
+
 def test_who_waits_for_a_pace_is_told_when_a_call_is_late() -> None:
     """A tier that stalls meanwhile makes whoever waits look at once."""
 

@@ -19,16 +19,14 @@ from tiered_kv.cache.checks import check_are_keys
 from tiered_kv.cache.seat import Seat
 from tiered_kv.catalog.books import SlotState
 from tiered_kv.catalog.locate import append_runs, states_from_any_thread
-from tiered_kv.catalog.table import Slots
 from tiered_kv.catalog.uses import Fate, said_of
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.tiers.calls import Outcomes
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.pins import Pins
 from tiered_kv.tiers.shared import SharedTier
-from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, prefix_of
 from tiered_kv.values.errors import ConfigurationError
@@ -309,19 +307,25 @@ async def _epochs_in(chain: Chain, served: bytes) -> list[bytes]:
     for tier in chain.owned:
         index = tier.index
         for start in range(0, index.num_slots, max(1, index.num_slots // _SAMPLED)):
-            names, slots, _ = index.ready_from(start, 1)
+            names, _, _ = index.ready_from(start, 1)
             if not len(names) or not tier.is_in_use:
                 continue
-            if (key := await _key_in(tier, names, slots, chain.tasks)) is not None:
+            if (key := await _key_in(tier, names, chain.tasks)) is not None:
                 epochs[key.namespace.epoch] = None
     return [epoch for epoch in epochs if epoch != served]
 
 
-async def _key_in(tier: OwnedTier, names: Names, slots: Slots, tasks: Tasks) -> BlockKey | None:
+async def _key_in(tier: OwnedTier, names: Names, tasks: Tasks) -> BlockKey | None:
     """Return the key in the header of one record, if that can be read in time."""
-    block, lease = Block.empty(tier.shape.payload_bytes), tier.index.lease(names)
+    block = Block.empty(tier.shape.payload_bytes)
+    if (turn := await tier.turn_to_look(1, tasks)) is None:
+        return None
+    lease = tier.index.lease(names)
+    slots = lease.slots.copy()
+    if slots[0] < 0:  # removed since
+        turn.give_back()
+        return None
     seen: asyncio.Future[list[Outcome] | None] = asyncio.get_running_loop().create_future()
-    waiter = Waiter(Kind.LOOK)
 
     def see(outcomes: list[Outcome] | None) -> None:
         if not seen.done():
@@ -331,11 +335,9 @@ async def _key_in(tier: OwnedTier, names: Names, slots: Slots, tasks: Tasks) -> 
         lease.release()  # nobody else has the slot before, though it is late
         see(answer.value)
 
-    tier.start_look(lambda: tier.backend.read(tier.group, slots, [block]), 1, waiter, tasks, lambda: see(None), end)
-    try:
-        return tier.records.key_in(block.header) if await seen == [Outcome.HIT] else None
-    finally:
-        waiter.give_up()  # where this was cancelled before its turn came
+    read = partial(tier.backend.read, tier.group, slots, [block])
+    turn.make(None, read, end, allowed=READ, num_blocks=1, on_late=lambda: see(None))
+    return tier.records.key_in(block.header) if await seen == [Outcome.HIT] else None
 
 
 def _weights_of(chain: Chain, keys: BlockKeys, epochs: Sequence[bytes]) -> list[str]:

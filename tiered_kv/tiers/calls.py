@@ -222,25 +222,41 @@ class Calls:
             tasks: Those that it belongs to.
             then: Makes the call, or gives the turn back.
         """
-        turns, room = self._turns[doing], self.budget.room
-
-        def attempt() -> tuple[Turn | None] | None:
-            waiter.is_given_up |= tasks.is_ending  # its own stop may be to come, after that of who has what is free now
-            if waiter.is_given_up or self.health.is_off(doing):
-                return (None,)
-            if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:
-                return None
-            turns.begin()
-            return (Turn(self, doing, turns, give, waiter, tasks),)
 
         def is_due(due: tuple[Turn | None]) -> None:
             over()
             then(*due)
 
-        if (due := room.take(attempt, waiter, is_due, num_bytes, _MOVES[doing])) is not None:
+        attempt = partial(self._attempt, doing, num_bytes, waiter, tasks)
+        if (due := self.budget.room.take(attempt, waiter, is_due, num_bytes, _MOVES[doing])) is not None:
             then(*due)
         else:
             over = tasks.hold(waiter.give_up)
+
+    async def due(self, doing: str, num_bytes: int, waiter: Waiter, tasks: Tasks) -> "Turn | None":
+        """Wait for what `when_due` tells. A cancellation leaves no turn behind."""
+
+        def give_back(due: tuple[Turn | None]) -> None:
+            if (turn := due[0]) is not None:
+                turn.give_back()
+
+        attempt, over = partial(self._attempt, doing, num_bytes, waiter, tasks), tasks.hold(waiter.give_up)
+        try:
+            (turn,) = await self.budget.room.acquire(attempt, waiter, give_back, num_bytes, _MOVES[doing])
+        finally:
+            over()
+        return turn
+
+    def _attempt(self, doing: str, num_bytes: int, waiter: Waiter, tasks: Tasks) -> "tuple[Turn | None] | None":
+        """Return a turn; None in its place where there is none to come, and None alone where it is to be waited for."""
+        turns = self._turns[doing]
+        waiter.is_given_up |= tasks.is_ending  # its own stop may be to come, after that of who has what is free now
+        if waiter.is_given_up or self.health.is_off(doing):
+            return (None,)
+        if not turns.has_room or (give := self.budget.attempt(num_bytes, waiter)) is None:
+            return None
+        turns.begin()
+        return (Turn(self, doing, turns, give, waiter, tasks),)
 
 
 async def _made(call: Callable[[], Awaitable[T]]) -> Callable[[], T]:

@@ -23,11 +23,11 @@ from tiered_kv.catalog.leases import Lease, Reservation
 from tiered_kv.catalog.table import Slots, hash_names
 from tiered_kv.media.backend import Block, Blocks, Make, Missing, Outcome, RecordBackend, SlotBackend, Verify
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import CLOSED, NOT_MADE, Answer, Outcomes, Turn
-from tiered_kv.tiers.gate import Waiter
+from tiered_kv.tiers.calls import CLOSED, Answer, Turn
+from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.journal import Journal
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import READ, BlockIO, StorageTier, TierParts, Writing
+from tiered_kv.tiers.storage import BlockIO, StorageTier, TierParts, Writing
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier, Expected, ReadReport, WriteReport, which
 from tiered_kv.tiers.tombstones import Tombstones
@@ -180,34 +180,12 @@ class OwnedTier(StorageTier, BookedTier):
             self.take_out(wanted.names, broken, refused, wanted)
         return ReadReport.of(n, at, outcomes, refused)
 
-    def start_look(
-        self,
-        read: Callable[[], Awaitable[list[Outcome]]],
-        n: int,
-        waiter: Waiter,
-        tasks: Tasks,
-        on_late: Callable[[], None],
-        then: Callable[[Outcomes], None],
-    ) -> None:
-        """Have ``n`` records read once their turn has come, for nobody who is to have the blocks.
+    async def turn_to_look(self, n: int, tasks: Tasks) -> Turn | None:
+        """Wait until ``n`` records may be read for nobody who is to have the blocks: what holds these is taken then.
 
-        Args:
-            read: Calls the medium.
-            n: How many it reads.
-            waiter: Its place in line. To give it up ends a look whose turn has not come.
-            tasks: Whose end is that of the look.
-            on_late: Called when the medium is late with it.
-            then: Told on the event loop, once, how it ended, when the medium has let go of the memory; where the tier
-                is bypassed, or the waiter was given up, that no call was made.
+        None: the tier is bypassed, or ``tasks`` come to their end.
         """
-
-        def go(turn: Turn | None) -> None:
-            if turn is None:
-                then(NOT_MADE)
-            else:
-                turn.make(None, read, then, allowed=READ, num_blocks=n, on_late=on_late)
-
-        self.calls.when_due("read", n * self.shape.stride_bytes, waiter, tasks, go)
+        return await self.calls.due("read", n * self.shape.stride_bytes, Waiter(Kind.LOOK), tasks)
 
     @override
     def _write_blocks(self, turn: Turn, io: BlockIO[WriteReport], wanted: Mask) -> None:

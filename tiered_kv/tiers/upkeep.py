@@ -6,6 +6,7 @@ waits for it, and one that is never asked for does not keep its slot for ever.
 
 import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
@@ -14,12 +15,11 @@ from tiered_kv.catalog.books import Change, SlotState
 from tiered_kv.catalog.table import Slots
 from tiered_kv.media.backend import Block, Outcome
 from tiered_kv.settings.tier_settings import OwnedTierSettings
-from tiered_kv.tiers.calls import Outcomes
+from tiered_kv.tiers.calls import Outcomes, Turn
 from tiered_kv.tiers.chain import Chain
-from tiered_kv.tiers.gate import Kind, Waiter
 from tiered_kv.tiers.owned import OwnedTier
 from tiered_kv.tiers.records import Refusals
-from tiered_kv.tiers.storage import StorageTier
+from tiered_kv.tiers.storage import READ, StorageTier
 from tiered_kv.tiers.tasks import Tasks
 from tiered_kv.tiers.tier import Batch, BookedTier
 from tiered_kv.values.events import TierScrubbed
@@ -207,7 +207,7 @@ async def _verify(
     None: the tier has come to be bypassed, and they were not read.
 
     They are read without a lease, so that none counts as used. What looks wrong may have been overwritten meanwhile: it
-    is read again under one.
+    is read again under one, which is taken when its turn has come.
 
     Args:
         tier: Where they are.
@@ -217,21 +217,22 @@ async def _verify(
         tasks: Those that this is of.
         on_late: Called when the medium is late with them; the bytes in flight are others' from then on.
     """
-    seen = await _wrong(tier, tier.backend.peek, names, slots, blocks, tasks, on_late)
-    if seen is None:
+    if (turn := await tier.turn_to_look(len(names), tasks)) is None:
         return None
-    is_wrong, _, num_read = seen
+    is_wrong, _, num_read = await _wrong(tier, turn, tier.backend.peek, names, slots, blocks, on_late)
     if not is_wrong.any():
         return num_read, 0
-    with tier.index.lease(names[is_wrong]) as lease:
-        at = is_wrong.nonzero()[0][lease.slots == slots[is_wrong]]
+    at = is_wrong.nonzero()[0]
+    if (turn := await tier.turn_to_look(len(at), tasks)) is None:
+        return None
+    with tier.index.lease(names[at]) as lease:
+        at = at[lease.slots == slots[at]]
         if not len(at):
+            turn.give_back()
             return num_read, 0
         names, slots = names[at], slots[at]
-        seen = await _wrong(tier, tier.backend.read, names, slots, [blocks[i] for i in at], tasks, on_late)
-        if seen is None:
-            return None
-        is_wrong, refused, num_again = seen
+        again = [blocks[i] for i in at]
+        is_wrong, refused, num_again = await _wrong(tier, turn, tier.backend.read, names, slots, again, on_late)
         is_wrong &= tier.index.find(names)[0] == slots  # else removed, and perhaps stored anew elsewhere
         tier.tell_refused(refused)
         num_broken = tier.take_out(names, is_wrong, refused)
@@ -241,24 +242,19 @@ async def _verify(
 
 async def _wrong(
     tier: OwnedTier,
+    turn: Turn,
     read: Callable[[int, Slots, Sequence[Block]], Awaitable[list[Outcome]]],
     names: Names,
     slots: Slots,
     blocks: list[Block],
-    tasks: Tasks,
     on_late: Callable[[], None],
-) -> tuple[Mask, Refusals, int] | None:
-    """Say which blocks are not what they should be, why whole ones are refused, and how many could be read.
-
-    None: the tier is bypassed.
-    """
+) -> tuple[Mask, Refusals, int]:
+    """Say which blocks are not what they should be, why whole ones are refused, and how many could be read."""
     n, ended = len(names), asyncio.get_running_loop().create_future()
-    waiter = Waiter(Kind.LOOK)  # given up by the end of its tasks, as this is cancelled
-    tier.start_look(lambda: read(tier.group, slots, blocks), n, waiter, tasks, on_late, ended.set_result)
+    call, told = partial(read, tier.group, slots, blocks), ended.set_result
+    turn.make(None, call, told, allowed=READ, num_blocks=n, on_late=on_late)
     await asyncio.wait({ended})
     answer: Outcomes = ended.result()
-    if not answer.was_made:
-        return None
     if not answer.value:
         return np.zeros(n, np.bool_), {}, 0
     verification = tier.records.verification_by_name(names, blocks, tier.shape)
