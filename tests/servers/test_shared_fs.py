@@ -670,6 +670,54 @@ async def test_space_is_left_free(tmp_path: Path) -> None:
         assert not files_in(tmp_path)
 
 
+class SharedDisk:
+    """A filesystem of 1,000 records, of which other programs leave so many free beside what lies in a directory."""
+
+    def __init__(self, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.num_free = 1000
+        self._path = path
+        monkeypatch.setattr(os, "statvfs", self._statvfs)
+
+    def _statvfs(self, _: object) -> os.statvfs_result:
+        num_free = self.num_free - len(files_in(self._path))
+        return os.statvfs_result((RECORD, RECORD, 1000, 0, num_free, 0, 0, 0, 0, 255))
+
+
+@pytest.mark.parametrize(
+    ("num_blocks", "num_free", "num_left"),
+    [(40, 149, 40), (40, 100, 40), (40, 98, 28), (40, 61, 0), (300, 98, 248)],
+    ids=["enough is free", "just enough", "a small tier", "not enough without it", "a large tier"],
+)
+async def test_a_sweep_leaves_what_helps_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_blocks: int, num_free: int, num_left: int
+) -> None:
+    """With too little free some goes for what comes next: a twentieth of the filesystem, or of the tier a quarter."""
+    disk, keys = SharedDisk(tmp_path, monkeypatch), keys_of(*range(num_blocks))
+    async with opened(tmp_path, min_free_fraction=0.1) as backend:
+        assert await store(backend, keys) == [Outcome.STORED] * num_blocks
+        disk.num_free = num_free + num_blocks
+        await backend.sweep()
+        assert (await backend.lookup(keys)).count(Outcome.HIT) == num_left
+
+
+async def test_what_is_refused_where_enough_is_free_has_room_made_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If what lies there is enough for that: else all of it would go for nothing."""
+    disk, keys = SharedDisk(tmp_path, monkeypatch), keys_of(*range(100))
+    async with opened(tmp_path, min_free_fraction=0.1) as backend:
+        assert await store(backend, keys[:40]) == [Outcome.STORED] * 40
+        disk.num_free = 103 + 40
+        await backend.sweep()
+        assert await store(backend, keys[40:90]) == [Outcome.REFUSED] * 50
+        await backend.sweep()  # after the one that it has asked for, or in its place
+        assert await backend.lookup(keys[:40]) == [Outcome.HIT] * 40
+        with fail_after(60):
+            while Outcome.REFUSED in await store(backend, keys[90:98]):
+                await checkpoint()
+        assert (await backend.lookup(keys)).count(Outcome.HIT) == 40 - (5 + 10) + 8
+
+
 async def test_a_prefix_costs_few_questions(tmp_path: Path) -> None:
     """Of a thousand keys at most 45 are looked at, in three rounds."""
     asked = list[int]()

@@ -393,7 +393,8 @@ class SharedFSBackend(Backend):
         written, self._written = self._written, Counter()
         is_full, self._is_full = self._is_full, False
         try:
-            swept = await self._clerk.run(sweeper.sweep, unless_after, is_full=is_full)
+            refused = self._room.refused_bytes
+            swept = await self._clerk.run(sweeper.sweep, unless_after, is_full=is_full, wanted_bytes=refused)
         except OSError as error:
             raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
         finally:

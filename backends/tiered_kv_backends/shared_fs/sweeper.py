@@ -50,7 +50,9 @@ KEPT_FRACTION = 0.9
 _DUE_FRACTION = 15 / 16
 """Of the capacity: with more there is a sweep."""
 _FREED_FRACTION = 0.05
-"""Of the filesystem, beyond what is to be left free: likewise. Of all there is, where the filesystem takes no more."""
+"""Of the filesystem, where too little is left free: likewise, beyond that. Of all there is, where it takes no more."""
+_MOST_FREED_FRACTION = 0.25
+"""Of all there is, for that room: a tier that is a small part of the filesystem keeps the rest."""
 _LONGEST_PAUSE_NS = 3600 * 10**9
 """Sweeps are due after this time in any case: for what dead writers left, and what others deleted."""
 _NO_FOLDER = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ESTALE}
@@ -135,12 +137,13 @@ class Sweeper:
             or free_bytes(self._root, self._min_free_fraction) < 0
         )
 
-    def sweep(self, unless_after: int | None = None, *, is_full: bool = False) -> Swept | None:
+    def sweep(self, unless_after: int | None = None, *, is_full: bool = False, wanted_bytes: int = 0) -> Swept | None:
         """Delete what is over the limits and what dead writers have left.
 
         Args:
             unless_after: Do nothing if the directory has been swept more often than this by now.
             is_full: The filesystem takes no more, whatever it says is free: a share of all goes, below the limits too.
+            wanted_bytes: Of what was refused, as too little would have been left free.
 
         Returns:
             What was done; None if another process is sweeping, or has.
@@ -156,7 +159,7 @@ class Sweeper:
             if unless_after is not None and begun.num_sweeps > unless_after:
                 self._ledger.num_sweeps = begun.num_sweeps  # who is refused from now on has not been helped by these
                 return None
-            swept = self._sweep(lock, failed, is_full=is_full)
+            swept = self._sweep(lock, failed, wanted_bytes, is_full=is_full)
             if not self._stopped.is_set():  # else not all was counted
                 self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
         if failed:
@@ -189,12 +192,12 @@ class Sweeper:
                 self._date(lock)
             each.has_deleted = visit(each.fd, each.path[-2])
 
-    def _sweep(self, lock: int, failed: deque[OSError], *, is_full: bool) -> Swept:
+    def _sweep(self, lock: int, failed: deque[OSError], wanted_bytes: int, *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
         count.num_temporaries = self._unlink_left_by_openings(count)
         self._visit(lock, count.visit)
         share = math.ceil(count.num_bytes * _FREED_FRACTION) if is_full else 0
-        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(), share)
+        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(wanted_bytes, count.num_bytes), share)
         deletion = _Deletion(over, count, self._salt_quota)
         if deletion.is_needed:
             self._visit(lock, deletion.visit)
@@ -216,10 +219,16 @@ class Sweeper:
         finally:
             os.close(top)
 
-    def _missing_free_bytes(self) -> int:
+    def _missing_free_bytes(self, wanted_bytes: int, num_bytes: int) -> int:
+        """Say how many of the bytes there are have to go so that enough is left free; if any, with room for more."""
+        free = free_bytes(self._root, self._min_free_fraction)
+        if wanted_bytes - free > num_bytes:  # for that there is not enough to delete
+            wanted_bytes = 0
+        if free >= wanted_bytes:
+            return 0
         status = os.statvfs(self._root)
-        wanted = int(status.f_blocks * min(1.0, self._min_free_fraction + _FREED_FRACTION))
-        return (wanted - status.f_bavail) * status.f_frsize
+        room = min(status.f_blocks * status.f_frsize * _FREED_FRACTION, num_bytes * _MOST_FREED_FRACTION)
+        return math.ceil(wanted_bytes - free + room)
 
 
 class _Count:
