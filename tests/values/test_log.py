@@ -1,7 +1,7 @@
 from structlog.testing import capture_logs
 
 from tiered_kv.values.events import BlocksCorrupted, BlocksNotEncoded, RecordsRefused
-from tiered_kv.values.log import Seldom, log_event
+from tiered_kv.values.log import Seldom, guarded, log_event
 
 
 def test_what_comes_with_every_call_is_told_once_a_minute() -> None:
@@ -30,3 +30,14 @@ def test_events_that_come_with_every_call_do_not_fill_the_log() -> None:
     told = [each["tier"] for each in logs if each["log_level"] != "debug"]
     assert told == ["one of this test"] * 3 + ["another"] * 3
     assert len(logs) == 120
+
+
+def test_a_cache_hides_no_other_ones_events() -> None:
+    """Their tiers may have the same name, as those of one server's models have."""
+    event = BlocksCorrupted("a name of two", 1, ("key",))
+    with capture_logs() as logs:
+        for emit in [guarded([log_event]) for _ in range(2)]:
+            emit(event)
+            emit(event)
+        log_event(event)
+    assert [each["log_level"] for each in logs] == ["warning", "debug", "warning", "debug", "warning"]

@@ -9,7 +9,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final
 
 import structlog
@@ -71,10 +71,6 @@ class Seldom:
             log("error", "background.failed", exc_info=error, task=task, untold=num_untold)
 
 
-_seldom = defaultdict[tuple[str, str], Seldom](Seldom)
-"""By an event's name and tier."""
-
-
 def _is_wanted(level: Level) -> bool:
     if structlog.is_configured():
         return not _drops(structlog.get_config()["wrapper_class"], _NUMBERS[level.upper()])
@@ -95,11 +91,21 @@ def _drops(wrapper: type[Any], number: int) -> bool:
         return False
 
 
+_SeldomByTier = defaultdict[tuple[str, str], Seldom]
+"""By an event's name and tier."""
+_seldom = _SeldomByTier(Seldom)
+"""Of whoever calls `log_event` by a function of its own."""
+
+
 def log_event(event: Event) -> None:
     """Log an event under its name, its fields as values; one that comes too often, at level debug."""
+    _log_event(_seldom, event)
+
+
+def _log_event(seldom: _SeldomByTier, event: Event) -> None:
     level, values = event.level, vars(event)
     if event.may_come_often:
-        num_untold = _seldom[event.name, values.get("tier", "")].due()
+        num_untold = seldom[event.name, values.get("tier", "")].due()
         level, values = ("debug", values) if num_untold is None else (level, values | {"untold": num_untold})
     if _is_wanted(level):  # to gather what there is to say takes longer
         log(level, event.name, **values)
@@ -109,9 +115,11 @@ def guarded(receivers: Sequence[Emit]) -> Emit:
     """Return what gives each event to every receiver, and cannot fail.
 
     An error in a program's own must reach neither a transfer nor another receiver. It is logged, of each receiver at
-    most once a minute: some events come with every call.
+    most once a minute: some events come with every call. So does `log_event` with these, and knows of no other cache's,
+    whose tiers may have the same names.
     """
-    seldom = [Seldom() for _ in receivers]
+    own_log, seldom = partial(_log_event, _SeldomByTier(Seldom)), [Seldom() for _ in receivers]
+    receivers = [own_log if each is log_event else each for each in receivers]
 
     def emit(event: Event) -> None:
         for receiver, told in zip(receivers, seldom, strict=True):
