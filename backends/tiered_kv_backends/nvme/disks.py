@@ -41,6 +41,7 @@ from tiered_kv_backends.nvme.directory import (
     MEMBER,
     NO_DESCRIPTOR,
     DirectoryShape,
+    check_place,
     explained,
     fit,
     folders_in,
@@ -112,11 +113,12 @@ def look_into(path: Path) -> tuple[Member | None, Site]:
     It is made if need be.
 
     Raises:
-        ConfigurationError: It cannot be read, or is not this user's alone.
+        ConfigurationError: It cannot be read, is not this user's alone, or is in or above another tier's.
     """
     with explained(path), contextlib.ExitStack() as opened:
         root = open_root(path)
         opened.callback(files().close, root)
+        check_place(path)
         there = {entry.name for entry in files().entries(root)}
         site = Site.OWN_DISK
         if files().is_on_system_disk(root):

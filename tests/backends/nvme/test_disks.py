@@ -858,6 +858,16 @@ async def test_a_start_that_is_refused_empties_nothing(paths: list[Path]) -> Non
         assert tier.recovered(N) == count_up(N)
 
 
+async def test_a_start_that_is_refused_for_one_place_leaves_nothing_in_the_others(paths: list[Path]) -> None:
+    """Else these were a tier's from then on, and refused to a server, and to who chooses a directory in them."""
+    async with opened(paths[:1]):
+        pass
+    with pytest.raises(ConfigurationError, match="which is an NVMe tier's too"):
+        async with opened([paths[1], paths[0] / "more"]):
+            pass
+    assert not list(paths[1].iterdir())
+
+
 async def test_one_that_another_tier_had_is_added_empty(paths: list[Path], tmp_path: Path) -> None:
     """However often directories came and went there: of two tiers' directories the larger number stays."""
     async with opened(paths[:2]) as tier:
