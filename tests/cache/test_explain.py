@@ -258,6 +258,19 @@ async def test_what_is_to_be_read_in_its_turn_is_not_held_before() -> None:
         await explaining
 
 
+async def test_whoever_is_cancelled_before_its_turn_leaves_the_line() -> None:
+    """Closing does not wait for what nobody is to hear."""
+    engine, disk = Engine(), ScriptedSlotBackend(4, read_bandwidth=1)  # a record at once, the next one in hours
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        explaining = asyncio.ensure_future(kv.explain(prompt(4, seed=1), ask=True))
+        calls = inside(kv).chains[0].storage[0].calls
+        await until(lambda: calls.num_waiting == 1)
+        explaining.cancel()
+        await asyncio.wait({explaining})
+        assert calls.num_waiting == 0
+
+
 async def test_prefetches_without_end_keep_nobody_waiting() -> None:
     """A record is read in the line that they read in, however much of the tier is theirs."""
     engine, disk, prompts = Engine(num_pages=64), ScriptedSlotBackend(512), [prompt(64, seed=seed) for seed in range(8)]

@@ -171,10 +171,7 @@ async def explain(seat: Seat, keys: BlockKeys, *, ask: bool) -> list[Explanation
         parts = seat.batches(piece)
         asked = [await _ask(chain, batch) if ask else {} for chain, batch in parts]
         if ask and others is None and not all(chain.has(batch).all() for chain, batch in parts):
-            # To its end, whoever waits: what is being read must not be overwritten.
-            others = [
-                await seat.cache.finish(_epochs_in(chain, batch.namespace.epoch), "explain") for chain, batch in parts
-            ]
+            others = [await _epochs_in(chain, batch.namespace.epoch) for chain, batch in parts]
         async with seat.cache.explaining:
             of_ranks = [
                 _of_rank(chain, batch, piece, [*seat.past_epochs, *epochs], seat.pins, found)
