@@ -883,6 +883,35 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
         assert generate(model, tiered)[0] == alone
 
 
+@pytest.mark.parametrize("is_open", [False, True], ids=["before it opens", "as a batch runs"])
+def test_pages_that_other_adapters_have_computed_are_not_stored(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_open: bool
+) -> None:
+    """A batching that is kept has them still when the cache's own adapters are back, and would serve them too."""
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    attention = model.model.layers[0].self_attn
+    adapted = Adapted(attention.v_proj)
+    monkeypatch.setattr(attention, "v_proj", adapted)
+    monkeypatch.setattr(model, "peft_config", {"a": None, "another": None}, raising=False)
+    alone = batch(model)
+    with ExitStack() as opening, capture_logs():
+        if is_open:
+            opening.enter_context(opened(model, tmp_path, weights="tuned, adapter a"))
+        with model.continuous_batching_context_manager(
+            generation_config=GREEDY, continuous_batching_config=config, persistent_manager=True
+        ) as running:
+            adapted.active = ["another"]
+            running.add_requests(PROMPTS)
+            assert [next(iter(running)).error for _ in PROMPTS] == [None] * len(PROMPTS)
+        adapted.active = ["a"]
+        if not is_open:
+            opening.enter_context(opened(model, tmp_path, weights="tuned, adapter a"))
+        assert batch(model) == alone
+    model.destroy_cached_continuous_batching_manager()
+    with opened(model, tmp_path, weights="tuned, adapter a") as tiered:
+        assert generate(model, tiered) == (alone, [190, 140, 80])
+
+
 def main(checkpoint: str, folder: str) -> None:
     """Be a process that serves: by continuous batching, then by `generate`."""
     model = load_model(Path(checkpoint))

@@ -152,6 +152,7 @@ class TieredBlocks:
         if isinstance(last := getattr(cache.search_prefix_match, "__self__", None), TieredBlocks):
             last.leave()  # it was over while its loop was idle, which was kept then
         self._search, self._mark, self._evict = (getattr(cache, name) for name in self._names)
+        self._evict()  # of one that is kept nobody looked by which adapters, or weights, its pages were computed
         shape = [group.axis_sizes[axis] for axis in "LPNHD"]
         blocks = self._allocator._copy_view.view(cache.dtype).view(-1, *shape)  # noqa: SLF001 - there is no other
         kv.register_kv_caches(blocks, axes="BLPNHD")
