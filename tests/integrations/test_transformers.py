@@ -5,6 +5,7 @@ import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -881,6 +882,34 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
             with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
                 batch(model)
         assert generate(model, tiered)[0] == alone
+
+
+@pytest.mark.parametrize("given", [{"adapter_names": ["b"]}, {"alora_offsets": [3]}])
+def test_adapters_that_rows_of_a_batch_have_are_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
+) -> None:
+    """PEFT's layers have hooks as long as a generate has such arguments, or for good where that fails."""
+    attention = model.model.layers[0].self_attn
+    adapted = Adapted(attention.v_proj)
+    monkeypatch.setattr(attention, "v_proj", adapted)
+    monkeypatch.setattr(model, "peft_config", {"a": None, "b": None}, raising=False)
+    ids, mask = padded()
+
+    def adds(_layer: torch.nn.Module, _args: object, **_given: object) -> None:
+        """Be a hook of PEFT's."""
+
+    adapted.register_forward_pre_hook(lambda *_: None)  # anybody's
+    with opened(model, tmp_path, weights="tuned, adapter a") as tiered:
+        past = tiered.past(ids, mask)
+        with (
+            adapted.register_forward_pre_hook(partial(adds, **given)),
+            pytest.raises(ConfigurationError, match="generate without a TieredCache"),
+        ):
+            model.generate(ids, attention_mask=mask, cache=past, generation_config=GREEDY)
+        assert [generate(model, tiered)[1] for _ in range(2)] == [[0, 0, 0], [190, 140, 80]]
+    adapted.register_forward_pre_hook(partial(adds, **given))
+    with pytest.raises(ConfigurationError, match="load the model anew"), opened(model, tmp_path, weights="tuned"):
+        pass
 
 
 @pytest.mark.parametrize("is_open", [False, True], ids=["before it opens", "as a batch runs"])

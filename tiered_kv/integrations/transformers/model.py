@@ -46,6 +46,9 @@ _SERVED: Final = (
 )  # fmt: skip
 """Kinds of layers, each exactly: one derived from them keeps more."""
 _NOT_TEXT: Final = ("image", "video", "audio")
+_OF_ROWS: Final = frozenset({"adapter_names", "alora_offsets"})
+"""By which PEFT gives rows of a batch adapters of their own, whichever are active: arguments that hooks of its layers
+add for one ``generate``."""
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Entries of a config that change no KV, or are said elsewhere, and differ between one loaded and one made."""
 
@@ -132,13 +135,14 @@ def open_tiered(
             f"open_tiered needs transformers {VERSION[0]}.{VERSION[1]} or newer, this is {transformers.__version__}"
         )
     _check(model)
+    check_adapters = _Adapters(model).check
+    check_adapters()
     salt_digest(salt)  # refuses what is none
     ranks = Ranks.of(model)
     parts = _parts_of(model, block_size)
     layout = KVLayout(tuple(part.group for part in parts.all))
     identity = identity_of(model, weights)
     cache = Below.of(settings).cache(model=identity, layout=layout, shard=ranks.shard, device=model.device)
-    check_adapters = _Adapters(model).check
     with open_blocking(cache) as kv, tiered_batches(model, kv, parts, salt, check_adapters):
         tiered = TieredModel(model, ModelStaging(kv, parts, _STAGING_BYTES, salt, ranks), check_adapters)
         with (
@@ -326,7 +330,14 @@ class _Adapters:
         self._active = self._now()
 
     def check(self) -> None:
-        """Raise `ConfigurationError` if the model has got other ones since, or lost them."""
+        """Raise `ConfigurationError` if the model has got other ones since, or lost them, or rows have their own."""
+        hooks = (hook for layer in self._layers for hook in layer._forward_pre_hooks.values())  # noqa: SLF001 - there is no other way to ask
+        if any(_OF_ROWS & {*getattr(hook, "keywords", ())} for hook in hooks):
+            raise ConfigurationError(
+                "PEFT has this model compute by adapter_names= or alora_offsets=, of which no block's name tells: "
+                "generate without a TieredCache then; after a generate that failed so PEFT goes on with them: load the "
+                "model anew"
+            )
         if self._now() != self._active:
             raise ConfigurationError(
                 "this model has got other adapters since open_tiered, or lost them, and what was stored before is of "
