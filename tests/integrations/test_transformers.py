@@ -884,6 +884,35 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
         assert generate(model, tiered)[0] == alone
 
 
+def test_adapters_are_looked_at_once_a_step(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And as a request is searched for: large models have hundreds of layers to ask, and steps hundreds of requests."""
+    asked = 0
+
+    class Counting(Adapted):
+        @property
+        def active_adapters(self) -> list[str]:
+            nonlocal asked
+            asked += 1
+            return super().active_adapters
+
+    attention = model.model.layers[0].self_attn
+    monkeypatch.setattr(attention, "v_proj", Counting(attention.v_proj))
+    monkeypatch.setattr(model, "peft_config", {"a": None}, raising=False)
+    config = ContinuousBatchingConfig(page_size=SIZE, num_blocks=96, max_batch_tokens=256)
+    prompts = [[number, *PROMPTS[2][:20]] for number in range(10)]
+    with (
+        opened(model, tmp_path, weights="tuned, adapter a") as tiered,
+        model.continuous_batching_context_manager(
+            generation_config=GREEDY, continuous_batching_config=config
+        ) as running,
+    ):
+        asked = 0
+        running.add_requests(prompts)
+        assert [next(iter(running)).error for _ in prompts] == [None] * len(prompts)
+        assert asked <= running.current_batch + len(prompts)
+        assert tiered.kv.stats().stored == len(prompts)
+
+
 @pytest.mark.parametrize("given", [{"adapter_names": ["b"]}, {"alora_offsets": [3]}])
 def test_adapters_that_rows_of_a_batch_have_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]

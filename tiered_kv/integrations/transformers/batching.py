@@ -88,7 +88,8 @@ class _Pages:
             self._part_from_last(manager)
             processor = create()
             stream = processor.inputs_and_outputs.compute_stream
-            blocks = TieredBlocks(self._kv, group, self._salt, processor.cache, stream, self._check)
+            step = partial(getattr, manager, "current_batch", 0)  # it has none before its loop
+            blocks = TieredBlocks(self._kv, group, self._salt, processor.cache, stream, self._check, step)
             self._bound = manager, blocks
             return processor
 
@@ -132,6 +133,7 @@ class TieredBlocks:
         cache: PagedAttentionCache,
         stream: torch.Stream | None,
         check: Callable[[], None],
+        step: Callable[[], int],
     ) -> None:
         """Extend ``cache``.
 
@@ -142,8 +144,10 @@ class TieredBlocks:
             cache: Of one kind of layers.
             stream: In which blocks are computed; None on a CPU, whose calls return when they are done.
             check: Raises if what the model computes is not what the tiers keep of it.
+            step: Says which one has been computed last.
         """
-        self._check = check
+        self._check, self._step = check, step
+        self._checked: int | None = None  # the step that was looked at: each of its requests asks
         self._kv, self._group, self._salt, self._cache, self._stream = kv, group, salt, cache, stream
         (self._allocator,) = cache.cache_allocators.values()
         self.is_over = self.has_failed = False
@@ -184,6 +188,7 @@ class TieredBlocks:
 
         What is here is stored again: where a tier has it that is a use of it, so that it does not grow old there.
         """
+        self._checked = None
         if self._has_left():
             return int(self._search(request_id, prompt_ids))
         self.let_go()
@@ -222,10 +227,12 @@ class TieredBlocks:
 
     def _has_left(self) -> bool:
         """Leave the cache as it was found if that is over, or the model computes something else now; say if so."""
-        try:
-            self._check()
-        except ConfigurationError as error:
-            self._give_up(error)
+        if (step := self._step()) != self._checked:
+            self._checked = step
+            try:
+                self._check()
+            except ConfigurationError as error:
+                self._give_up(error)
         if self.is_over:
             self.leave()
         return self.is_over
