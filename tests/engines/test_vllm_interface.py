@@ -24,8 +24,8 @@ BASES = {
 """Our classes, where they are, and what of vLLM's they derive from."""
 NAMED_BY = {
     "model.ModelConfig": {
-        "model", "revision", "dtype", "max_model_len", "quantization", "quantization_config", "model_class_overrides",
-        "multimodal_config", "override_generation_config",
+        "model", "revision", "tokenizer", "tokenizer_revision", "dtype", "max_model_len", "quantization",
+        "quantization_config", "model_class_overrides", "multimodal_config", "override_generation_config",
     },
     "cache.CacheConfig": {
         "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"

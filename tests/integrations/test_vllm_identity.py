@@ -15,7 +15,8 @@ from tiered_kv import ConfigurationError, ModelIdentity
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
 UNSAID: dict[str, Any] = {
-    "model": "nowhere", "revision": None, "quantization": None, "quantization_config": None, "model_class_overrides": {}
+    "model": "nowhere", "revision": None, "tokenizer": "nowhere", "tokenizer_revision": None, "quantization": None,
+    "quantization_config": None, "model_class_overrides": {},
 }  # fmt: skip
 
 
@@ -137,12 +138,15 @@ def test_images_that_are_encoded_by_other_scales_are_of_another_model(tmp_path: 
 
 def test_images_that_a_checkpoint_has_prepared_in_another_way_are_of_another_model(tmp_path: Path) -> None:
     """By files beside its weights, which neither those nor vLLM's hashes of an image know; text has none of that."""
-    images: dict[str, Any] = {"multimodal_config": SimpleNamespace(), "model": str(tmp_path), "revision": None}
+    folders = {which: tmp_path / which for which in ("model", "tokenizer")}
+    images: dict[str, Any] = {"multimodal_config": SimpleNamespace()} | {name: str(at) for name, at in folders.items()}
+    for folder in folders.values():
+        folder.mkdir()
     named = [identity(PLAIN, **images)]
     transformers = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
-    for name in (*transformers, "tekken.json"):
+    for which, name in [*(("model", name) for name in transformers), ("tokenizer", "tekken.json")]:
         for size in (448, 896):
-            (tmp_path / name).write_text(f'{{"size": {size}}}')
+            (folders[which] / name).write_text(f'{{"size": {size}}}')
             named.append(identity(PLAIN, **images))
     assert len({*named}) == 9
     assert identity(PLAIN, **images) == named[-1]

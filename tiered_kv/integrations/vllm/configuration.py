@@ -47,10 +47,10 @@ _OF_IMAGES: Final = (
 )  # fmt: skip
 """How the engine prepares images, videos and sounds: vLLM names them by their bytes and by what a request says."""
 
-_PROCESSOR_FILES: Final = (
-    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json", "tekken.json"
-)  # fmt: skip
-"""Of a checkpoint: how it has them prepared. The last one is Mistral's, a tokenizer of many megabytes."""
+_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
+"""Of a checkpoint: how it has them prepared."""
+_TOKENIZER_FILE: Final = "tekken.json"
+"""Mistral's, of many megabytes, which says that too: beside the tokenizer, which may be in a folder of its own."""
 
 _KINDS: Final = ("model_type", "rope_type", "type")
 _BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
@@ -83,7 +83,10 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
         facts["lora_target_modules"] = sorted(lora.target_modules)  # of adapters vLLM leaves out the others
     if (images := getattr(model, "multimodal_config", None)) is not None:
         facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
-        facts["processor"] = _processor_of(model.model, model.revision)
+        facts["processor"] = {
+            **_digests(model.model, model.revision, *_PROCESSOR_FILES),
+            **_digests(model.tokenizer, model.tokenizer_revision, _TOKENIZER_FILE),
+        }
         if scales := getattr(images, "mm_encoder_fp8_scale_path", None):
             facts["scales"] = file_digest(scales, f"the scales of the encoder in {scales!r}")
     if _goes_by_length(facts["config"]):
@@ -95,11 +98,11 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
 
 
-def _processor_of(model: str, revision: str | None) -> dict[str, str]:
-    """Digest what a checkpoint says of how images, videos and sounds are prepared, if its files are on this machine."""
-    if (folder := folder_of(model, revision)) is None:
+def _digests(of: str, revision: str | None, *names: str) -> dict[str, str]:
+    """Digest those of some files of a model, or of a tokenizer, that are there, if it is on this machine."""
+    if (folder := folder_of(of, revision)) is None:
         return {}
-    files = (Path(folder, name) for name in _PROCESSOR_FILES)
+    files = (Path(folder, name) for name in names)
     return {file.name: file_digest(file, str(file)) for file in files if file.is_file()}
 
 
