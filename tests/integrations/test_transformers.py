@@ -852,6 +852,7 @@ class Adapted(torch.nn.Module):
         super().__init__()
         self.layer = layer
         self.active, self.disable_adapters = ["a"], False
+        self.merged_adapters: list[str] = []
 
     @property
     def active_adapters(self) -> list[str]:
@@ -860,10 +861,15 @@ class Adapted(torch.nn.Module):
 
     def forward(self, states: torch.Tensor) -> Any:  # noqa: ANN401 - the layer's
         """Compute what the layer does, and something of each adapter."""
-        return self.layer(states) + (0 if self.disable_adapters else sum(map(ord, *self.active)) / 100)
+        names = self.merged_adapters or self.active
+        return self.layer(states) + (0 if self.disable_adapters else sum(map(ord, *names)) / 100)
 
 
-@pytest.mark.parametrize("change", [{"active": ["b"]}, {"disable_adapters": True}], ids=["other", "none"])
+@pytest.mark.parametrize(
+    "change",
+    [{"active": ["b"]}, {"disable_adapters": True}, {"merged_adapters": ["b"]}],
+    ids=["other", "none", "merged"],
+)
 def test_other_adapters_than_the_cache_was_opened_with_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
@@ -881,6 +887,7 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
                 tiered.past(padded()[0])
             with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
                 batch(model)
+        adapted.merged_adapters = ["a"]  # which computes the same
         assert generate(model, tiered)[0] == alone
 
 

@@ -323,7 +323,8 @@ class _Adapters:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
-        # PEFT's layers, which say which of their adapters are active; a model of transformers has a method for that.
+        # PEFT's layers, which say which of their adapters are active, and which are merged into their weights, then
+        # whatever is active; a model of transformers has a method for that.
         self._layers: list[Any] = [
             layer for layer in model.modules() if isinstance(getattr(type(layer), "active_adapters", None), property)
         ]
@@ -346,7 +347,8 @@ class _Adapters:
 
     def _now(self) -> object:
         return _has_adapters(self._model), [
-            not layer.disable_adapters and tuple(layer.active_adapters) for layer in self._layers
+            not layer.disable_adapters and tuple(layer.merged_adapters or layer.active_adapters)
+            for layer in self._layers
         ]
 
 
