@@ -853,6 +853,7 @@ class Adapted(torch.nn.Module):
         self.layer = layer
         self.active, self.disable_adapters = ["a"], False
         self.merged_adapters: list[str] = []
+        self.scaling = {"a": 0.01, "b": 0.01}
 
     @property
     def active_adapters(self) -> list[str]:
@@ -862,13 +863,14 @@ class Adapted(torch.nn.Module):
     def forward(self, states: torch.Tensor) -> Any:  # noqa: ANN401 - the layer's
         """Compute what the layer does, and something of each adapter."""
         names = self.merged_adapters or self.active
-        return self.layer(states) + (0 if self.disable_adapters else sum(map(ord, *names)) / 100)
+        added = sum(self.scaling.get(name, 0.01) * sum(map(ord, name)) for name in names)
+        return self.layer(states) + (0 if self.disable_adapters else added)
 
 
 @pytest.mark.parametrize(
     "change",
-    [{"active": ["b"]}, {"disable_adapters": True}, {"merged_adapters": ["b"]}],
-    ids=["other", "none", "merged"],
+    [{"active": ["b"]}, {"disable_adapters": True}, {"merged_adapters": ["b"]}, {"scaling": {"a": 0.1}}],
+    ids=["other", "none", "merged", "more"],
 )
 def test_other_adapters_than_the_cache_was_opened_with_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
@@ -887,7 +889,7 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
                 tiered.past(padded()[0])
             with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
                 batch(model)
-        adapted.merged_adapters = ["a"]  # which computes the same
+        adapted.merged_adapters, adapted.scaling["b"] = ["a"], 0.1  # which computes the same
         assert generate(model, tiered)[0] == alone
 
 

@@ -341,15 +341,18 @@ class _Adapters:
             )
         if self._now() != self._active:
             raise ConfigurationError(
-                "this model has got other adapters since open_tiered, or lost them, and what was stored before is of "
-                "another: open another cache, with weights=, a name that says which adapters"
+                "this model has got other adapters since open_tiered, or more or less of them, and what was stored "
+                "before is of another: open another cache, with weights=, a name that says which adapters"
             )
 
     def _now(self) -> object:
-        return _has_adapters(self._model), [
-            not layer.disable_adapters and tuple(layer.merged_adapters or layer.active_adapters)
-            for layer in self._layers
-        ]
+        return _has_adapters(self._model), [not layer.disable_adapters and _added(layer) for layer in self._layers]
+
+
+def _added(layer: Any) -> list[tuple[str, float | None]]:  # noqa: ANN401 - PEFT's
+    """Return which adapters a layer adds, and how much of each, if it says that itself and not for what it wraps."""
+    scales = vars(layer).get("scaling", {})
+    return [(name, scales.get(name)) for name in layer.merged_adapters or layer.active_adapters]
 
 
 def _check(model: PreTrainedModel) -> None:
