@@ -69,6 +69,21 @@ def test_what_is_beside_the_weights_counts_for_nothing(tmp_path: Path) -> None:
     assert checkpoint_weights(folder) == before
 
 
+@pytest.mark.parametrize("load_format", ["auto", "pt", "npcache", "gguf"])
+def test_files_of_the_kind_that_an_engine_loads_are_told_by(tmp_path: Path, load_format: str) -> None:
+    """By its format: ``.pt`` with ``pt``, whatever is beside them; safetensors or else ``.bin`` if nobody said so."""
+    files = [tmp_path / f"model{suffix}" for suffix in (".bin", ".pt", ".gguf", ".pth")]
+    for file in files:
+        file.write_bytes(bytes(5000))
+    seen = []
+    for file in files:
+        before = checkpoint_weights(tmp_path, load_format)
+        change(file, 2500)
+        if checkpoint_weights(tmp_path, load_format) != before:
+            seen.append(file.suffix)
+    assert seen == [{"auto": ".bin", "npcache": ".bin"}.get(load_format, f".{load_format}")]
+
+
 def test_files_of_another_kind_are_sampled(tmp_path: Path) -> None:
     """A torch file does not say where its tensors are."""
     path = tmp_path / "pytorch_model.bin"

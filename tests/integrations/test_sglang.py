@@ -251,13 +251,36 @@ def test_an_adapter_that_is_trained_anew_is_another_model(opened: Open, tmp_path
         has(lora_paths=[SimpleNamespace(lora_id="", lora_path="no/such-adapter")])
 
 
-def test_weights_of_chance_must_be_named(opened: Open, tmp_path: Path) -> None:
-    """SGLang makes them up, whatever is in the checkpoint's files."""
+@pytest.mark.parametrize("load_format", ["dummy", "presharded", "remote_instance"])
+def test_weights_that_are_not_the_checkpoint_s_files_must_be_named(
+    opened: Open, tmp_path: Path, load_format: str
+) -> None:
+    """SGLang makes them up, has kept them of files before these, or has them of another instance."""
     (tmp_path / "model.safetensors").write_bytes(bytes(8) + b"{}")
-    arguments = {"load_format": "dummy", "model_path": str(tmp_path)}
+    arguments = {"load_format": load_format, "model_path": str(tmp_path)}
     with pytest.raises(ConfigurationError, match="are in no file"):
         opened(host_pool("page_first"), weights=None, arguments=arguments)
     assert opened(host_pool("page_first"), arguments=arguments).batch_exists(KEYS[:1]) == 0
+
+
+def test_weights_are_told_by_the_files_that_are_loaded(opened: Open, tmp_path: Path) -> None:
+    """Of several kinds in a folder ``--load-format pt`` takes the one, and SGLang left alone the other."""
+    pool = host_pool("page_first")
+    (tmp_path / "config.json").write_text("{}")
+    for name in ("model.bin", "model.pt"):
+        (tmp_path / name).write_bytes(bytes(5000))
+
+    def has(load_format: str) -> bool:
+        arguments = {"load_format": load_format, "model_path": str(tmp_path)}
+        storage = opened(pool, weights=None, arguments=arguments)
+        is_there = bool(storage.batch_exists(KEYS[:1]))
+        storage.batch_set_v1(KEYS[:1], at(0))
+        storage.close()
+        return is_there
+
+    assert [has("auto"), has("auto"), has("pt"), has("pt")] == [False, True, False, True]
+    (tmp_path / "model.pt").write_bytes(bytes(2500) + b"x" * 2500)  # trained anew
+    assert [has("auto"), has("pt")] == [True, False]
 
 
 def test_after_closing_nothing_is_there(opened: Open) -> None:

@@ -28,6 +28,8 @@ def identity(
     lora_target_modules: list[str] | None = None,
     state_dtype: str = "auto",
     skip_layers: tuple[str, ...] = (),
+    load_format: str = "auto",
+    weights: str | None = "w",
     **arguments: object,
 ) -> ModelIdentity:
     """Name a model that vLLM serves."""
@@ -39,7 +41,7 @@ def identity(
         override_generation_config={} if tuned is None else {"attn_temperature_tuning": tuned},
         **{**UNSAID, **arguments},
     )
-    load = SimpleNamespace(load_format="auto")
+    load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
     cache = SimpleNamespace(
         cache_dtype="auto",
         kv_cache_dtype_skip_layers=list(skip_layers),
@@ -48,7 +50,7 @@ def identity(
     )
     lora = lora_target_modules and SimpleNamespace(target_modules=lora_target_modules)
     wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache, lora_config=lora)
-    return VLLM.configuration.model_identity(wanted, "w")  # type: ignore[no-any-return]
+    return VLLM.configuration.model_identity(wanted, weights)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -102,6 +104,33 @@ def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() ->
     named = [identity(PLAIN, **way) for way in ways]
     assert len({*named}) == len(ways)
     assert named == [identity(PLAIN, **way) for way in ways]
+
+
+def test_weights_are_told_by_the_files_that_are_loaded(tmp_path: Path) -> None:
+    """Of several kinds in a folder ``--load-format pt`` takes the one, and vLLM left alone the other."""
+    for name in ("model.bin", "model.pt"):
+        (tmp_path / name).write_bytes(bytes(5000))
+
+    def named(load_format: str) -> ModelIdentity:
+        return identity(PLAIN, weights=None, model=str(tmp_path), load_format=load_format)
+
+    auto, by_pt = named("auto"), named("pt")
+    assert auto != by_pt
+    assert auto.weights != "w"
+    (tmp_path / "model.pt").write_bytes(bytes(2500) + b"x" * 2500)  # trained anew
+    assert named("auto") == auto
+    assert named("pt") != by_pt
+    (tmp_path / "consolidated.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    assert named("mistral") != named("hf")  # of these some load a part
+
+
+@pytest.mark.parametrize("load_format", ["dummy", "ipc_cache", "modelexpress", "tensorizer"])
+def test_weights_that_are_not_the_checkpoint_s_files_must_be_named(tmp_path: Path, load_format: str) -> None:
+    """Made up, of a daemon that may have loaded files before these, of another engine, of a path of their own."""
+    (tmp_path / "model.bin").write_bytes(bytes(5000))
+    with pytest.raises(ConfigurationError, match=f"load_format '{load_format}' loads"):
+        identity(PLAIN, weights=None, model=str(tmp_path), load_format=load_format)
+    assert identity(PLAIN, model=str(tmp_path), load_format=load_format).weights == "w"
 
 
 def test_images_that_an_engine_prepares_in_another_way_are_of_another_model() -> None:

@@ -92,8 +92,10 @@ class Below:
 
 _ADAPTER_CONFIG: Final = "adapter_config.json"
 """Beside a LoRA adapter's weights: its rank and scaling, for example."""
-_SUFFIXES: Final = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
+_SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf", ".pth")
 """Of files that hold weights. Of several kinds beside each other the first is what engines load."""
+_LOADED_BY: Final = {"pt": (".pt",), "npcache": (".bin",), "gguf": (".gguf",)}
+"""Of engines' formats to load weights by: which kinds some load, whatever lies beside them."""
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -120,7 +122,7 @@ def digest_of(facts: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()
 
 
-def checkpoint_weights(folder: str | Path) -> str:
+def checkpoint_weights(folder: str | Path, load_format: str = "auto") -> str:
     """Name the weights in a checkpoint's folder: the same on every host that has the same files, wherever they lie.
 
     Made of ``config.json``, the names and sizes of the files with weights, and 4 KiB from the middle of each tensor: a
@@ -128,7 +130,8 @@ def checkpoint_weights(folder: str | Path) -> str:
     is beside the checkpoint (a LoRA), is not in the name either.
 
     Args:
-        folder: With the files as engines load them: ``.safetensors``, or else GGUF or torch's own.
+        folder: With the files as engines load them: ``.safetensors``, or else torch's own or GGUF.
+        load_format: Of vLLM and SGLang: with ``pt``, ``npcache`` or ``gguf`` they load one kind of files alone.
 
     Returns:
         ``"files:"`` and a SHA-256 in hexadecimal, for `ModelIdentity.weights`.
@@ -137,12 +140,13 @@ def checkpoint_weights(folder: str | Path) -> str:
         ConfigurationError: There is no folder or no weights in it, a file can't be read, or is cut off.
     """
     try:
-        found = sorted(path for path in Path(folder).iterdir() if path.suffix in _SUFFIXES and path.is_file())
+        suffixes = _LOADED_BY.get(load_format, _SUFFIXES)
+        found = sorted(path for path in Path(folder).iterdir() if path.suffix in suffixes and path.is_file())
         kinds = {path.suffix for path in found}
-        kind = next((suffix for suffix in _SUFFIXES if suffix in kinds), None)
+        kind = next((suffix for suffix in suffixes if suffix in kinds), None)
         if kind is None:
             raise ConfigurationError(
-                f"no file in {str(folder)!r} holds weights ({', '.join(_SUFFIXES)}), so what computes the KV is not "
+                f"no file in {str(folder)!r} holds weights ({', '.join(suffixes)}), so what computes the KV is not "
                 "known: name the weights yourself, by anything that changes when they do"
             )
         digest = hashlib.sha256(b"tiered_kv checkpoint v1")

@@ -59,6 +59,9 @@ _ARGUMENTS: Final = (
     "speculative_draft_model_path", "kv_cache_dtype",
 )  # fmt: skip
 """SGLang's, which change what its weights compute or how that is kept."""
+_ELSEWHERE: Final = ("dummy", "expert_pack", "presharded", "private", "remote", "remote_instance")
+"""Formats to load weights by that may be others than those in the checkpoint's files: by chance, kept from an earlier
+start, or of a place of their own."""
 
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
@@ -517,13 +520,16 @@ def _identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity:  # 
     if lora is not None and lora.enable_lora and lora.lora_paths:
         facts["adapters"] = _adapters(lora)
     path = str(getattr(arguments, "model_path", None) or config.model_name or "")
+    if (load_format := str(getattr(arguments, "load_format", "auto"))) != "auto":  # of a kind some take a part
+        facts["load"] = f"{load_format} {getattr(arguments, 'model_loader_extra_config', None)}"
     if weights is None:
-        if getattr(arguments, "load_format", None) == "dummy":
+        if load_format in _ELSEWHERE:
             raise ConfigurationError(
-                'weights of load_format "dummy" are in no file: name them by "tiered_kv": {"weights": ...}'
+                f"weights of load_format {load_format!r} are in no file of the checkpoint: name them by "
+                '"tiered_kv": {"weights": ...}'
             )
         by_name = 'name its weights by "tiered_kv": {"weights": ...}'
-        weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None), by_name))
+        weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None), by_name), load_format)
     return ModelIdentity(Path(path).name or "model", weights, extra=tuple(sorted(facts.items())))
 
 

@@ -52,6 +52,10 @@ _PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", 
 _TOKENIZER_FILE: Final = "tekken.json"
 """Mistral's, of many megabytes, which says that too: beside the tokenizer, which may be in a folder of its own."""
 
+_ELSEWHERE: Final = ("dummy", "ipc_cache", "modelexpress", "tensorizer")
+"""Formats to load weights by that may be others than those in the checkpoint's files: by chance, out of the memory of
+another process, or of a path of their own."""
+
 _KINDS: Final = ("model_type", "rope_type", "type")
 _BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
 """Kinds of rope whose frequencies vLLM takes by ``max_model_len``, and models whose attention it tunes by that, or as
@@ -92,8 +96,10 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     if _goes_by_length(facts["config"]):
         said = {**model.try_get_generation_config(), **model.override_generation_config}
         facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
+    load = vllm_config.load_config
+    if (load_format := str(load.load_format)) != "auto":  # of files of a kind some take a part
+        facts["load"] = [load_format, load.model_loader_extra_config]
     name = "+".join(model.hf_config.architectures or ["unknown"])
-    load_format = str(vllm_config.load_config.load_format)
     weights = weights or weights_of(model.model, model.revision, load_format=load_format)
     return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
 
@@ -121,12 +127,13 @@ def weights_of(model: str, revision: str | None = None, *, load_format: str = "a
         ConfigurationError: There are no files to tell by.
     """
     folder = folder_of(model, revision)
-    if folder is None or load_format == "dummy":
+    if folder is None or load_format in _ELSEWHERE:
+        why = f", which load_format {load_format!r} loads," if load_format in _ELSEWHERE else ""
         raise ConfigurationError(
-            f"no files of weights of {model!r} are on this machine to tell them by: name them, e.g. "
+            f"no files of weights of {model!r}{why} are on this machine to tell them by: name them, e.g. "
             '"weights": "llama-3-8b, revision 5206a32", beside "tiers", by a name that changes when they do'
         )
-    return checkpoint_weights(folder)
+    return checkpoint_weights(folder, load_format)
 
 
 GATHERED_S: Final = 1.0
