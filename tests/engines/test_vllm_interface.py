@@ -113,7 +113,7 @@ def test_what_a_model_is_told_by_is_there(vllm_sources: pathlib.Path) -> None:
     """Of a field that vLLM calls otherwise an imitation says something, and vLLM the same of every model."""
     (of_images,) = (
         ast.literal_eval(each.value)
-        for each in ast.parse((OURS / "configuration.py").read_text()).body
+        for each in ast.parse((OURS / "model_identity.py").read_text()).body
         if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "_OF_IMAGES"
     )
     for name, fields in NAMED_BY.items():

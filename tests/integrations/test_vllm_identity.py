@@ -14,9 +14,12 @@ from tiered_kv import ConfigurationError, ModelIdentity
 
 PLAIN = {"model_type": "llama", "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
 
+NAME_OF_PLAIN = "96634d7ad5a6213ea79972c9d2771bae5f70a8b4cee8c2c38427a88cc4d4e37a"
+"""As it has been since blocks are named so."""
+
 UNSAID: dict[str, Any] = {
-    "model": "nowhere", "revision": None, "tokenizer": "nowhere", "tokenizer_revision": None, "quantization": None,
-    "quantization_config": None, "model_class_overrides": {},
+    "model": "nowhere", "revision": None, "quantization": None, "quantization_config": None,
+    "model_class_overrides": {}, "model_impl": "auto", "trust_remote_code": False, "code_revision": None,
 }  # fmt: skip
 
 
@@ -25,7 +28,9 @@ def identity(
     *,
     max_model_len: int = 1024,
     tuned: bool | None = None,
-    lora_target_modules: list[str] | None = None,
+    lora: dict[str, Any] | None = None,
+    queries: dict[str, bool] | None = None,
+    draft: object = None,
     state_dtype: str = "auto",
     skip_layers: tuple[str, ...] = (),
     load_format: str = "auto",
@@ -39,7 +44,7 @@ def identity(
         max_model_len=max_model_len,
         try_get_generation_config=lambda: {"temperature": 0.6},
         override_generation_config={} if tuned is None else {"attn_temperature_tuning": tuned},
-        **{**UNSAID, **arguments},
+        **{**UNSAID, "tokenizer": arguments.get("model", "nowhere"), "tokenizer_revision": None, **arguments},
     )
     load = SimpleNamespace(load_format=load_format, model_loader_extra_config={})
     cache = SimpleNamespace(
@@ -48,9 +53,22 @@ def identity(
         mamba_cache_dtype="auto",
         mamba_ssm_cache_dtype=state_dtype,
     )
-    lora = lora_target_modules and SimpleNamespace(target_modules=lora_target_modules)
-    wanted = SimpleNamespace(model_config=model, load_config=load, cache_config=cache, lora_config=lora)
-    return VLLM.configuration.model_identity(wanted, weights)  # type: ignore[no-any-return]
+    attention = {"use_prefill_query_quantization": False, "disable_flashinfer_q_quantization": False}
+    adapters = {
+        "target_modules": None,
+        "lora_dtype": "bfloat16",
+        "enable_moe_shared_loras": False,
+        "enable_mixed_moe_lora_format": False,
+    }
+    wanted = SimpleNamespace(
+        model_config=model,
+        load_config=load,
+        cache_config=cache,
+        attention_config=SimpleNamespace(**{**attention, **(queries or {})}),
+        lora_config=None if lora is None else SimpleNamespace(**{**adapters, **lora}),
+        speculative_config=draft,
+    )
+    return VLLM.model_identity.model_identity(wanted, weights)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +106,7 @@ def test_attention_that_is_tuned_by_hand_is_another_model() -> None:
 
 
 def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() -> None:
-    """Weights quantized as they load, classes that compute, types of states and layers, what adapters change."""
+    """Weights and queries quantized here, what code computes, types of states and layers, what adapters change."""
     ways: list[dict[str, Any]] = [
         {},
         {"quantization": "online", "quantization_config": "linear=int8"},
@@ -98,12 +116,67 @@ def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() ->
         {"skip_layers": ("1",)},
         {"state_dtype": "bfloat16"},
         {"state_dtype": "float16"},
-        {"lora_target_modules": ["o_proj"]},
-        {"lora_target_modules": ["q_proj", "o_proj"]},
+        {"lora": {"target_modules": ["o_proj"]}},
+        {"lora": {"target_modules": ["q_proj", "o_proj"]}},
+        {"lora": {"lora_dtype": "float16"}},
+        {"lora": {"enable_moe_shared_loras": True}},
+        {"lora": {"enable_mixed_moe_lora_format": True}},
+        {"queries": {"use_prefill_query_quantization": True}},
+        {"queries": {"disable_flashinfer_q_quantization": True}},
+        {"model_impl": "transformers"},
+        {"trust_remote_code": True},
+        {"trust_remote_code": True, "code_revision": "main"},
     ]
     named = [identity(PLAIN, **way) for way in ways]
     assert len({*named}) == len(ways)
     assert named == [identity(PLAIN, **way) for way in ways]
+    assert named[0] == identity(PLAIN, lora={}) == identity(PLAIN, model_impl="vllm")
+
+
+def test_a_name_is_what_it_was_where_nobody_says_anything() -> None:
+    """What a later tiered_kv tells models apart by changes none: blocks that were stored are found."""
+    plain = identity(PLAIN)
+    assert plain.extra == (("vllm config", NAME_OF_PLAIN),)
+
+
+def test_code_of_a_checkpoint_that_was_changed_is_another_model(tmp_path: Path) -> None:
+    """It may compute, or prepare images; where none of it is trusted it does neither."""
+    (tmp_path / "parts").mkdir()
+    for file in (tmp_path / "processing.py", tmp_path / "parts" / "vision.py"):
+        before = [identity(PLAIN, model=str(tmp_path), trust_remote_code=trusted) for trusted in (True, False)]
+        file.write_text("changed = True")
+        after = [identity(PLAIN, model=str(tmp_path), trust_remote_code=trusted) for trusted in (True, False)]
+        assert [new == old for new, old in zip(after, before, strict=True)] == [False, True]
+
+
+def test_towers_of_other_models_are_told_by_their_weights(tmp_path: Path) -> None:
+    """Ultravox loads them from other folders than its own, which its own files say nothing of."""
+    for name in ("own", "tower"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.bin").write_bytes(bytes(5000))
+    config = {**PLAIN, "text_model_id": str(tmp_path / "tower"), "audio_model_id": None}
+    before = identity(config, weights=None, model=str(tmp_path / "own"))
+    assert before == identity(config, weights=None, model=str(tmp_path / "own"))
+    (tmp_path / "tower" / "model.bin").write_bytes(bytes(2500) + b"x" * 2500)
+    assert identity(config, weights=None, model=str(tmp_path / "own")) != before
+
+
+def test_a_draft_whose_kv_is_kept_is_told_by_its_weights(tmp_path: Path) -> None:
+    """Blocks have its KV too, of as many layers whichever it is; one that has none of its own changes nothing."""
+    (tmp_path / "model.bin").write_bytes(bytes(5000))
+
+    def named(path: object, layers: int = 1, *, has_kv: bool = True) -> ModelIdentity:
+        config = SimpleNamespace(to_dict=lambda: {"layers": layers})
+        draft = SimpleNamespace(hf_config=config, model=str(path), revision=None, quantization=None)
+        return identity(PLAIN, draft=SimpleNamespace(uses_draft_kv_cache=lambda: has_kv, draft_model_config=draft))
+
+    of_files = named(tmp_path)
+    others = [identity(PLAIN), of_files, named("nowhere"), named("nowhere", 2), named("no/such-model")]
+    assert len({*others}) == len(others)
+    assert named(tmp_path) == of_files
+    (tmp_path / "model.bin").write_bytes(bytes(2500) + b"x" * 2500)
+    assert named(tmp_path) != of_files
+    assert named(tmp_path, has_kv=False) == identity(PLAIN)
 
 
 def test_weights_are_told_by_the_files_that_are_loaded(tmp_path: Path) -> None:

@@ -106,6 +106,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
             "scheduling",
             "moving",
             "configuration",
+            "model_identity",
             "messages",
             "counts",
             "hinting",

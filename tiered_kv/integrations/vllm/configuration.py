@@ -1,14 +1,10 @@
-"""What is wanted of the connector, checked at start: what cannot work is refused before a request comes.
-
-Which model a vLLM serves: what other weights computed, or these in another way, must never be served.
-"""
+"""What is wanted of the connector, checked at start: what cannot work is refused before a request comes."""
 
 import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import Field
@@ -25,116 +21,17 @@ from tiered_kv.integrations.identity import (
     CONNECT,
     TOKENS_PER_STATE,
     Below,
-    checkpoint_weights,
-    digest_of,
-    file_digest,
-    folder_of,
     in_all_texts,
     state_slots,
 )
 from tiered_kv.integrations.vllm.compatibility import VERSION
+from tiered_kv.integrations.vllm.model_identity import model_identity
 from tiered_kv.settings.setting_errors import Checked
 from tiered_kv.settings.settings import Seconds
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import StoreWhen
 from tiered_kv.values.keys import ModelIdentity
-
-_NO_FACTS: Final = {"_name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype"}
-
-_OF_IMAGES: Final = (
-    "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype"
-)  # fmt: skip
-"""How the engine prepares images, videos and sounds: vLLM names them by their bytes and by what a request says."""
-
-_PROCESSOR_FILES: Final = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
-"""Of a checkpoint: how it has them prepared."""
-_TOKENIZER_FILE: Final = "tekken.json"
-"""Mistral's, of many megabytes, which says that too: beside the tokenizer, which may be in a folder of its own."""
-
-_ELSEWHERE: Final = ("dummy", "ipc_cache", "modelexpress", "tensorizer")
-"""Formats to load weights by that may be others than those in the checkpoint's files: by chance, out of the memory of
-another process, or of a path of their own."""
-
-_KINDS: Final = ("model_type", "rope_type", "type")
-_BY_LENGTH: Final = ("longrope", "su", "dynamic", "llama4_text")
-"""Kinds of rope whose frequencies vLLM takes by ``max_model_len``, and models whose attention it tunes by that, or as
-their generation config says."""
-
-
-def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
-    """Return what to name a model's blocks by.
-
-    Args:
-        vllm_config: vLLM's.
-        weights: The user's own name of the weights; else the checkpoint's files say it.
-
-    Raises:
-        ConfigurationError: There are no files to tell by.
-    """
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    facts: dict[str, Any] = {
-        "config": {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_FACTS},
-        "dtype": str(model.dtype),
-        # All that vLLM quantizes as it loads is "online": how, and which layers are left out, is said beside it.
-        "quantization": [str(model.quantization), str(getattr(model, "quantization_config", None))],
-        "classes": getattr(model, "model_class_overrides", {}),
-        # Layers that are left out have another dtype, and which ones these are no page tells.
-        "kv_cache_dtype": " ".join([str(cache.cache_dtype), *sorted(cache.kv_cache_dtype_skip_layers)]),
-        "state_dtypes": [str(getattr(cache, f"mamba_{what}cache_dtype", None)) for what in ("", "ssm_")],
-    }
-    if (lora := vllm_config.lora_config) is not None and lora.target_modules:
-        facts["lora_target_modules"] = sorted(lora.target_modules)  # of adapters vLLM leaves out the others
-    if (images := getattr(model, "multimodal_config", None)) is not None:
-        facts["images"] = {name: getattr(images, name, None) for name in _OF_IMAGES}
-        facts["processor"] = {
-            **_digests(model.model, model.revision, *_PROCESSOR_FILES),
-            **_digests(model.tokenizer, model.tokenizer_revision, _TOKENIZER_FILE),
-        }
-        if scales := getattr(images, "mm_encoder_fp8_scale_path", None):
-            facts["scales"] = file_digest(scales, f"the scales of the encoder in {scales!r}")
-    if _goes_by_length(facts["config"]):
-        said = {**model.try_get_generation_config(), **model.override_generation_config}
-        facts["length"] = [model.max_model_len, said.get("attn_temperature_tuning")]
-    load = vllm_config.load_config
-    if (load_format := str(load.load_format)) != "auto":  # of files of a kind some take a part
-        facts["load"] = [load_format, load.model_loader_extra_config]
-    name = "+".join(model.hf_config.architectures or ["unknown"])
-    weights = weights or weights_of(model.model, model.revision, load_format=load_format)
-    return ModelIdentity(name, weights, (("vllm config", digest_of(facts)),))
-
-
-def _digests(of: str, revision: str | None, *names: str) -> dict[str, str]:
-    """Digest those of some files of a model, or of a tokenizer, that are there, if it is on this machine."""
-    if (folder := folder_of(of, revision)) is None:
-        return {}
-    files = (Path(folder, name) for name in names)
-    return {file.name: file_digest(file, str(file)) for file in files if file.is_file()}
-
-
-def _goes_by_length(config: Mapping[str, Any]) -> bool:
-    """Say whether a model's config, or one in it, has vLLM compute KV by how long a prompt may be."""
-    return any(
-        _goes_by_length(value) if isinstance(value, Mapping) else key in _KINDS and value in _BY_LENGTH
-        for key, value in config.items()
-    )
-
-
-def weights_of(model: str, revision: str | None = None, *, load_format: str = "auto") -> str:
-    """Name the weights of a model's checkpoint, a folder or what is in the cache of Hugging Face.
-
-    Raises:
-        ConfigurationError: There are no files to tell by.
-    """
-    folder = folder_of(model, revision)
-    if folder is None or load_format in _ELSEWHERE:
-        why = f", which load_format {load_format!r} loads," if load_format in _ELSEWHERE else ""
-        raise ConfigurationError(
-            f"no files of weights of {model!r}{why} are on this machine to tell them by: name them, e.g. "
-            '"weights": "llama-3-8b, revision 5206a32", beside "tiers", by a name that changes when they do'
-        )
-    return checkpoint_weights(folder, load_format)
-
 
 GATHERED_S: Final = 1.0
 """For how long blocks gather in host memory before they are written to storage, where it has room for them."""

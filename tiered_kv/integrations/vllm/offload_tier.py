@@ -20,7 +20,8 @@ from tiered_kv.cache.blocking import open_blocking
 from tiered_kv.cache.tiered_kv import TieredKV
 from tiered_kv.integrations.identity import in_all_texts
 from tiered_kv.integrations.vllm.compatibility import VERSION, device_kind
-from tiered_kv.integrations.vllm.configuration import RANK, weights_of
+from tiered_kv.integrations.vllm.configuration import RANK
+from tiered_kv.integrations.vllm.model_identity import weights_of
 from tiered_kv.integrations.vllm.offload_jobs import OffloadJobs
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.values.errors import ClosedError, ConfigurationError
