@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from environments import ROOT
+from judged import VLLM
 
 OURS = ROOT / "tiered_kv" / "integrations" / "vllm"
 BASES = {
@@ -23,17 +24,28 @@ BASES = {
 }
 """Our classes, where they are, and what of vLLM's they derive from."""
 NAMED_BY = {
+    "vllm.VllmConfig": {
+        "model_config", "cache_config", "load_config", "lora_config", "attention_config", "speculative_config"
+    },
     "model.ModelConfig": {
-        "model", "revision", "tokenizer", "tokenizer_revision", "dtype", "max_model_len", "quantization",
-        "quantization_config", "model_class_overrides", "multimodal_config", "override_generation_config",
+        "model", "revision", "dtype", "max_model_len", "quantization", "quantization_config", "model_class_overrides",
+        "multimodal_config", "override_generation_config", "hf_config", "model_impl", "trust_remote_code",
+        "code_revision", "tokenizer", "tokenizer_revision",
     },
     "cache.CacheConfig": {
         "cache_dtype", "kv_cache_dtype_skip_layers", "mamba_cache_dtype", "mamba_ssm_cache_dtype"
     },
-    "lora.LoRAConfig": {"target_modules"},
+    "load.LoadConfig": {"load_format", "model_loader_extra_config"},
+    "lora.LoRAConfig": {
+        "target_modules", "lora_dtype", "enable_moe_shared_loras", "enable_mixed_moe_lora_format"
+    },
     "multimodal.MultiModalConfig": {
         "language_model_only", "enable_mm_embeds", "mm_processor_cache_gb", "mm_encoder_fp8_scale_path"
     },
+    "attention.AttentionConfig": {"use_prefill_query_quantization", "disable_flashinfer_q_quantization"},
+    "speculative.SpeculativeConfig": {"draft_model_config"},
+    "quantization.QuantizationConfigArgs": {"linear", "moe", "ignore", "targets"},
+    "quantization.QuantSpec": {"weight", "activation"},
 }  # fmt: skip
 """What a model is told by, and whether its images have names that last: fields of vLLM's configuration, by class."""
 NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
@@ -74,6 +86,23 @@ def names_in(module: pathlib.Path) -> set[str]:
     return names
 
 
+def fields_of(sources: pathlib.Path, name: str) -> set[str]:
+    """Return the fields of one of vLLM's configurations, by its file and class."""
+    file, _, config = name.partition(".")
+    body = class_of(sources / "vllm" / "config" / f"{file}.py", config).body
+    return {ast.unparse(each.target) for each in body if isinstance(each, ast.AnnAssign)}
+
+
+def of_images(name: str) -> set[str]:
+    """Return the fields of a configuration that our own list of those of images has."""
+    (found,) = (
+        ast.literal_eval(each.value)
+        for each in ast.parse((OURS / "model_identity.py").read_text()).body
+        if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "_OF_IMAGES"
+    )
+    return {*found} if name == "multimodal.MultiModalConfig" else set()
+
+
 def imports_of_vllm() -> Iterator[tuple[str, str]]:
     """Yield each name that our modules import from vLLM, and the module that it comes from."""
     for path in sorted(OURS.glob("*.py")):
@@ -111,19 +140,17 @@ def test_hooks_that_do_not_pay_are_not_claimed(vllm_sources: pathlib.Path) -> No
 
 def test_what_a_model_is_told_by_is_there(vllm_sources: pathlib.Path) -> None:
     """Of a field that vLLM calls otherwise an imitation says something, and vLLM the same of every model."""
-    (of_images,) = (
-        ast.literal_eval(each.value)
-        for each in ast.parse((OURS / "model_identity.py").read_text()).body
-        if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "_OF_IMAGES"
-    )
     for name, fields in NAMED_BY.items():
-        file, _, config = name.partition(".")
-        there = {
-            ast.unparse(each.target)
-            for each in class_of(vllm_sources / "vllm" / "config" / f"{file}.py", config).body
-            if isinstance(each, ast.AnnAssign)
-        }
-        assert fields | ({*of_images} if file == "multimodal" else set()) <= there
+        assert fields | of_images(name) <= fields_of(vllm_sources, name)
+
+
+def test_what_no_model_is_told_by_was_judged(vllm_sources: pathlib.Path) -> None:
+    """Each field of a configuration is in a name, or changes nothing that matters: a new one is in neither."""
+    for name in VLLM.keys() | NAMED_BY.keys():
+        named = NAMED_BY.get(name, set()) | of_images(name)
+        others = [field for fields in VLLM.get(name, {}).values() for field in fields.split()]
+        assert sorted({*others} - named) == sorted(others), f"{name}: twice"
+        assert fields_of(vllm_sources, name) - named - {*others} == set(), f"{name}: read what these do, see judged.py"
 
 
 def test_all_that_is_imported_is_there(vllm_sources: pathlib.Path) -> None:

@@ -1,4 +1,7 @@
-"""Which model a vLLM serves: what other weights computed, or these in another way, must never be served."""
+"""Which model a vLLM serves: what other weights computed, or these in another way, must never be served.
+
+`tests/engines/judged.py` has all that vLLM's configuration says, and why the rest of it changes no name.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
