@@ -31,6 +31,27 @@ from tiered_kv import BlockKeys, ConfigurationError, FileLoadStoreSpec
 from tiered_kv.values.results import LoadCost, LookupResult
 
 Open = Callable[..., Any]
+CHANGES: dict[str, Any] = {
+    "dtype": "float16",
+    "model_impl": "transformers",
+    "model_config_parser": "mistral",
+    "forward_hooks": [{"name": "scaled"}],
+    "enable_precise_embedding_interpolation": True,
+    "enable_decoder_swa_bounded_replay": False,
+    "enable_encoder_swa_bounded_replay": True,
+    "flashinfer_mxfp4_moe_precision": "bf16",
+    "enable_w4a4_mxfp4_megamoe": True,
+    "deepep_dispatcher_output_dtype": "nvfp4",
+    "flashinfer_a2a_dispatch_type": "nvfp4",
+    "enable_quant_communications": True,
+    "kt_method": "AMXINT8",
+    "kt_num_gpu_experts": 8,
+    "kt_max_deferred_experts_per_token": 2,
+    "speculative_draft_model_revision": "main",
+    "speculative_draft_model_quantization": "fp8",
+    "uno_lora_path": "here",
+}
+"""Arguments that change KV: each to something that nobody said."""
 
 
 @pytest.fixture
@@ -217,13 +238,24 @@ def test_what_else_changes_kv_is_another_model(opened: Open, tmp_path: Path) -> 
 
     served = [plain, scaled, *({**plain, name: "fp8"} for name in ("modelopt_quant", "rl_quant_profile"))]
     served.append({**plain, "quantize_and_serve": True})
-    assert [has(arguments) for arguments in served] == [False] * 5
-    assert [has(arguments) for arguments in served] == [True] * 5
+    served += [{**plain, name: value} for name, value in CHANGES.items()]
+    assert [has(arguments) for arguments in served] == [False] * len(served)
+    assert [has(arguments) for arguments in served] == [True] * len(served)
+    assert has({**plain, "dtype": "auto", "forward_hooks": None, "kt_method": "AMXINT4"})  # as nobody said
     scales.write_text('{"layer0": 2.0}')
     assert not has(scaled)
     scales.unlink()
     with pytest.raises(ConfigurationError, match="can't be read"):
         has(scaled)
+    for name in ("rl_quant_profile", "decrypted_config_file"):
+        for content in ("one", "other"):
+            scales.write_text(content)
+            assert [has({**plain, name: str(scales)}) for _ in range(2)] == [False, True]
+    (tmp_path / "modeling.py").write_text("changed = False")
+    trusted = {**plain, "model_path": str(tmp_path), "trust_remote_code": True}
+    assert [has(trusted), has(trusted)] == [False, True]
+    (tmp_path / "modeling.py").write_text("changed = True")
+    assert [has(trusted), has({**trusted, "trust_remote_code": False})] == [False, False]
 
 
 def test_an_adapter_that_is_trained_anew_is_another_model(opened: Open, tmp_path: Path) -> None:
@@ -251,13 +283,25 @@ def test_an_adapter_that_is_trained_anew_is_another_model(opened: Open, tmp_path
         has(lora_paths=[SimpleNamespace(lora_id="", lora_path="no/such-adapter")])
 
 
-@pytest.mark.parametrize("load_format", ["dummy", "presharded", "remote_instance"])
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"load_format": "dummy"},
+        {"load_format": "presharded"},
+        {"load_format": "remote_instance"},
+        {"weight_cache_mode": "client"},
+        {"kt_weight_path": "elsewhere"},
+        {"modelopt_checkpoint_restore_path": "elsewhere"},
+        {"download_dir": "elsewhere", "model_path": "of the hub"},
+    ],
+    ids=str,
+)
 def test_weights_that_are_not_the_checkpoint_s_files_must_be_named(
-    opened: Open, tmp_path: Path, load_format: str
+    opened: Open, tmp_path: Path, said: dict[str, str]
 ) -> None:
-    """SGLang makes them up, has kept them of files before these, or has them of another instance."""
+    """SGLang makes them up, has kept them of files before these, or has them of another instance, or path."""
     (tmp_path / "model.safetensors").write_bytes(bytes(8) + b"{}")
-    arguments = {"load_format": load_format, "model_path": str(tmp_path)}
+    arguments = {"model_path": str(tmp_path), **said}
     with pytest.raises(ConfigurationError, match="are in no file"):
         opened(host_pool("page_first"), weights=None, arguments=arguments)
     assert opened(host_pool("page_first"), arguments=arguments).batch_exists(KEYS[:1]) == 0

@@ -72,7 +72,7 @@ def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
 
 def adapter(version: str = "0.5.23") -> Any:  # noqa: ANN401 - a class that only exists beside SGLang
     """Import the adapter beside a pretended SGLang; take both out of ``sys.modules`` afterwards."""
-    ours = [f"tiered_kv.integrations.sglang{module}" for module in ("", ".hicache_storage", ".pools")]
+    ours = [f"tiered_kv.integrations.sglang{module}" for module in ("", ".hicache_storage", ".pools", ".served_model")]
     sys.modules.update(pretended := pretend(version))
     try:
         return importlib.import_module(ours[0]).TieredKVStorage

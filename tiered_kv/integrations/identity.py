@@ -96,6 +96,8 @@ _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf", ".pth")
 """Of files that hold weights. Of several kinds beside each other the first is what engines load."""
 _LOADED_BY: Final = {"pt": (".pt",), "npcache": (".bin",), "gguf": (".gguf",)}
 """Of engines' formats to load weights by: which kinds some load, whatever lies beside them."""
+CODE: Final = "**/*.py"
+"""Of a checkpoint, which engines run where its code is trusted."""
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -180,6 +182,16 @@ def file_digest(path: str | Path, what: str) -> str:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError as error:
         raise ConfigurationError(f"{what} can't be read: {error}") from error
+
+
+def file_digests(folder: str | Path, *patterns: str) -> dict[str, str]:
+    """Digest the files in a folder that have such names, by name.
+
+    Raises:
+        ConfigurationError: One can't be read.
+    """
+    files = (file for pattern in patterns for file in Path(folder).glob(pattern) if file.is_file())
+    return {str(file.relative_to(folder)): file_digest(file, str(file)) for file in files}
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:

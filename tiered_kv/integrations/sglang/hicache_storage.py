@@ -11,11 +11,9 @@ of SGLang's that is raised at ends, and whoever waits for it then waits for good
 """
 
 import asyncio
-import hashlib
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
 import numpy as np
@@ -29,18 +27,15 @@ from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.integrations.identity import (
     TOKENS_PER_STATE,
     Below,
-    adapter_weights,
-    checkpoint_weights,
-    file_digest,
-    folder_of,
     in_all_texts,
 )
 from tiered_kv.integrations.sglang.pools import KV, VERSION, HostPool, host_pool, is_split
+from tiered_kv.integrations.sglang.served_model import model_identity
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.integers import as_int
-from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard
+from tiered_kv.values.keys import BlockKeys, Shard
 from tiered_kv.values.layout import KVLayout
 from tiered_kv.values.log import Seldom
 from tiered_kv.values.results import BlockState, StoreResult
@@ -54,14 +49,6 @@ _ALL_PAGES: Final = "all_pages"
 _TRAILING_PAGES: Final = "trailing_pages"
 _MAMBA: Final = "mamba"
 """SGLang's name of the pool of states, which each rank has of its own whatever the other pools hold."""
-_ARGUMENTS: Final = (
-    "quantization", "modelopt_quant", "quantize_and_serve", "rl_quant_profile", "json_model_override_args",
-    "speculative_draft_model_path", "kv_cache_dtype",
-)  # fmt: skip
-"""SGLang's, which change what its weights compute or how that is kept."""
-_ELSEWHERE: Final = ("dummy", "expert_pack", "presharded", "private", "remote", "remote_instance")
-"""Formats to load weights by that may be others than those in the checkpoint's files: by chance, kept from an earlier
-start, or of a place of their own."""
 
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
@@ -162,7 +149,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             raise ConfigurationError("none of SGLang's host pools has memory: there is nothing to keep")
         config = self._config
         cache = self._below.cache(
-            model=_identity(config, self.mem_pool_host, self._weights),
+            model=model_identity(config, self.mem_pool_host, self._weights),
             layout=KVLayout(tuple(part.group for part, _ in parts)),
             # SGLang decides who writes what all ranks have copies of; all of them read the same blocks.
             shard=Shard() if self._has_copies else Shard(config.tp_rank, config.tp_size),
@@ -498,64 +485,3 @@ def _ends_of_runs(is_there: NDArray[np.bool_], length: int) -> NDArray[np.bool_]
 def _platform() -> str:
     """Say what computes: of one format of floats the bits mean another number on another make of GPU."""
     return "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
-
-
-def _identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity:  # noqa: ANN401 - SGLang's
-    """Say which weights, and which part of them, compute the pages.
-
-    Raises:
-        ConfigurationError: There is no telling, and nobody named them.
-    """
-    from sglang.srt.runtime_context import get_lora, get_server_args  # noqa: PLC0415 - by now the engine has begun
-
-    facts = {"pp": f"{config.pp_rank}/{config.pp_size}", "cp": f"{config.attn_cp_rank}/{config.attn_cp_size}"}
-    facts["format"] = str(pool.storage_format_tag)
-    try:
-        arguments, lora = get_server_args(), get_lora()
-    except Exception:  # noqa: BLE001 - there is no engine, only its controller
-        arguments = lora = None
-    facts |= {name: str(getattr(arguments, name, None)) for name in _ARGUMENTS}
-    if scales := getattr(arguments, "quantization_param_path", None):
-        facts["scales"] = file_digest(scales, f"the scales of the KV cache in {scales!r}")
-    if lora is not None and lora.enable_lora and lora.lora_paths:
-        facts["adapters"] = _adapters(lora)
-    path = str(getattr(arguments, "model_path", None) or config.model_name or "")
-    if (load_format := str(getattr(arguments, "load_format", "auto"))) != "auto":  # of a kind some take a part
-        facts["load"] = f"{load_format} {getattr(arguments, 'model_loader_extra_config', None)}"
-    if weights is None:
-        if load_format in _ELSEWHERE:
-            raise ConfigurationError(
-                f"weights of load_format {load_format!r} are in no file of the checkpoint: name them by "
-                '"tiered_kv": {"weights": ...}'
-            )
-        by_name = 'name its weights by "tiered_kv": {"weights": ...}'
-        weights = checkpoint_weights(_folder_of(path, getattr(arguments, "revision", None), by_name), load_format)
-    return ModelIdentity(Path(path).name or "model", weights, extra=tuple(sorted(facts.items())))
-
-
-def _adapters(lora: Any) -> str:  # noqa: ANN401 - SGLang's
-    """Say what the LoRA adapters that SGLang starts with compute.
-
-    Its hashes have their names and paths alone, and are the same once one of them is trained anew. An adapter that is
-    loaded later has a name by chance.
-
-    Raises:
-        ConfigurationError: The files of one can't be read.
-    """
-    told = [
-        (each.lora_id, adapter_weights(_folder_of(each.lora_path, None, "have its files there before SGLang starts")))
-        for each in lora.lora_paths
-    ]
-    how = sorted(lora.lora_target_modules or ()), lora.experts_shared_outer_loras
-    return hashlib.sha256(repr((sorted(told), how)).encode()).hexdigest()
-
-
-def _folder_of(path: str, revision: str | None, otherwise: str) -> str:
-    """Return the folder of a checkpoint, or an adapter: its path, or where the hub's client keeps it.
-
-    Raises:
-        ConfigurationError: It is nowhere on this host; what to do then is said by ``otherwise``.
-    """
-    if (folder := folder_of(path, revision)) is None:
-        raise ConfigurationError(f"{path!r} is no folder here, nor in the cache of Hugging Face: {otherwise}")
-    return folder

@@ -4,10 +4,16 @@
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.integrations.identity import checkpoint_weights, digest_of, file_digest, folder_of
+from tiered_kv.integrations.identity import (
+    CODE,
+    checkpoint_weights,
+    digest_of,
+    file_digest,
+    file_digests,
+    folder_of,
+)
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import ModelIdentity
 
@@ -102,7 +108,7 @@ def _how(vllm_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if model.model_impl not in {"auto", "vllm"}:
         facts["model_impl"] = model.model_impl  # that of transformers scales a dynamic rope otherwise
     if model.trust_remote_code:
-        facts["code"] = [model.code_revision, _files_of(model.model, model.revision, "**/*.py")]
+        facts["code"] = [model.code_revision, _files_of(model.model, model.revision, CODE)]
     return facts
 
 
@@ -150,10 +156,8 @@ def _config_of(model: Any) -> dict[str, Any]:
 
 def _files_of(model: str, revision: str | None, *patterns: str) -> dict[str, str]:
     """Digest some files of a checkpoint, by name, if it is on this machine."""
-    if (folder := folder_of(model, revision)) is None:
-        return {}
-    files = (file for pattern in patterns for file in Path(folder).glob(pattern) if file.is_file())
-    return {str(file.relative_to(folder)): file_digest(file, str(file)) for file in files}
+    folder = folder_of(model, revision)
+    return {} if folder is None else file_digests(folder, *patterns)
 
 
 def _goes_by_length(config: Mapping[str, Any]) -> bool:
