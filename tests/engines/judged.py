@@ -147,3 +147,127 @@ VLLM: Final[Judged] = {
     },
 }
 """Of vLLM 0.32 and 0.33. What classes have that are not here is judged by the field of `VllmConfig`."""
+
+SGLANG: Final[Judged] = {
+    "device.Device": {_SPEED: "*"},
+    "disagg.Disagg": {_SPEED: "*"},
+    "exec_.ExecGraph": {_KERNELS: "*"},
+    "exec_.ExecOverlap": {_SPEED: "*"},
+    "exec_.ExecOffload": {_SPEED: "*"},
+    "memory.Memory": {_SPEED: "*"},
+    "observability.Observability": {_BEHIND: "*"},
+    "schedule.Schedule": {_SPEED: "*"},
+    "serving.Serving": {_TOKENS: "*"},
+    "exec_.ExecDllm": {_REFUSED: "dllm_algorithm dllm_algorithm_config dllm_fdfo"},
+    "exec_.ExecDeterministic": {_KERNELS: "enable_deterministic_inference rl_on_policy_target"},
+    "exec_.ExecFeatures": {
+        _BEHIND: """enable_fp32_lm_head enable_custom_logit_processor enable_watermark watermark_config
+            watermark_key watermark_key_b watermark_context_window watermark_mixing_probability
+            watermark_max_probability watermark_default_enabled watermark_enforce_all enable_return_hidden_states
+            return_hidden_states_mode enable_return_aux_hidden_states aux_hidden_state_capture
+            return_aux_hidden_state_layer_ids enable_return_routed_experts enable_return_indexer_topk
+            sampling_mask_max_tokens""",
+        _KERNELS: "enable_tf32_matmul",
+        _SPEED: """enable_memory_saver enable_weights_cpu_backup enable_draft_weights_cpu_backup
+            disable_outlines_disk_cache""",
+        _REFUSED: "enable_mis",
+    },
+    "exec_.ExecKernel": {
+        _KERNELS: """attention_backend decode_attention_backend enable_lean_attention enable_nvidia_megakernel
+            enable_amd_monokernel prefill_attention_backend prefill_kv_cache_dequant_dtype fp8_gemm_runner_backend
+            fp4_gemm_runner_backend bf16_gemm_backend dsa_prefill_backend dsv4_prefill_backend dsa_triton_union
+            dsa_decode_backend dsv4_attn_backend dsa_paged_mqa_logits_backend dsa_topk_backend
+            disable_flashinfer_autotune flashinfer_autotune_skip_ops triton_attention_reduce_in_fp32
+            triton_attention_num_kv_splits triton_attention_split_tile_size flashinfer_mla_disable_ragged
+            enable_fused_qk_norm_rope enable_dsa_fused_indexer""",
+        _BEHIND: "sampling_backend grammar_backend",
+        _PAGES: "enable_deepseek_v4_fp4_indexer",
+    },
+    "exec_.ExecMamba": {
+        _KERNELS: """mamba_backend enable_mamba_cache_stochastic_rounding mamba_cache_philox_rounds
+            linear_attn_backend linear_attn_decode_backend linear_attn_prefill_backend linear_attn_verify_backend""",
+        _PAGES: """mamba_ssm_dtype enable_int8_mamba_checkpoint enable_linear_replayssm linear_replayssm_cache_len
+            enable_linear_replayssm_spec""",
+        _SPEED: """mamba_max_states_per_path mamba_radix_cache_strategy uses_mamba_radix_cache mamba_track_interval
+            int8_mamba_ckpt_size""",
+    },
+    "exec_.ExecComm": {
+        _KERNELS: """enable_nccl_nvls enable_symm_mem disable_custom_all_reduce enable_mscclpp enable_torch_symm_mem
+            enable_scattered_sconv pre_warm_nccl boundary_reduction enable_flashinfer_allreduce_fusion
+            enforce_disable_flashinfer_allreduce_fusion flashinfer_allreduce_fusion_backend
+            enable_aiter_allreduce_fusion disable_aiter_allreduce_fusion_in_prefill
+            disable_aiter_allreduce_fusion_in_decode""",
+        _BEHIND: "enable_layerwise_nvtx_marker",
+    },
+    "exec_.ExecMoe": {
+        _KERNELS: """enable_fused_moe_sum_all_reduce moe_a2a_backend deepep_v2_mode moe_runner_backend deepep_mode
+            fuseep_mode ep_num_redundant_experts ep_dispatch_algorithm init_expert_location enable_eplb
+            eplb_algorithm eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
+            eplb_min_rebalancing_utilization_threshold deepep_config enable_waterfill
+            disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion enforce_shared_experts_fusion""",
+        _SPEED: """expert_distribution_recorder_mode expert_distribution_recorder_buffer_size
+            expert_balancedness_report_mode elastic_ep_backend enable_elastic_expert_backup mooncake_ib_device
+            ep_join_mode elastic_ep_scale_timeout enable_paged_experts paged_experts_num_resident kt_cpuinfer
+            kt_threadpool_count""",
+    },
+    "lora.Lora": {
+        _KERNELS: "lora_backend max_lora_chunk_size lora_use_virtual_experts",
+        _SPEED: """enable_lora_overlap_loading max_loaded_loras max_loras_per_batch lora_eviction_policy
+            lora_drain_wait_threshold""",
+        "an adapter that does not fit is refused": "max_lora_rank lora_strict_loading",
+    },
+    "mm.Mm": {
+        "is in hashes of images: these are of what was prepared": """enable_multimodal mm_process_config
+            image_processor_backend disable_fast_image_processor limit_mm_data_per_request trust_mm_content_hashes
+            mm_preprocess_cache_size_mb allowed_media_domains media_url_max_file_size_mb""",
+        _KERNELS: "mm_attention_backend mm_enable_dp_encoder",
+        _SPEED: """enable_broadcast_mm_inputs_process enable_prefix_mm_cache mm_processor_worker_num
+            mm_io_worker_num enable_mm_global_cache mm_global_cache_backend mm_feature_transport""",
+    },
+    "model.Model": {
+        "is longer than a prompt's positions are: no frequency is taken by it": "context_length",
+        _BEHIND: "is_embedding",
+        _PAGES: "qsa_indexer_dtype",
+        _SPEED: """modelopt_checkpoint_save_path modelopt_export_path startup_weight_load_mode
+            weight_loader_disable_mmap weight_loader_prefetch_checkpoints weight_loader_prefetch_num_threads
+            weight_loader_drop_cache_after_load engine_info_bootstrap_port model_checksum delete_ckpt_after_loading
+            weight_cache_socket weight_cache_timeout""",
+        "is of weights that must be named: of another place, or updated": """custom_weight_loader
+            modelexpress_config remote_instance_weight_loader_seed_instance_ip
+            remote_instance_weight_loader_seed_instance_service_port
+            remote_instance_weight_loader_send_weights_group_ports remote_instance_weight_loader_backend
+            remote_instance_weight_loader_start_seed_via_transfer_engine checkpoint_engine_wait_weights_before_ready""",
+        _DRAFTS: "decrypted_draft_config_file",
+    },
+    "parallel.Parallel": {
+        _PAGES: "tp_size pp_size attn_cp_size enable_dsa_cache_layer_split",
+        _REFUSED: "dcp_size dcp_comm_backend dcp_replicate_q_proj enable_kv_cache_sharding",
+        _KERNELS: """enable_prefill_cp cp_strategy enable_cp_tp_group_sharing enable_cp_decode_attn_tp
+            enable_dp_attention enable_dp_attention_local_control_broadcast enable_dp_lm_head
+            enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered enable_shared_experts_attn_tp
+            shared_experts_tp_size enable_dense_mlp_attn_tp enable_layernorm_sp enable_megamoe_for_layernorm_sp
+            disable_attn_tp_gather moe_dp_size dwdp_size ep_size moe_dense_tp_size""",
+        _SPEED: """nccl_port dist_timeout dist_init_addr gated_launch_port nnodes node_rank pp_max_micro_batch_size
+            pp_async_batch_depth dp_size attn_dp_size load_balance_method enable_p2p_check ep_join_rank_offset
+            elastic_ep_initial_size max_ep_size""",
+    },
+    "spec.Spec": {
+        _DRAFTS: """speculative_algorithm speculative_boundary_reduction speculative_draft_load_format
+            speculative_num_steps speculative_eagle_topk speculative_num_draft_tokens speculative_dflash_block_size
+            speculative_domino_candidate_pool_size speculative_dspark_block_size speculative_dspark_sps_table_path
+            speculative_dspark_confidence_sts_path speculative_dspark_align_verify_tokens_to_graph_tier
+            speculative_token_map speculative_draft_attention_backend speculative_dsa_topk_backend
+            speculative_draft_window_size speculative_draft_sink_size speculative_moe_runner_backend
+            speculative_moe_a2a_backend speculative_enable_w4a4_mxfp4_megamoe
+            _speculative_draft_quantization_explicitly_set enable_multi_layer_eagle speculative_adaptive
+            speculative_adaptive_config speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
+            speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
+            speculative_ngram_external_corpus_path speculative_ngram_external_sam_budget
+            speculative_ngram_external_corpus_max_tokens""",
+        _BEHIND: """speculative_accept_threshold_single speculative_accept_threshold_acc
+            speculative_use_rejection_sampling speculative_use_block_verification spec_trace_dir""",
+        _KERNELS: "speculative_attention_mode",
+        _PAGES: "speculative_draft_kv_cache_dtype",
+    },
+}
+"""Of SGLang 0.5.23, by the namespaces of its arguments; ``*``: all that is in one, whatever a new version brings."""

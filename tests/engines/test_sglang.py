@@ -1,5 +1,6 @@
 """A real SGLang on a CPU, end to end: what it generates with us below it is what it generates alone."""
 
+import ast
 import json
 import os
 import pathlib
@@ -10,11 +11,18 @@ import pytest
 
 from environments import HERE, ROOT, Environment
 from folders import NVME, STALLING, flip_a_byte_in_each_record, tiers_in
+from judged import SGLANG
 
 TWO_RANKS: Final = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}  # it counts NUMA nodes otherwise
 PAGES: Final = 2 * 18
 """Full pages of both prompts, 16 tokens each: what storage can have of them."""
 LAYOUTS: Final = ("layer_first", "page_first", "page_first_direct")
+NAMED_BY: Final = {
+    "model_path", "revision", "load_format", "model_loader_extra_config", "trust_remote_code", "weight_cache_mode",
+    "download_dir", "quantization_param_path", "enable_lora", "lora_paths", "lora_target_modules",
+    "experts_shared_outer_loras",
+}  # fmt: skip
+"""Arguments that the adapter reads to tell models apart, beside those in its lists."""
 EVERYWHERE: Final = {
     "PYTHONPATH": os.pathsep.join(map(str, (HERE / "sglang_site", HERE, ROOT, ROOT / "backends"))),
     "SGLANG_USE_CPU_ENGINE": "1",
@@ -149,3 +157,41 @@ def test_the_controller_alone_stores_and_loads_every_layout(
     assert cold == {"found": 0, "loaded": 0, "is_right": False, "stored": 320}
     warm = sglang.run("sglang_controller.py", wanted, variables=EVERYWHERE)
     assert warm == {"found": 320, "loaded": 320, "is_right": True, "stored": 0}
+
+
+def fields_of(sources: pathlib.Path) -> dict[str, set[str]]:
+    """Return SGLang's arguments by their namespace, as its sources have them."""
+    return {
+        f"{path.stem}.{of.name}": {ast.unparse(each.target) for each in of.body if isinstance(each, ast.AnnAssign)}
+        for path in (sources / "sglang" / "srt" / "arg_groups" / "fields").glob("*.py")
+        for of in ast.parse(path.read_text()).body
+        if isinstance(of, ast.ClassDef)
+    }
+
+
+def said_in(path: pathlib.Path, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return what a module's text gives some names, at its top level or in a class."""
+    return {
+        ast.unparse(each.target): ast.literal_eval(each.value)
+        for each in ast.walk(ast.parse(path.read_text()))
+        if isinstance(each, ast.AnnAssign) and each.value is not None and ast.unparse(each.target) in names
+    }
+
+
+def test_what_no_model_is_told_by_was_judged(sglang: Environment) -> None:
+    """Each argument is in a name, or changes nothing that matters: one of a new version is in neither."""
+    (sources,) = sglang.folder.glob("lib/python*/site-packages")
+    ours = ROOT / "tiered_kv" / "integrations" / "sglang" / "served_model.py"
+    lists = said_in(ours, ("_ARGUMENTS", "_WHERE_SAID", "_BESIDE", "_FILES"))
+    there, named = fields_of(sources), NAMED_BY.union(*lists.values())
+    assert named <= set[str]().union(*there.values())
+    assert there.keys() == SGLANG.keys()
+    for namespace, fields in there.items():
+        judged = [name for names in SGLANG[namespace].values() for name in names.split()]
+        assert sorted({*judged} - named) == sorted(judged), f"{namespace}: twice"
+        if judged != ["*"]:
+            assert fields - named == {*judged}, f"{namespace}: read what these do, see judged.py"
+    defaults = dict[str, Any]()
+    for path in (sources / "sglang" / "srt" / "arg_groups" / "fields").glob("*.py"):
+        defaults |= said_in(path, (*lists["_WHERE_SAID"],))
+    assert defaults == lists["_WHERE_SAID"], "what is in no name where nobody says it"
