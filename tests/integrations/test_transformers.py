@@ -809,6 +809,20 @@ def test_other_weights_of_one_checkpoint_are_another_model(tmp_path: Path) -> No
     assert identity_of(models[0]) != named[0]
 
 
+def test_code_of_a_checkpoint_that_was_changed_is_another_model(tmp_path: Path) -> None:
+    """Where transformers runs it; of a class of its own it runs none, whatever lies in the folder."""
+    llama().save_pretrained(tmp_path)
+
+    class OfItsOwn(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' hook
+        __module__ = "transformers_modules.folder.modeling"
+
+    models = [each.from_pretrained(tmp_path, dtype=torch.float32) for each in (OfItsOwn, LlamaForCausalLM)]
+    before = [identity_of(model) for model in models]
+    (tmp_path / "modeling.py").write_text("changed = True")
+    assert [identity_of(model) == named for model, named in zip(models, before, strict=True)] == [False, True]
+    assert [identity_of(model, "w") == identity_of(model, "w") for model in models] == [True, True]
+
+
 def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> None:
     """What they compute would have the names of what the model computes without them, by both ways to generate."""
     with opened(model, tmp_path) as tiered:

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from tiered_kv.cache.blocking import open_blocking
-from tiered_kv.integrations.identity import Below, checkpoint_weights, digest_of
+from tiered_kv.integrations.identity import CODE, Below, checkpoint_weights, digest_of, file_digests
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import (
     VERSION,
@@ -295,7 +295,15 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     facts = model.config.get_text_config(decoder=True).to_dict()
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
+    folder = model.config.name_or_path
+    if folder and _runs_own_code(model) and Path(folder).is_dir():  # of the hub its commit says it
+        kept["code"] = file_digests(folder, CODE)
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
+
+
+def _runs_own_code(model: PreTrainedModel) -> bool:
+    """Say whether a model's class is of its checkpoint, and not of transformers."""
+    return type(model).__module__.partition(".")[0] == "transformers_modules"
 
 
 def _held(model: PreTrainedModel) -> str:
