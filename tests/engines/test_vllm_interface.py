@@ -48,7 +48,9 @@ NAMED_BY = {
     "quantization.QuantSpec": {"weight", "activation"},
 }  # fmt: skip
 """What a model is told by, and whether its images have names that last: fields of vLLM's configuration, by class."""
-NOT_IN_EVERY_VERSION = {"supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches"}
+NOT_IN_EVERY_VERSION = {
+    "supports_sleep_mode", "unregister_kv_caches", "restore_kv_caches", "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT"
+}  # fmt: skip
 NOT_VLLMS = {"TieredKVStats": {"add"}}
 """Public methods of ours that vLLM does not call."""
 
@@ -93,14 +95,19 @@ def fields_of(sources: pathlib.Path, name: str) -> set[str]:
     return {ast.unparse(each.target) for each in body if isinstance(each, ast.AnnAssign)}
 
 
-def of_images(name: str) -> set[str]:
-    """Return the fields of a configuration that our own list of those of images has."""
+def listed(name: str) -> set[str]:
+    """Return what a list of our own names: of vLLM's fields, or of what is in its environment."""
     (found,) = (
         ast.literal_eval(each.value)
         for each in ast.parse((OURS / "model_identity.py").read_text()).body
-        if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == "_OF_IMAGES"
+        if isinstance(each, ast.AnnAssign) and each.value and ast.unparse(each.target) == name
     )
-    return {*found} if name == "multimodal.MultiModalConfig" else set()
+    return {*found}
+
+
+def named_of(config: str) -> set[str]:
+    """Return the fields of a configuration that name a model."""
+    return NAMED_BY.get(config, set()) | (listed("_OF_IMAGES") if config == "multimodal.MultiModalConfig" else set())
 
 
 def imports_of_vllm() -> Iterator[tuple[str, str]]:
@@ -140,14 +147,16 @@ def test_hooks_that_do_not_pay_are_not_claimed(vllm_sources: pathlib.Path) -> No
 
 def test_what_a_model_is_told_by_is_there(vllm_sources: pathlib.Path) -> None:
     """Of a field that vLLM calls otherwise an imitation says something, and vLLM the same of every model."""
-    for name, fields in NAMED_BY.items():
-        assert fields | of_images(name) <= fields_of(vllm_sources, name)
+    for name in NAMED_BY:
+        assert named_of(name) <= fields_of(vllm_sources, name)
+    environment = (vllm_sources / "vllm" / "envs.py").read_text()
+    assert {name for name in listed("_ENVIRONMENT") if f'"{name}"' not in environment} <= NOT_IN_EVERY_VERSION
 
 
 def test_what_no_model_is_told_by_was_judged(vllm_sources: pathlib.Path) -> None:
     """Each field of a configuration is in a name, or changes nothing that matters: a new one is in neither."""
     for name in VLLM.keys() | NAMED_BY.keys():
-        named = NAMED_BY.get(name, set()) | of_images(name)
+        named = named_of(name)
         others = [field for fields in VLLM.get(name, {}).values() for field in fields.split()]
         assert sorted({*others} - named) == sorted(others), f"{name}: twice"
         assert fields_of(vllm_sources, name) - named - {*others} == set(), f"{name}: read what these do, see judged.py"

@@ -133,6 +133,28 @@ def test_what_is_quantized_kept_or_computed_in_another_way_is_another_model() ->
     assert named[0] == identity(PLAIN, lora={}) == identity(PLAIN, model_impl="vllm")
 
 
+@pytest.mark.parametrize(
+    ("name", "usual", "other"),
+    [
+        ("VLLM_SSM_CONV_STATE_LAYOUT", "SD", "DS"),
+        ("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", "False", "1"),
+        ("VLLM_ROCM_QUICK_REDUCE_QUANTIZATION", "NONE", "INT4"),
+        ("VLLM_CPU_INT4_W4A8", "1", "0"),
+        ("VLLM_MARLIN_INPUT_DTYPE", "", "fp8"),
+        ("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "", '{"quant_method": "fp8"}'),
+    ],
+)
+def test_an_environment_that_lays_out_or_computes_otherwise_is_another_model(
+    monkeypatch: pytest.MonkeyPatch, name: str, usual: str, other: str
+) -> None:
+    """A page of a state is bytes, whichever axis of a convolution lies first in it; vLLM on a CPU says the usual."""
+    unsaid = identity(PLAIN)
+    monkeypatch.setenv(name, usual)
+    assert identity(PLAIN) == unsaid
+    monkeypatch.setenv(name, other)
+    assert identity(PLAIN) != unsaid
+
+
 def test_a_name_is_what_it_was_where_nobody_says_anything() -> None:
     """What a later tiered_kv tells models apart by changes none: blocks that were stored are found."""
     plain = identity(PLAIN)

@@ -3,6 +3,7 @@
 `tests/engines/judged.py` has all that vLLM's configuration says, and why the rest of it changes no name.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -29,6 +30,15 @@ _WHERE_SAID: Final = {
     "lora_config": ("enable_moe_shared_loras", "enable_mixed_moe_lora_format"),
 }
 """Of vLLM's configurations what is in a name where it is on: narrower queries, and how adapters of experts are read."""
+
+_ENVIRONMENT: Final = {
+    "VLLM_SSM_CONV_STATE_LAYOUT": "SD", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "False", "VLLM_MARLIN_INPUT_DTYPE": "",
+    "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "", "VLLM_HUMMING_INPUT_QUANT_CONFIG": "",
+    "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": "", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE", "VLLM_CPU_INT4_W4A8": "1",
+    "VLLM_B12X_MOE_FP4_FORCE_A16": "0", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": "0",
+}  # fmt: skip
+"""What in vLLM's environment lays out states or pages otherwise, of which their form tells nothing, or computes in
+other numbers; and what it is where nobody says anything."""
 
 _OF_IMAGES: Final = (
     "mm_processor_kwargs", "media_io_kwargs", "video_pruning_rate", "video_pruning_method", "mm_encoder_attn_dtype"
@@ -61,6 +71,7 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     facts = _how(vllm_config, config) | _of_adapters(vllm_config.lora_config, model) | _of_images(model)
     for of, names in _WHERE_SAID.items():
         facts |= {name: True for name in names if getattr(getattr(vllm_config, of), name, False)}
+    facts |= {name: value for name, usual in _ENVIRONMENT.items() if (value := os.environ.get(name, usual)) != usual}
     if speculative is not None and speculative.uses_draft_kv_cache():
         facts["draft"] = _draft_of(speculative.draft_model_config, model)
     if load_format != "auto":  # of files of a kind some take a part
