@@ -18,6 +18,7 @@ from tests.support.small_sglang import (
     KEYS,
     LAYOUTS,
     NUM_PAGES,
+    OVERRIDES,
     SHELF,
     SIZE,
     Config,
@@ -325,6 +326,30 @@ def test_weights_are_told_by_the_files_that_are_loaded(opened: Open, tmp_path: P
     assert [has("auto"), has("auto"), has("pt"), has("pt")] == [False, True, False, True]
     (tmp_path / "model.pt").write_bytes(bytes(2500) + b"x" * 2500)  # trained anew
     assert [has("auto"), has("pt")] == [True, False]
+
+
+@pytest.mark.parametrize("noted", [{"model_path": "new", "load_format": "auto"}, {"weight_version": "2"}])
+def test_of_weights_that_are_updated_nothing_is_found_or_kept(opened: Open, noted: dict[str, object]) -> None:
+    """Until SGLang attaches a storage with a name for them; it has no say itself of what they are."""
+    pool, main = host_pool("page_first"), KEYS[:2]
+    filled(pool, range(2))
+    storage = opened(pool)
+    assert storage.batch_set_v1(main, at(0, 1)) == [True] * 2
+    OVERRIDES.append(("of another kind", {"hicache_write_policy": "write_back"}))
+    assert storage.batch_exists(main) == 2
+    OVERRIDES.append(("an update", noted))
+    with capture_logs() as logs:
+        assert storage.batch_exists(main) == storage.batch_exists_v2(main).kv_hit_pages == 0
+        assert storage.batch_get_v1(main, at(2, 3)) == storage.batch_set_v1(main, at(0, 1)) == [False] * 2
+    assert "attached with another name" in str(logs[0]["exc_info"])
+    storage.close()
+    with pytest.raises(ConfigurationError, match="were updated while it ran"):
+        opened(pool, weights=None)
+    assert opened(pool, weights="new").batch_exists(main) == 0
+    named = opened(pool, weights="w")
+    assert named.batch_exists(main) == 2
+    OVERRIDES.append(("the same again", noted))
+    assert named.batch_exists(main) == 0
 
 
 def test_after_closing_nothing_is_there(opened: Open) -> None:

@@ -18,6 +18,8 @@ from tests.support.shelf import Shelf
 LAYERS, HEADS, DIM, SIZE, NUM_PAGES = 3, 2, 8, 16, 24
 LAYOUTS = ("layer_first", "page_first", "page_first_direct")
 SHELF = {"medium": "tests.support.shelf:Shelf", "capacity": "4MiB"}
+OVERRIDES: list[tuple[str, dict[str, object]]] = []
+"""What SGLang notes of its configuration that changes while it runs."""
 KEYS = [hashlib.sha256(bytes([number])).hexdigest() for number in range(10)]
 
 
@@ -57,7 +59,11 @@ def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
         "sglang": {},
         "sglang.version": {"__version__": version},
         "sglang.srt": {},
-        "sglang.srt.runtime_context": {"get_server_args": get_nothing, "get_lora": get_nothing},
+        "sglang.srt.runtime_context": {
+            "get_server_args": get_nothing,
+            "get_lora": get_nothing,
+            "get_context": lambda: SimpleNamespace(overrides_log=OVERRIDES.copy),
+        },
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.hicache_storage": {
             "HiCacheStorage": HiCacheStorage,
@@ -243,6 +249,7 @@ def storages() -> Iterator[Any]:
     """Return what opens a storage backend as SGLang does; close all of them."""
     Shelf.shelf.clear()
     Shelf.stalled.clear()
+    OVERRIDES.clear()
     opened = []
 
     def open_storage(

@@ -50,6 +50,13 @@ _TRAILING_PAGES: Final = "trailing_pages"
 _MAMBA: Final = "mamba"
 """SGLang's name of the pool of states, which each rank has of its own whatever the other pools hold."""
 
+_OF_WEIGHTS: Final = ("model_path", "load_format", "weight_version")
+"""What SGLang notes anew as it updates its weights while it runs."""
+_OTHER_WEIGHTS: Final = RuntimeError(
+    "SGLang's weights were updated while it ran: nothing is loaded or stored until this storage is detached, and "
+    'attached with another name of the weights, "tiered_kv": {"weights": ...}'
+)
+
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
     """A storage backend of HiCache. SGLang makes it, in each rank's process; see the guide for its configuration.
@@ -68,7 +75,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         """Check what SGLang wants; nothing is opened before it has registered its host pools.
 
         Raises:
-            ConfigurationError: Another SGLang, another interface, or settings that can't work.
+            ConfigurationError: Another SGLang, another interface, settings that can't work, or weights that were
+                updated and that nobody named.
         """
         if _version != VERSION:
             raise ConfigurationError(f"this adapter is made for SGLang {VERSION}, and this is SGLang {_version}")
@@ -97,6 +105,12 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         self._stack = ExitStack()
         self._changing = threading.Lock()
         self._seldom = Seldom()
+        self._updates = _updates()
+        if self._updates and self._weights is None:
+            raise ConfigurationError(
+                "SGLang's weights were updated while it ran, and are not those of the checkpoint that it began with: "
+                'name them by "tiered_kv": {"weights": ...}'
+            )
 
     # What SGLang calls to begin and to end.
 
@@ -186,7 +200,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
         It loads what is counted here, and computes the others.
         """
-        if (kv := self.kv) is None:
+        if (kv := self._in_use()) is None:
             return 0
         with self._passed_over():
             asked = self._pools[KV].keys(keys, _start(extra_info))
@@ -227,7 +241,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             pages that will do, in ascending order, as ranks may have others in common than their greatest.
         """
         nothing = PoolTransferResult(0, {}, [])
-        if (kv := self.kv) is None:
+        if (kv := self._in_use()) is None:
             return nothing
         with self._passed_over():
             start, whole, ends = _start(extra_info), {}, {}
@@ -314,6 +328,13 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             tokens_per_state=self._tokens_per_state,
         )
 
+    def _in_use(self) -> BlockingTieredKV | None:
+        """Return the cache; None without one, and once SGLang's weights are others than those that it is of."""
+        if self.kv is not None and _updates() != self._updates:
+            self._seldom.failed("HiCache", _OTHER_WEIGHTS)
+            return None
+        return self.kv
+
     async def _leading(self, cache: BlockCache, asked: Sequence[BlockKeys]) -> int:
         """Count the leading pages of which all parts can be loaded, and pay."""
         own = self._below.settings
@@ -354,7 +375,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def _load(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Load pages of several pools, all at once; say of each pool which are in place."""
-        if (kv := self.kv) is not None:
+        if (kv := self._in_use()) is not None:
             with self._passed_over(), _none_left() as tickets:
                 answers = []
                 begun = [self._begin(kv.submit_load, each, _start(extra_info), tickets) for each in wanted]
@@ -367,7 +388,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def _store(self, wanted: Sequence[_Pages], extra_info: object) -> list[list[bool]]:
         """Store pages of several pools, all at once; say of each pool which are kept."""
-        if (kv := self.kv) is not None:
+        if (kv := self._in_use()) is not None:
             with self._passed_over(), _none_left() as tickets:
                 answers = []
                 # What another rank has as well is written by one of them, for all.
@@ -485,3 +506,10 @@ def _ends_of_runs(is_there: NDArray[np.bool_], length: int) -> NDArray[np.bool_]
 def _platform() -> str:
     """Say what computes: of one format of floats the bits mean another number on another make of GPU."""
     return "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+
+
+def _updates() -> list[Mapping[str, Any]]:
+    """Return what SGLang has noted of each update of its weights since it began: from a disk, or of what version."""
+    from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - by now the engine has begun
+
+    return [fields for _, fields in get_context().overrides_log() if not fields.keys().isdisjoint(_OF_WEIGHTS)]
