@@ -425,6 +425,9 @@ def test_what_cannot_be_served_is_refused_at_once(opened: Open) -> None:
     for wrong in ("cpu://?capacity=1MiB", [{"medium": "cpu"}]):
         with pytest.raises(ConfigurationError, match='"tiered_kv" is an object of settings'):
             adapter()(Config({"interface_v1": 1, "tiered_kv": wrong}))
+    for stray in ("tiers", "connect", "weights", "tiered-kv", "TieredKV"):
+        with pytest.raises(ConfigurationError, match=f"'{stray}' in the extra config: nobody reads it"):
+            adapter()(Config({"interface_v1": 1, stray: {}, "report": "another's"}))
     with pytest.raises(ConfigurationError, match="'page_head' is not served; these are: layer_first, page_first"):
         opened(host_pool("page_head"))
     with pytest.raises(ConfigurationError, match="context parallelism over 2 ranks"):

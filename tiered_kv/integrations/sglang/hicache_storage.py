@@ -25,12 +25,14 @@ from sglang.version import __version__ as _version
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.blocking import BlockingTieredKV, open_blocking
 from tiered_kv.integrations.identity import (
+    CONNECT,
     TOKENS_PER_STATE,
     Below,
     in_all_texts,
 )
 from tiered_kv.integrations.sglang.pools import KV, VERSION, HostPool, host_pool, is_split
 from tiered_kv.integrations.sglang.served_model import model_identity
+from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import BookedTierSettings
 from tiered_kv.transfers.submissions import Ticket
 from tiered_kv.values.errors import ClosedError, ConfigurationError
@@ -50,6 +52,8 @@ _TRAILING_PAGES: Final = "trailing_pages"
 _MAMBA: Final = "mamba"
 """SGLang's name of the pool of states, which each rank has of its own whatever the other pools hold."""
 
+_OURS: Final = {*TieredKVSettings.model_fields, CONNECT, "weights", "tokens_per_state"}
+"""What belongs into the object that is ours in the extra config."""
 _OF_WEIGHTS: Final = ("model_path", "load_format", "weight_version")
 """What SGLang notes anew as it updates its weights while it runs."""
 _OTHER_WEIGHTS: Final = RuntimeError(
@@ -89,6 +93,13 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             raise ConfigurationError(
                 'SGLang asks a dynamic backend for pages where they lie only with "interface_v1": 1 in the extra '
                 "config: add it, for models of several pools too"
+            )
+        if stray := sorted(
+            each for each in extra.keys() - {"tiered_kv"} if each in _OURS or _letters(each) == "tieredkv"
+        ):
+            raise ConfigurationError(
+                f"{', '.join(map(repr, stray))} in the extra config: nobody reads it there; settings of ours are in an "
+                'object of it, "tiered_kv": {"tiers": [...]}'
             )
         if not isinstance(extra.get("tiered_kv") or {}, Mapping):
             raise ConfigurationError(
@@ -506,6 +517,10 @@ def _ends_of_runs(is_there: NDArray[np.bool_], length: int) -> NDArray[np.bool_]
 def _platform() -> str:
     """Say what computes: of one format of floats the bits mean another number on another make of GPU."""
     return "hip" if torch.version.hip else "cuda" if torch.version.cuda else "cpu"
+
+
+def _letters(text: str) -> str:
+    return "".join(filter(str.isalpha, text)).lower()
 
 
 def _updates() -> list[Mapping[str, Any]]:
