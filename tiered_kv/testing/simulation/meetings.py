@@ -286,6 +286,7 @@ async def suffer(requests: "Requests", numbers: "Numbers") -> None:
     world.begin_trouble(numbers[2], kind)
     for i, what in enumerate(2 * ("lookup", "load", "stats", "store", "groups", "evict", "explain", "store", "load")):
         await requests.do(what, (numbers[0] + (i + numbers[3]) % 3, 2, 10, 3 * (numbers[3] >> i & 1) + 2))
+        await asyncio.sleep(0.5 * (numbers[2] >> i & 1))  # a breaker may let one more call through then
     world.end_trouble()
 
 
