@@ -30,6 +30,10 @@ if TYPE_CHECKING:
 _COPY_S: Final = 0.005
 _SLOW_WRITE_S: Final = 0.05
 _LONGEST_STALL_S: Final = 30.0
+_LONGEST_PAUSE_S: Final = 4.5
+"""After a failure, before a tier is tried again."""
+_READING_S: Final = (0.0001, 0.0002, 0.0004, 0.0015)
+"""After one of these a load is being read, of media that are well."""
 _LATE_DELETION_S: Final = (1.5, 3.0)
 
 
@@ -241,7 +245,9 @@ async def hang_and_flush(requests: "Requests", numbers: "Numbers") -> None:
 @scene(lambda shape: (shape.keeps_all or shape.keeps_in_store) and shape.admit_after == 1)
 async def use_again(requests: "Requests", numbers: "Numbers") -> None:
     """Media that were at fault are in use again some seconds after they are well: they are written to, and read."""
-    world, kv = requests.world, requests.kv
+    world, kv, there = requests.world, requests.kv, numbers[0] + 4
+    await requests.store(there)
+    await requests.flush()
     if numbers[1] % 3 == 0:
         world.stall_all()
     else:
@@ -258,6 +264,9 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
         )
         await asyncio.sleep((0.0, 0.3, 1.0, 3.0)[numbers[3] >> 2 * i & 3])
     world.end_trouble()
+    await asyncio.sleep(_LONGEST_PAUSE_S)
+    await requests.leave_memory(there)
+    await requests.store(there)  # what they have is not written: that is no try
     await asyncio.sleep(_LONGEST_STALL_S + WELL_S)  # which may have begun at the last moment
     quiet = Quiet(requests)
     for is_probe in (True, False):
@@ -266,8 +275,10 @@ async def use_again(requests: "Requests", numbers: "Numbers") -> None:
         await requests.put_below(keys)
         if requests.ending:
             return
+        reading = asyncio.ensure_future(requests.get(keys))
+        await asyncio.sleep(_READING_S[numbers[1] >> 8 & 3])  # only a tier that is being tried has one call at a time
         num_found = (await requests.within(LONGEST_S, "lookup", kv.lookup(keys))).num_blocks
-        await requests.get(keys)
+        await reading
         if not is_probe and num_found < len(keys) and is_roomy and quiet.is_so() and requests.keeps_all():
             raise WrongAnswer("bypassed", f"{num_found} of {len(keys)} blocks are kept by media that are well again")
         await asyncio.sleep(1.0)
