@@ -96,8 +96,10 @@ _SUFFIXES: Final = (".safetensors", ".bin", ".pt", ".gguf", ".pth")
 """Of files that hold weights. Of several kinds beside each other the first is what engines load."""
 _LOADED_BY: Final = {"pt": (".pt",), "npcache": (".bin",), "gguf": (".gguf",)}
 """Of engines' formats to load weights by: which kinds some load, whatever lies beside them."""
-CODE: Final = "**/*.py"
+_CODE: Final = "**/*.py"
 """Of a checkpoint, which engines run where its code is trusted."""
+_OF_THE_HUB: Final = "models--*/snapshots/*"
+"""How paths end of what the hub's client keeps: of a commit such files as were asked for on this host."""
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -192,6 +194,16 @@ def file_digests(folder: str | Path, *patterns: str) -> dict[str, str]:
     """
     files = (file for pattern in patterns for file in Path(folder).glob(pattern) if file.is_file())
     return {str(file.relative_to(folder)): file_digest(file, str(file)) for file in files}
+
+
+def code_of(folder: str | Path) -> dict[str, str] | str:
+    """Tell the code in a checkpoint's folder: by its files, or the commit in whose name the hub's client keeps some.
+
+    Raises:
+        ConfigurationError: A file can't be read.
+    """
+    path = Path(folder)
+    return path.name if path.match(_OF_THE_HUB) else file_digests(path, _CODE)
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:

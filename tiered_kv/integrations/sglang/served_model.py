@@ -9,12 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from tiered_kv.integrations.identity import (
-    CODE,
     adapter_weights,
     checkpoint_weights,
+    code_of,
     digest_of,
     file_digest,
-    file_digests,
     folder_of,
 )
 from tiered_kv.values.errors import ConfigurationError
@@ -70,7 +69,7 @@ def model_identity(config: Any, pool: Any, weights: str | None) -> ModelIdentity
     revision = getattr(arguments, "revision", None)
     if getattr(arguments, "trust_remote_code", False):
         folder = folder_of(path, revision)
-        facts["code"] = "" if folder is None else digest_of(file_digests(folder, CODE))
+        facts["code"] = "" if folder is None else digest_of({"code": code_of(folder)})
     for name in _FILES:
         if file := getattr(arguments, name, None):
             given = Path(path, file)  # if it is not absolute, in the checkpoint's folder

@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from tiered_kv.cache.blocking import open_blocking
-from tiered_kv.integrations.identity import CODE, Below, checkpoint_weights, digest_of, file_digests
+from tiered_kv.integrations.identity import Below, checkpoint_weights, code_of, digest_of
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import (
     VERSION,
@@ -297,7 +297,7 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
     folder = model.config.name_or_path
     if folder and _runs_own_code(model) and Path(folder).is_dir():  # of the hub its commit says it
-        kept["code"] = file_digests(folder, CODE)
+        kept["code"] = code_of(folder)
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
 
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from tiered_kv.integrations.identity import (
-    CODE,
     checkpoint_weights,
+    code_of,
     digest_of,
     file_digest,
     file_digests,
@@ -119,7 +119,8 @@ def _how(vllm_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
     if model.model_impl not in {"auto", "vllm"}:
         facts["model_impl"] = model.model_impl  # that of transformers scales a dynamic rope otherwise
     if model.trust_remote_code:
-        facts["code"] = [model.code_revision, _files_of(model.model, model.revision, CODE)]
+        folder = folder_of(model.model, model.revision)
+        facts["code"] = [model.code_revision, {} if folder is None else code_of(folder)]
     return facts
 
 
