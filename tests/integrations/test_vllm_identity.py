@@ -212,6 +212,9 @@ def test_a_draft_whose_kv_is_kept_is_told_by_its_weights(tmp_path: Path) -> None
     (tmp_path / "model.bin").write_bytes(bytes(2500) + b"x" * 2500)
     assert named(tmp_path) != of_files
     assert named(tmp_path, has_kv=False) == identity(PLAIN)
+    (tmp_path / "model.bin").unlink()
+    assert named(tmp_path) == named(tmp_path)  # of --download-dir only a config is where its name leads to
+    assert named(tmp_path) not in others
 
 
 def test_weights_are_told_by_the_files_that_are_loaded(tmp_path: Path) -> None:

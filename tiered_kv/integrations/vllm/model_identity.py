@@ -5,6 +5,7 @@
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Final
 
 from tiered_kv.integrations.identity import (
@@ -156,8 +157,9 @@ def _draft_of(draft: Any, target: Any) -> list[Any]:
     weights = f"{draft.model}, {draft.revision}"
     if draft.model == target.model:  # a part of its own checkpoint
         weights = ""
-    elif folder_of(draft.model, draft.revision) is not None:
-        weights = weights_of(draft.model, draft.revision)
+    else:  # of another place, as with --download-dir, by its name alone: drafts that are not right cost time
+        with suppress(ConfigurationError):
+            weights = weights_of(draft.model, draft.revision)
     return [_config_of(draft), str(draft.quantization), weights]
 
 
