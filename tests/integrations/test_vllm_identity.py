@@ -217,6 +217,20 @@ def test_a_draft_whose_kv_is_kept_is_told_by_its_weights(tmp_path: Path) -> None
     assert named(tmp_path) not in others
 
 
+def test_a_draft_of_eagle_is_the_same_wherever_it_lies(tmp_path: Path) -> None:
+    """In vLLM's config of it the draft's own is another one, which says where it was read."""
+
+    def named(folder: Path) -> ModelIdentity:
+        folder.mkdir()
+        (folder / "model.bin").write_bytes(bytes(5000))
+        path = {"_name_or_path": str(folder)}
+        config = SimpleNamespace(to_dict=lambda: {**path, "model": {**path, "num_hidden_layers": 1}})
+        draft = SimpleNamespace(hf_config=config, model=str(folder), revision=None, quantization=None)
+        return identity(PLAIN, draft=SimpleNamespace(uses_draft_kv_cache=lambda: True, draft_model_config=draft))
+
+    assert named(tmp_path / "first") == named(tmp_path / "second")
+
+
 def test_weights_are_told_by_the_files_that_are_loaded(tmp_path: Path) -> None:
     """Of several kinds in a folder ``--load-format pt`` takes the one, and vLLM left alone the other."""
     for name in ("model.bin", "model.pt"):

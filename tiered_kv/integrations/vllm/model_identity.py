@@ -160,12 +160,19 @@ def _draft_of(draft: Any, target: Any) -> list[Any]:
     else:  # of another place, as with --download-dir, by its name alone: drafts that are not right cost time
         with suppress(ConfigurationError):
             weights = weights_of(draft.model, draft.revision)
-    return [_config_of(draft), str(draft.quantization), weights]
+    config = _config_of(draft)
+    if isinstance(own := config.get("model"), Mapping):  # within vLLM's config of EAGLE, and with a path too
+        config["model"] = _facts_of(own)
+    return [config, str(draft.quantization), weights]
 
 
 def _config_of(model: Any) -> dict[str, Any]:
     """Return what a model's config says of what it computes."""
-    return {key: value for key, value in model.hf_config.to_dict().items() if key not in _NO_FACTS}
+    return _facts_of(model.hf_config.to_dict())
+
+
+def _facts_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _NO_FACTS}
 
 
 def _files_of(model: str, revision: str | None, *patterns: str) -> dict[str, str]:
