@@ -352,6 +352,27 @@ def test_of_weights_that_are_updated_nothing_is_found_or_kept(opened: Open, note
     assert named.batch_exists(main) == 0
 
 
+def test_what_sglang_has_noted_is_read_once(opened: Open) -> None:
+    """A draft that adapts notes each change of its steps, for as long as the server runs: a call costs no more then."""
+    read: list[str] = []
+
+    class Fields(dict[str, object]):
+        def keys(self) -> Any:  # noqa: ANN401 - a view
+            read.append("once")
+            return super().keys()
+
+    def note() -> None:
+        OVERRIDES.append(("adaptive_spec.restore", Fields(speculative_num_steps=3)))
+
+    storage = opened(host_pool("layer_first"))
+    for _ in range(3):
+        note()
+        read.clear()
+        for _ in range(2):
+            storage.batch_exists(KEYS[:1])
+        assert len(read) == 1
+
+
 def test_after_closing_nothing_is_there(opened: Open) -> None:
     """SGLang may still ask: it is told no, and raised nothing at; closing again is harmless."""
     pool = host_pool("layer_first")

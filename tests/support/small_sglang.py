@@ -62,7 +62,7 @@ def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
         "sglang.srt.runtime_context": {
             "get_server_args": get_nothing,
             "get_lora": get_nothing,
-            "get_context": lambda: SimpleNamespace(overrides_log=OVERRIDES.copy),
+            "get_context": lambda: SimpleNamespace(_overrides_log=OVERRIDES),
         },
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.hicache_storage": {

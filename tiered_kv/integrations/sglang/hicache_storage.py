@@ -116,8 +116,9 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         self._stack = ExitStack()
         self._changing = threading.Lock()
         self._seldom = Seldom()
-        self._updates = _updates()
-        if self._updates and self._weights is None:
+        self._num_noted = len(_noted())
+        self._has_other_weights = False
+        if self._weights is None and _are_updated(_noted()):
             raise ConfigurationError(
                 "SGLang's weights were updated while it ran, and are not those of the checkpoint that it began with: "
                 'name them by "tiered_kv": {"weights": ...}'
@@ -341,7 +342,12 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
 
     def _in_use(self) -> BlockingTieredKV | None:
         """Return the cache; None without one, and once SGLang's weights are others than those that it is of."""
-        if self.kv is not None and _updates() != self._updates:
+        noted = _noted()
+        num_noted = len(noted)
+        if _are_updated(noted[self._num_noted : num_noted]):  # only what is new: an adaptive draft notes each change
+            self._has_other_weights = True
+        self._num_noted = num_noted
+        if self.kv is not None and self._has_other_weights:
             self._seldom.failed("HiCache", _OTHER_WEIGHTS)
             return None
         return self.kv
@@ -523,8 +529,13 @@ def _letters(text: str) -> str:
     return "".join(filter(str.isalpha, text)).lower()
 
 
-def _updates() -> list[Mapping[str, Any]]:
-    """Return what SGLang has noted of each update of its weights since it began: from a disk, or of what version."""
+def _noted() -> Sequence[tuple[str, Mapping[str, Any]]]:
+    """Return what SGLang has noted of each change of its configuration since it began; not a copy, as it gives out."""
     from sglang.srt.runtime_context import get_context  # noqa: PLC0415 - by now the engine has begun
 
-    return [fields for _, fields in get_context().overrides_log() if not fields.keys().isdisjoint(_OF_WEIGHTS)]
+    return get_context()._overrides_log  # type: ignore[no-any-return]  # noqa: SLF001 - of one version, as all here
+
+
+def _are_updated(noted: Sequence[tuple[str, Mapping[str, Any]]]) -> bool:
+    """Say whether weights are among what was changed: by some of a disk, or of what version."""
+    return any(not fields.keys().isdisjoint(_OF_WEIGHTS) for _, fields in noted)
