@@ -155,6 +155,25 @@ def test_an_environment_that_lays_out_or_computes_otherwise_is_another_model(
     assert identity(PLAIN) != unsaid
 
 
+def test_an_environment_is_told_by_what_it_says(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A variable may name a file of JSON, on each host another one, and a switch has several spellings."""
+
+    def named(name: str, value: object) -> ModelIdentity:
+        monkeypatch.setenv(name, str(value))
+        return identity(PLAIN)
+
+    files = tmp_path / "one.json", tmp_path / "other.json"
+    for file in files:
+        file.write_text('{"quant_method": "fp8"}')
+    first, second = (named("VLLM_HUMMING_ONLINE_QUANT_CONFIG", file) for file in files)
+    assert first == second
+    files[0].write_text('{"quant_method": "int8"}')
+    assert named("VLLM_HUMMING_ONLINE_QUANT_CONFIG", files[0]) != first
+    monkeypatch.delenv("VLLM_HUMMING_ONLINE_QUANT_CONFIG")
+    for spellings in (["0", "False", "false"], ["1", "True", "true"]):
+        assert len({named("VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT", value) for value in spellings}) == 1
+
+
 def test_a_name_is_what_it_was_where_nobody_says_anything() -> None:
     """What a later tiered_kv tells models apart by changes none: blocks that were stored are found."""
     plain = identity(PLAIN)

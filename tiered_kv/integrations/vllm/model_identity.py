@@ -33,7 +33,7 @@ _WHERE_SAID: Final = {
 """Of vLLM's configurations what is in a name where it is on: narrower queries, and how adapters of experts are read."""
 
 _ENVIRONMENT: Final = {
-    "VLLM_SSM_CONV_STATE_LAYOUT": "SD", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "False", "VLLM_MARLIN_INPUT_DTYPE": "",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "SD", "VLLM_ROCM_SHUFFLE_KV_CACHE_LAYOUT": "0", "VLLM_MARLIN_INPUT_DTYPE": "",
     "VLLM_HUMMING_ONLINE_QUANT_CONFIG": "", "VLLM_HUMMING_INPUT_QUANT_CONFIG": "",
     "VLLM_ROCM_MUSE_MOE_ONLINE_QUANT": "", "VLLM_ROCM_QUICK_REDUCE_QUANTIZATION": "NONE", "VLLM_CPU_INT4_W4A8": "1",
     "VLLM_B12X_MOE_FP4_FORCE_A16": "0", "VLLM_ROCM_USE_AITER_MOE_A4W4_DSV4": "0",
@@ -72,7 +72,7 @@ def model_identity(vllm_config: Any, weights: str | None) -> ModelIdentity:
     facts = _how(vllm_config, config) | _of_adapters(vllm_config.lora_config, model) | _of_images(model)
     for of, names in _WHERE_SAID.items():
         facts |= {name: True for name in names if getattr(getattr(vllm_config, of), name, False)}
-    facts |= {name: value for name, usual in _ENVIRONMENT.items() if (value := os.environ.get(name, usual)) != usual}
+    facts |= {name: value for name, usual in _ENVIRONMENT.items() if (value := _said(name, usual)) != usual}
     if speculative is not None and speculative.uses_draft_kv_cache():
         facts["draft"] = _draft_of(speculative.draft_model_config, model)
     if load_format != "auto":  # of files of a kind some take a part
@@ -99,6 +99,14 @@ def weights_of(model: str, revision: str | None = None, *, load_format: str = "a
             '"weights": "llama-3-8b, revision 5206a32", beside "tiers", by a name that changes when they do'
         )
     return checkpoint_weights(folder, load_format)
+
+
+def _said(name: str, usual: str) -> str:
+    """Return what a variable of vLLM's environment says, however it is spelled, or in the file that it names."""
+    value = os.environ.get(name, usual)
+    if name.endswith("_CONFIG") and os.path.isfile(value):  # noqa: PTH113 - JSON may be too long for a path
+        return file_digest(value, f"{name}, {value!r},")
+    return {"false": "0", "true": "1"}.get(value.lower(), value)
 
 
 def _how(vllm_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
