@@ -881,6 +881,15 @@ class Adapted(torch.nn.Module):
         return self.layer(states) + (0 if self.disable_adapters else added)
 
 
+def with_adapters(model: Model, monkeypatch: pytest.MonkeyPatch) -> Adapted:
+    """Give one layer of a model two adapters, as PEFT would, and return it."""
+    attention = model.model.layers[0].self_attn
+    adapted = Adapted(attention.v_proj)
+    monkeypatch.setattr(attention, "v_proj", adapted)
+    monkeypatch.setattr(model, "peft_config", {"a": None, "b": None}, raising=False)
+    return adapted
+
+
 @pytest.mark.parametrize(
     "change",
     [{"active": ["b"]}, {"disable_adapters": True}, {"merged_adapters": ["b"]}, {"scaling": {"a": 0.1}}],
@@ -890,10 +899,7 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any]
 ) -> None:
     """What they compute would have the names of what those have that were active."""
-    attention = model.model.layers[0].self_attn
-    adapted = Adapted(attention.v_proj)
-    monkeypatch.setattr(attention, "v_proj", adapted)
-    monkeypatch.setattr(model, "peft_config", {"a": None, "b": None}, raising=False)
+    adapted = with_adapters(model, monkeypatch)
     with opened(model, tmp_path, weights="tuned, adapter a") as tiered:
         alone, _ = generate(model, tiered)
         with monkeypatch.context() as changed:
@@ -941,10 +947,7 @@ def test_adapters_that_rows_of_a_batch_have_are_refused(
     model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: dict[str, Any]
 ) -> None:
     """PEFT's layers have hooks as long as a generate has such arguments, or for good where that fails."""
-    attention = model.model.layers[0].self_attn
-    adapted = Adapted(attention.v_proj)
-    monkeypatch.setattr(attention, "v_proj", adapted)
-    monkeypatch.setattr(model, "peft_config", {"a": None, "b": None}, raising=False)
+    adapted = with_adapters(model, monkeypatch)
     ids, mask = padded()
 
     def adds(_layer: torch.nn.Module, _args: object, **_given: object) -> None:
