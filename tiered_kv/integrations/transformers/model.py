@@ -121,7 +121,8 @@ def open_tiered(
         settings: Tiers and limits; from the environment by default. Or ``{"connect": "unix:///..."}``: blocks are kept
             by the server of this host that listens there.
         weights: Names the weights. By default it is told from the checkpoint that the model was loaded from (its files,
-            or the hub's commit) and some of each tensor, so weights changed since, or adapters, must be named.
+            or the hub's commit) and, without ranks, some of each plain tensor, so weights changed since, or adapters,
+            must be named.
         salt: Keeps tenants apart: what is stored with one is not found with another.
         block_size: Tokens a block has. Continuous batching needs a ``page_size`` of as many; 256 is its default.
 
