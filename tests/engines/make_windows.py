@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GptOssConfig,
@@ -70,7 +72,16 @@ def qwen3_next() -> Any:
     return Qwen3NextForCausalLM(config)
 
 
+def deepseek_v3() -> Any:
+    """Latents in all layers, of the one size that vLLM's kernels for CPUs have, which want bfloat16."""
+    config = {**SMALL, "num_hidden_layers": 3, "first_k_dense_replace": 3, "q_lora_rank": 64, "kv_lora_rank": 512}
+    config |= {"qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128, "num_key_value_heads": 4}
+    del config["head_dim"]
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**config)).bfloat16()
+
+
 SHAPES: dict[str, Callable[[], Any]] = {
+    "deepseek_v3": deepseek_v3,
     "olmo3": olmo3,
     "gemma3": gemma3,
     "gpt_oss": gpt_oss,

@@ -286,11 +286,11 @@ def test_states_by_vllms_second_runner(vllm: Environment, tmp_path: pathlib.Path
     vllm.run("make_windows.py", model, "qwen3_next")
     wanted: Answer = {"length": 1500, "num_tokens": 4}
     roomy = json.dumps({"model": str(model), "prompts": PROMPTS, "engine": LARGE, **wanted})
-    alone = vllm.run("vllm_second_runner.py", roomy, timeout_s=600)["rounds"][0]["tokens"]
+    alone = vllm.run("vllm_interpreted.py", roomy, 2, timeout_s=600)["rounds"][0]["tokens"]
     engine = {**LARGE, "num_gpu_blocks_override": 12}
     runs = Runs(vllm, model, tmp_path)
     given = runs.arguments(tiers=["cpu://?capacity=256MiB"], extra=COMPUTED, rounds=2, engine=engine, **wanted)
-    answer = vllm.run("vllm_second_runner.py", given, timeout_s=600)
+    answer = vllm.run("vllm_interpreted.py", given, 2, timeout_s=600)
     assert [each["tokens"] for each in answer["rounds"]] == [alone, alone]
     assert hits_of(answer) == sum(answer["rounds"][1]["cached"]) > 0
 
@@ -385,7 +385,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
     """Who configures what would give wrong answers, or none, reads what to do about it before a request comes."""
     said = vllm.run("vllm_refusals.py", tiny_llama, variables={"HF_HUB_OFFLINE": "1"})
     right = "right", "latents", "in chunks", "groups", "window", "chunks", "hybrid", "sizes", "stages", "runner"
-    for name in (*right, "images by hash", "no images"):
+    for name in (*right, "latent window", "made anew", "images by hash", "no images"):
         assert said[name] == "nothing", name
     assert said["groups of ours"] == [
         [0, None, None, 16384, ["layer0"]],
@@ -400,7 +400,7 @@ def test_what_cannot_work_is_refused_at_start(vllm: Environment, tiny_llama: pat
         "policy": 'Set it to "recompute"',
         "no states": "mamba_cache_mode is 'none'",
         "states": "serve this model without this connector",
-        "latent window": "this model has SlidingWindowMLASpec",
+        "nothing kept": "no layer of this model keeps anything that a prefix needs",
         "subclass": "this model has RSWASpec",
         "one of them": "this model has RSWASpec",
         "an empty stage": "block table 0 has no layer in this pipeline stage",

@@ -10,7 +10,7 @@ from environments import Environment
 
 SHAPES: Final = (
     "full", "windows", "gemma", "one window", "two windows", "small blocks", "chunks", "states", "parts of states",
-    "pages", "latents", "draft",
+    "pages", "latents", "short windows", "compressed", "replayed", "draft",
 )  # fmt: skip
 FAULTS: Final = {
     "one window block short": "windows",
@@ -131,6 +131,20 @@ def test_a_prefix_ends_inside_of_a_block(vllm: Environment, tiny_llama: pathlib.
     assert [(each["wrong"], each["held"]) for each in (whole, parts)] == [([], 0), ([], 0)]
     assert whole["tokens"] == 2 * sum(prompts) - (0 + 64 + 192 + 320)
     assert parts["tokens"] == 2 * sum(prompts) - (48 + 96 + 240 + 320)
+
+
+def test_of_short_windows_is_stored_what_a_prompts_end_needs(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """And what is needed where another began alike, from the second on; or at each step, if vLLM is told to keep it."""
+    wanted: dict[str, Any] = {"store_when": "computed", "load_when": "always", "capacity": "16MiB"}
+    wanted |= {"shape": "compressed", "prompts": [300, 300, 320], "shared": 200, "num_blocks": 400}
+    kept = "prefix_cache_retention_interval"
+    runs = [asked(tiny_llama, **wanted, engine=engine) for engine in ({}, {kept: None}, {kept: 128})]
+    ends, dense, sparse = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    assert [(each["wrong"], each["held"]) for each in (ends, dense, sparse)] == [([], 0)] * 3
+    computed_again = (300 - 256) + (300 - 256) + (320 - 256)
+    assert ends["tokens"] == 300 + 300 + (320 - 192) + computed_again
+    assert dense["tokens"] == 300 + (300 - 192) + (320 - 192) + computed_again
+    assert sparse["tokens"] == 300 + (300 - 128) + (320 - 192) + computed_again
 
 
 def test_a_state_that_only_the_tiers_have_is_found(vllm: Environment, tiny_llama: pathlib.Path) -> None:

@@ -7,6 +7,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vllm.config import KVTransferConfig, MultiModalConfig
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
@@ -53,6 +55,8 @@ CHUNKS = ChunkedLocalAttentionSpec(
 LATENT_WINDOW = SlidingWindowMLASpec(
     block_size=32, num_kv_heads=1, head_size=48, dtype=torch.float32, sliding_window=64
 )
+REPLAYED = replace(LATENT_WINDOW, bounded_replay=True)
+RING = CircularBufferSpec(block_size=8, num_kv_heads=1, head_size=48, dtype=torch.float32)
 
 
 def kv_cache(*specs: Any) -> Any:
@@ -120,6 +124,8 @@ def main(model: str) -> None:
         "no states": lambda: Configuration.of(right, kv_cache(FULL, STATES)),
         "chunks": lambda: Configuration.of(right, kv_cache(FULL, CHUNKS)),
         "latent window": lambda: Configuration.of(right, kv_cache(MLA, LATENT_WINDOW)),
+        "made anew": lambda: Configuration.of(right, kv_cache(MLA, REPLAYED, RING)),
+        "nothing kept": lambda: Configuration.of(right, kv_cache(REPLAYED)),
         "policy": lambda: Configuration.of(config(transfer={"kv_load_failure_policy": "fail"}), kv_cache(FULL)),
         "groups": lambda: Configuration.of(right, kv_cache(FULL, WINDOW)),
         "window": lambda: Configuration.of(right, kv_cache(WINDOW)),

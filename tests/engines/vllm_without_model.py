@@ -37,6 +37,7 @@ class Wanted:
         transfer: For the connector.
         shape: Of `SHAPES`.
         prompts: How many that come and go as chance has it; or one after the other, of so many tokens each, twice.
+        shared: Tokens with which all of these begin.
         forgets: What vLLM's own cache has forgotten when one comes again: all, or its states alone.
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
@@ -52,6 +53,7 @@ class Wanted:
     transfer: dict[str, Any]
     shape: str = "windows"
     prompts: int | list[int] = 200
+    shared: int = 0
     forgets: Literal["all", "states"] = "all"
     seed: int = 0
     fault: str = ""
@@ -66,9 +68,11 @@ def specs(shape: str) -> list[Any]:
     """Return what the layers of a model are like, a group each."""
     from vllm.v1.kv_cache_interface import (  # noqa: PLC0415 - takes seconds, and the environment is set first
         ChunkedLocalAttentionSpec,
+        CircularBufferSpec,
         FullAttentionSpec,
         MambaSpec,
         MLAAttentionSpec,
+        SlidingWindowMLASpec,
         SlidingWindowSpec,
         UniformTypeKVCacheSpecs,
     )
@@ -79,8 +83,9 @@ def specs(shape: str) -> list[Any]:
     def window(width: int, size: int = 16, num: int = 1) -> Any:
         return SlidingWindowSpec(**heads(size, num), sliding_window=width)
 
-    def latents(size: int) -> Any:
-        return MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=size * ROW // 4, dtype=torch.float32)
+    def latents(num: int, size: int = 16, width: int = 0, **more: bool) -> Any:
+        kept = {"block_size": size, "num_kv_heads": 1, "head_size": num * ROW // 4, "dtype": torch.float32}
+        return SlidingWindowMLASpec(**kept, sliding_window=width, **more) if width else MLAAttentionSpec(**kept)
 
     full = FullAttentionSpec(**heads())
     chunk = ChunkedLocalAttentionSpec(**heads(), attention_chunk_size=96)
@@ -100,6 +105,9 @@ def specs(shape: str) -> list[Any]:
         "parts of states": [FullAttentionSpec(**heads(64)), state],
         "pages": [unequal, window(40, 16, 3)],
         "latents": [indexed],
+        "short windows": [FullAttentionSpec(**heads(64)), window(8, 4, 16), window(30, 16, 4)],
+        "compressed": [latents(1, 64), latents(2, 32, 40), latents(16, 4, 8), latents(8, 8, 40)],
+        "replayed": [latents(4, 16, 40, bounded_replay=True), CircularBufferSpec(**heads(8, 8)), latents(1, 64)],
         "draft": [full, window(40), full],
     }[shape]
 
@@ -163,7 +171,10 @@ class Engine:
         groups[-1].is_eagle_group = wanted.shape == "draft"
         self._drafts = set(self.names[-1] if groups[-1].is_eagle_group else ())
         tensors = [KVCacheTensor(size=0, layers=self.names[0], layer_stride=0, block_stride=0)]
-        cache = KVCacheConfig(num_blocks=wanted.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+        cache = KVCacheConfig(
+            num_blocks=wanted.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups,
+            prefix_cache_retention_interval=config.cache_config.prefix_cache_retention_interval,
+        )  # fmt: skip
         block_size, hash_size = resolve_kv_cache_block_sizes(cache, config)
         cache.hash_block_size = hash_size
         init_none_hash(sha256_cbor)
@@ -337,8 +348,11 @@ class Engine:
         for spec, layers, table in zip(self.specs, self.names, tables, strict=True):
             for layer in layers:
                 each = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+                if not hasattr(each, "sliding_window") and not each.prefix_cacheable:
+                    continue  # a ring, of which nothing is read where a prefix may end
                 digests = partial(prefixes.of, following, by=int(layer in self._drafts))
-                is_right = self._compute_layer(each, layer, table, (first, stop), digests)
+                least = request.replay_start if getattr(each, "bounded_replay", False) else 0
+                is_right = self._compute_layer(each, layer, table, (least, first, stop), digests)
                 if not is_right:
                     self.wrong.append(f"{name} of {len(tokens)} tokens, from {first} to {stop}, {layer}")
         if stop < request.num_tokens:
@@ -358,11 +372,11 @@ class Engine:
         spec: Any,
         layer: str,
         table: list[int],
-        part: tuple[int, int],
+        part: tuple[int, int, int],
         digests: Callable[[int, int], torch.Tensor],
     ) -> bool:
-        """Read what a layer would, then write; say whether it was right."""
-        first, stop = part
+        """Read what a layer would, from a first token on, then write; say whether it was right."""
+        least, first, stop = part
         size, memory = spec.block_size, self.memory[layer]
         if hasattr(spec, "mamba_cache_mode"):
             source, target = (first - 1) // size, (stop - 1) // size
@@ -373,6 +387,7 @@ class Engine:
         begin = max(0, first - spec.sliding_window + 1) if getattr(spec, "sliding_window", None) else 0
         if chunk := getattr(spec, "attention_chunk_size", None):
             begin = first // chunk * chunk
+        begin = max(begin, least)  # what is before that no layer reads again
 
         def places(start: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
             at = torch.arange(start, end)
@@ -425,12 +440,14 @@ def serve(engine: Engine, num_prompts: int, chance: random.Random) -> None:
         engine.settle()
 
 
-def serve_again(engine: Engine, lengths: list[int], forgets: str) -> None:
+def serve_again(engine: Engine, wanted: Wanted, lengths: list[int]) -> None:
     """Have prompts come one after the other, and come again when vLLM has forgotten them."""
     chance = random.Random(0)
-    for tokens in [[chance.randrange(VOCABULARY) for _ in range(length)] for length in lengths]:
+    shared = [chance.randrange(VOCABULARY) for _ in range(wanted.shared)]
+    for rest in [[chance.randrange(VOCABULARY) for _ in range(length - len(shared))] for length in lengths]:
+        tokens = shared + rest
         for _ in range(2):
-            engine.forget(forgets)
+            engine.forget(wanted.forgets)
             engine.scheduling.kv.flush()
             engine.ask(tokens, 1, None)
             engine.settle()
@@ -443,7 +460,7 @@ def run(wanted: Wanted) -> dict[str, Any]:
         FAULTS[wanted.fault](engine)
     try:
         if isinstance(wanted.prompts, list):
-            serve_again(engine, wanted.prompts, wanted.forgets)
+            serve_again(engine, wanted, wanted.prompts)
         else:
             serve(engine, wanted.prompts, random.Random(wanted.seed))
     except Exception as error:  # a wrong connector may break vLLM

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Annotated, Any, Final, Literal, Self
@@ -10,20 +10,16 @@ from typing import Annotated, Any, Final, Literal, Self
 from pydantic import Field
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
+    CircularBufferSpec,
     FullAttentionSpec,
     MambaSpec,
     MLAAttentionSpec,
+    SlidingWindowMLASpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
 
-from tiered_kv.integrations.identity import (
-    CONNECT,
-    TOKENS_PER_STATE,
-    Below,
-    in_all_texts,
-    state_slots,
-)
+from tiered_kv.integrations.identity import CONNECT, TOKENS_PER_STATE, Below, in_all_texts
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.model_identity import model_identity
 from tiered_kv.settings.setting_errors import Checked
@@ -65,7 +61,8 @@ class ConnectorSettings(Checked):
     """How long a request waits for its blocks to be in host memory; then they are computed."""
     tokens_per_state: Annotated[int, Field(ge=1)] = TOKENS_PER_STATE
     """Each tier of the cache's own has room for one state of Mamba, or of linear attention, for so many tokens of K and
-    V: what is not kept of one takes no room from the other."""
+    V, and for one end of each window that is shorter than other layers' blocks (DeepSeek V4): what is not kept of one
+    takes no room from the other."""
     hint_share: Annotated[float, Field(ge=0, le=0.5)] = 0.125
     """Of the CPU tier, what KV hints of one tenant, a salt, may keep or bring at once; those of all tenants have half.
     0: hints are not read."""
@@ -122,6 +119,7 @@ class Configuration:
         num_ranks: Workers that have a part of each block: of each pipeline stage its tensor parallel ranks.
         num_stages: Of pipeline parallelism.
         groups: The KV groups.
+        num_tables: vLLM's block tables, those that nothing is kept of included.
         num_engine_blocks: In vLLM's cache.
         num_step_blocks: That a step may fill.
         loads: Whether anything is loaded.
@@ -130,6 +128,8 @@ class Configuration:
         writes_first: Whether vLLM's model runner writes to blocks that it hands out anew (empties them, copies to them)
             before it tells the workers whose they were: its second one does.
         is_async: Whether vLLM schedules a step before it has the output of the one before it.
+        retention_tokens: vLLM's ``--prefix-cache-retention-interval``: of short windows what a prefix needs that ends
+            behind so many tokens, or a multiple; 0: none of that; None: wherever one may end.
     """
 
     connector: ConnectorSettings
@@ -138,6 +138,7 @@ class Configuration:
     num_ranks: int
     num_stages: int
     groups: tuple[EngineGroup, ...]
+    num_tables: int
     num_engine_blocks: int
     num_step_blocks: int
     loads: bool
@@ -145,6 +146,7 @@ class Configuration:
     tells_events: bool
     writes_first: bool
     is_async: bool
+    retention_tokens: int | None = None
 
     @classmethod
     def of(cls, vllm_config: Any, kv_cache_config: Any) -> Self:
@@ -175,6 +177,7 @@ class Configuration:
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             num_stages=parallel.pipeline_parallel_size,
             groups=groups,
+            num_tables=len(kv_cache_config.kv_cache_groups),
             num_engine_blocks=kv_cache_config.num_blocks,
             num_step_blocks=vllm_config.scheduler_config.max_num_batched_tokens // groups[0].block_size,
             loads=transfer.is_kv_consumer,
@@ -182,6 +185,7 @@ class Configuration:
             tells_events=bool(getattr(vllm_config.kv_events_config, "enable_kv_cache_events", False)),
             writes_first=bool(vllm_config.use_v2_model_runner),
             is_async=bool(vllm_config.scheduler_config.async_scheduling),
+            retention_tokens=kv_cache_config.prefix_cache_retention_interval,
         )
 
     @cached_property
@@ -191,12 +195,53 @@ class Configuration:
 
     @cached_property
     def finest(self) -> int:
-        """Tokens: no block of any group ends where there are not so many, or a multiple."""
-        return math.gcd(*(group.block_size for group in self.groups))
+        """Tokens: no block of any group is to be stored where there are not so many, or a multiple."""
+        return math.gcd(*(self.step if self._is_of_ends(group) else group.block_size for group in self.groups))
+
+    @cached_property
+    def has_ends(self) -> bool:
+        """Whether there are windows of which little is stored, see `stored_of`."""
+        return any(self._is_of_ends(group) for group in self.groups)
+
+    def _is_of_ends(self, group: EngineGroup) -> bool:
+        """Whether it is a window that is shorter than a step: of most of its blocks no prefix has a use."""
+        is_window = group.num_blocks is not None and not group.is_handed_over
+        return is_window and (group.num_blocks or 0) * group.block_size < self.step
+
+    def stored_of(self, group: EngineGroup, blocks: range, ends: Iterable[int]) -> list[range]:
+        """Return which of a request's blocks to store, as runs: all but of a window that is shorter than a step.
+
+        Such a window's are few tokens each, of as many bytes as others' blocks. As in vLLM's own cache those are kept
+        that a prefix needs which ends where some are likely to, and by `retention_tokens`.
+
+        Args:
+            group: Of the blocks.
+            blocks: By number.
+            ends: Tokens: where prefixes of this one are likely to end.
+        """
+        if not self._is_of_ends(group):
+            return [blocks]
+        stops = {end // self.step * self.step // group.block_size for end in ends}
+        if every := (self.step if self.retention_tokens is None else self.retention_tokens) // group.block_size:
+            stops.update(range((blocks.start // every + 1) * every, blocks.stop + every, every))
+        runs, first = list[range](), blocks.start
+        for stop in sorted(stops):
+            run = range(max(first, stop - (group.num_blocks or 0)), min(stop, blocks.stop))
+            if run:
+                runs.append(run)
+                first = run.stop
+        return runs
 
     def slots_per_block(self, group: EngineGroup) -> float:
         """Return how many slots a group has in tiers, see `KVGroup`."""
-        return state_slots(group.block_size, self.connector.tokens_per_state) if group.is_handed_over else 1.0
+        return self._per_token(group) / max(self._per_token(each) for each in self.groups)
+
+    def _per_token(self, group: EngineGroup) -> float:
+        """Return how many blocks are kept for each token: all, or those of one state or end of a window for so many."""
+        if not (group.is_handed_over or self._is_of_ends(group)):
+            return 1 / group.block_size
+        every = max(self.connector.tokens_per_state, self.step, self.retention_tokens or 0)
+        return min(1 / group.block_size, (group.num_blocks or 1) / every)
 
     @cached_property
     def tail_tokens(self) -> int:
@@ -215,7 +260,7 @@ class Configuration:
     @cached_property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
-        return len(self.groups) == 1 and self.is_whole
+        return self.num_tables == len(self.groups) == 1 and self.is_whole
 
     @cached_property
     def loads_first(self) -> bool:
@@ -323,6 +368,8 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
         specs = _specs(group)
         if not specs:
             raise ConfigurationError(f"block table {table} has no layer in this pipeline stage: {STAGES_ARE_EQUAL}")
+        if all(_is_made_anew(spec) for spec in specs.values()):
+            continue
         kinds = {_kind_of(spec) for spec in specs.values()}
         if len(kinds) > 1 or not getattr(group, "enable_kv_transfer", True):
             named = ", ".join(dict.fromkeys(type(spec).__name__ for spec in specs.values()))
@@ -337,7 +384,17 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
         for page_bytes, names in by_page.items():
             each = block_size // (hash_size or block_size)
             groups.append(EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, *kind))
+    if not groups:
+        raise ConfigurationError(f"no layer of this model keeps anything that a prefix needs. {_WITHOUT}")
     return tuple(groups)
+
+
+def _is_made_anew(spec: Any) -> bool:
+    """Whether vLLM fills a layer's blocks behind any prefix that it finds, in its own cache too.
+
+    By the last tokens of the prefix, which it computes again, or as there is nothing in them where a prefix may end.
+    """
+    return type(spec) is CircularBufferSpec or (type(spec) is SlidingWindowMLASpec and spec.bounded_replay)
 
 
 def _kind_of(spec: Any) -> tuple[int | None, bool, int | None]:
@@ -348,7 +405,7 @@ def _kind_of(spec: Any) -> tuple[int | None, bool, int | None]:
     kind, size = type(spec), spec.block_size
     if kind in {FullAttentionSpec, MLAAttentionSpec}:
         return None, False, None
-    if kind is SlidingWindowSpec and spec.sliding_window > 1:
+    if kind in {SlidingWindowSpec, SlidingWindowMLASpec} and spec.sliding_window > 1:
         return -(-(spec.sliding_window - 1 + spec.extra_retained_tokens) // size), False, None
     if kind is ChunkedLocalAttentionSpec:
         return None, False, spec.attention_chunk_size

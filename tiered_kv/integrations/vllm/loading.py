@@ -214,6 +214,7 @@ class PendingLoads:
             tracked.is_counted = True
             main = needs[wanted.main.number].keys
             self._kv.count_lookup(main, counted(len(main)) < num_found // main.block_size)
+            self._note_shared(tracked, first, main)
             self._want(tracked, first + num_found)
         until_s = 0.0 if may_come and self._comes(needs, num_found) else self._clock() + _TOLD_AGAIN_S
         if not num_found:
@@ -228,6 +229,11 @@ class PendingLoads:
             tracked.is_worth = decided
             self._paying.declined(num_found - decided[2])
         return Finding(of, decided[2], until_s)
+
+    def _note_shared(self, tracked: Tracked, first: int, main: BlockKeys) -> None:
+        """Take note of how far a request is like others, where windows may lack what a prefix needs that ends there."""
+        if self._configuration.has_ends:
+            tracked.num_shared = first + num_hits(self._kv.membership(main).tobytes()) * main.block_size
 
     def _comes(self, needs: list[GroupNeed], num_found: int) -> bool:
         """Say whether more is on its way to memory: of a request that was preempted its blocks may just be stored."""

@@ -112,6 +112,7 @@ class Tracked:
         num_here: Tokens that vLLM's own cache had of it. The tiers have not heard yet that they are used.
         num_found: Tokens found behind those that are in place.
         by_tier: Tokens found, by the tier that had them, of tiers that no other cache uses.
+        num_shared: Tokens found of those groups that need all their blocks, where others lacked theirs.
         num_stored: Of its first tokens, how many have blocks in place that are stored, being stored, due, or not to be.
         num_noted: Of its first tokens, of how many the blocks are known to be in vLLM's cache.
         may_hurry: Whether to bring what was found to host memory before vLLM has blocks for it: until it had none then.
@@ -135,6 +136,7 @@ class Tracked:
     num_here: int = 0
     num_found: int = 0
     by_tier: dict[str, int] = field(default_factory=dict)
+    num_shared: int = 0
     num_stored: int = 0
     num_noted: int = 0
     may_hurry: bool = True
@@ -148,6 +150,12 @@ class Tracked:
     num_due: int = 0
     stores: "set[Store]" = field(default_factory=set)
     leaving: "list[Due]" = field(default_factory=list)
+
+    @property
+    def ends(self) -> set[int]:
+        """Where prefixes of it are likely to end, in tokens: those of its prompt, and of what others had of it."""
+        num_prompt = self.request.num_prompt_tokens
+        return {num_prompt - 1, num_prompt, self.num_shared, self.request.shared_prefix_boundary}
 
 
 @dataclass(frozen=True)

@@ -408,7 +408,8 @@ class SchedulingSide:
                     self._evicting.note(keys, table[noted:stop], self.naming.hashes(group, request, noted, stop))
             if stop > first and may_store and not group.is_handed_over and self._evicting is None:
                 table = tables.get_block_ids(request.request_id)[group.table]
-                self._storing.gather(tracked, group, first, table[first:stop])
+                for run in self._configuration.stored_of(group, range(first, stop), tracked.ends):
+                    self._storing.gather(tracked, group, run.start, table[run.start : run.stop])
 
     def _may_store(self, tracked: Tracked) -> bool:
         """Say whether to store what a request has computed, and what that is can be said: see `RequestNaming`."""
