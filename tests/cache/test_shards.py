@@ -78,7 +78,19 @@ async def test_a_scheduler_moves_no_bytes(tmp_path: Path) -> None:
         assert (await kv.evict(KEYS)).num_blocks == 0
 
 
-@pytest.mark.parametrize("shard", [(Shard(0, 2),), (Shard(1, 2), Shard(0, 2)), [Shard()], "0/2"], ids=repr)
+@pytest.mark.parametrize(
+    "shard",
+    [
+        (Shard(0, 2),),
+        (Shard(1, 2), Shard(0, 2)),
+        (*Shard.every(2), Shard(1, 2)),
+        2 * Shard.every(2),
+        (),
+        [Shard()],
+        "0/2",
+    ],
+    ids=repr,
+)
 async def test_shards_that_cannot_be(shard: Any, tmp_path: Path) -> None:  # noqa: ANN401 - what is no shard
     """Some of the ranks, or ranks in another order, are no set of shards."""
     with pytest.raises(ConfigurationError, match=r"Shard\.every"):

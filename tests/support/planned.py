@@ -36,32 +36,34 @@ def mapped(slab: SlabHandle) -> Iterator[mmap.mmap]:
 
 
 class Ranks:
-    """Two ranks' workers in this process, each with an engine of its own."""
+    """Two ranks' workers in this process, each with an engine of its own; or some, of which several hold the same."""
 
-    def __init__(self, planner: Planner) -> None:
-        self.engines = [AnyEngine(), AnyEngine()]
+    def __init__(self, planner: Planner, num: int = 2, *, copies: int = 1) -> None:
+        self.engines = [AnyEngine() for _ in range(num)]
+        self._computed = [f"rank {rank // copies}" for rank in range(num)]
         slabs = pickle.loads(pickle.dumps(planner.slabs()))
-        self.workers = [Worker(slabs, layout=SMALL, rank=rank, device="cpu") for rank in range(2)]
+        self.workers = [Worker(slabs, layout=SMALL, rank=rank, device="cpu") for rank in range(num)]
         for rank, (worker, engine) in enumerate(zip(self.workers, self.engines, strict=True)):
             worker.register_kv_caches(engine.caches[0])
             planner.register_worker(rank=rank)
 
     def compute(self) -> None:
-        """Have both ranks compute their parts of the prompt."""
-        for rank, engine in enumerate(self.engines):
-            engine.fill(KEYS, range(N), f"rank {rank}")
+        """Have all ranks compute their parts of the prompt."""
+        for engine, computed in zip(self.engines, self._computed, strict=True):
+            engine.fill(KEYS, range(N), computed)
 
     def num_right(self) -> list[int]:
         """Count, per rank, the leading blocks that are that rank's own."""
-        return [engine.count_right(KEYS, range(N), f"rank {rank}") for rank, engine in enumerate(self.engines)]
+        both = zip(self.engines, self._computed, strict=True)
+        return [engine.count_right(KEYS, range(N), computed) for engine, computed in both]
 
     def wipe(self) -> None:
-        """Overwrite both engines' blocks."""
+        """Overwrite all engines' blocks."""
         for engine in self.engines:
             engine.wipe()
 
     def close(self) -> None:
-        """End both."""
+        """End all."""
         for worker in self.workers:
             worker.close()
 

@@ -49,18 +49,24 @@ def check_identity(tiers: object, model: object, layout: object) -> None:
 
 
 def check_shards(shard: Shard | tuple[Shard, ...] | None) -> tuple[Shard, ...]:
-    """Return the shards a process stands for: one, or all of them in order.
+    """Return the shards a process stands for: one, or those of all workers in order.
 
     Raises:
         ConfigurationError: Neither a `Shard` nor what `Shard.every` returns.
     """
     if shard is None or isinstance(shard, Shard):
         return (shard or Shard(),)
-    if not isinstance(shard, tuple) or not shard or shard != Shard.every(len(shard)):
+    size = len(set(shard)) if isinstance(shard, tuple) else 0
+    if not size or shard != Shard.every(size, copies=len(shard) // size):
         raise ConfigurationError(
             f"shard must be a Shard, or Shard.every(size) for all ranks at once, got {shard!r:.200}"
         )
     return shard
+
+
+def parts_of(shards: Sequence[Shard]) -> tuple[Shard, ...]:
+    """Return the parts of blocks that workers hold: each once, whoever else holds it."""
+    return tuple(dict.fromkeys(shards))
 
 
 def check_one_rank(of_ranks: Sequence[object]) -> None:

@@ -143,7 +143,7 @@ class OpenCache:
         self.explaining = asyncio.Lock()
         self._resizing = asyncio.Lock()
         self._planners: WeakSet[Jobs] = WeakSet()  # what is under way keeps them
-        self.jobs = self.new_jobs(len(parts.shards))
+        self.jobs = self.new_jobs(parts.num_workers)
         for chain, cleaner in self.cleaners.items():
             if chain.waiting:
                 self.background.keep_running(cleaner.run, "cleaner")
@@ -159,7 +159,7 @@ class OpenCache:
         return self.chains[group * num_shards : (group + 1) * num_shards]
 
     def new_jobs(self, num_ranks: int) -> Jobs:
-        """Return the jobs of one more planner, of so many ranks: they end with the cache."""
+        """Return the jobs of one more planner, of so many ranks' workers: they end with the cache."""
         jobs = Jobs(num_ranks, self.loop_calls, self.tasks, self.emit)
         self._planners.add(jobs)
         return jobs

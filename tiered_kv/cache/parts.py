@@ -113,6 +113,7 @@ class CacheParts:
         codecs: By KV group, how they are kept in slots.
         record_codecs: By KV group, how they are kept in records, if that is another way than in slots.
         shards: Whose parts of them: one rank's, or all.
+        num_workers: That a planner has: one for each of these, or several, which hold the same.
         limits: Bounds.
         device: Where the engine's tensors are, if that was said.
         emit: Takes events.
@@ -126,6 +127,7 @@ class CacheParts:
     codecs: tuple[Codec | None, ...]
     record_codecs: tuple[ExponentCodec | None, ...]
     shards: tuple[Shard, ...]
+    num_workers: int
     limits: CacheLimits
     device: DeviceLike | None
     emit: Emit

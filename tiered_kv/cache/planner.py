@@ -48,6 +48,7 @@ class Planner(ABC):
     def register_worker(self, *, rank: int = 0, pid: int | None = None) -> None:
         """Say which process executes the plans of a rank: this one by default. Its end ends its part of every job.
 
+        Where several workers hold the same part of blocks, each is a rank here: those of the first part come first.
         Workers may come long after the cache was opened; until every rank has one, nothing can be planned.
 
         Raises:
@@ -157,15 +158,18 @@ class OwnPlanner(Planner):
     def _slabs(self) -> tuple[SlabHandle, ...]:
         seat = self._seat
         seat.cache.keep_memory()  # for good: nobody says which workers page-lock it, nor when they have ended
-        num_ranks, pid = len(seat.shards), os.getpid()
+        num_parts, pid = len(seat.shards), os.getpid()
+        copies = self._jobs.num_ranks // num_parts
         return tuple(
             ProcessSlab(
-                slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name, number // num_ranks,
-                number % num_ranks, codec.name if codec else "none", group, pid, slab.fd, os.fstat(slab.fd).st_ino,
+                slab.num_slots, slab.stride_bytes, slab.payload_bytes, slab.name, number // num_parts,
+                number % num_parts * copies + copy, codec.name if codec else "none", group, pid, slab.fd,
+                os.fstat(slab.fd).st_ino,
             )
             for number, (slab, codec, group) in enumerate(
                 (chain.host.slab, chain.codec, chain.group) for chain in seat.chains
             )
+            for copy in range(copies)
         )  # fmt: skip
 
     @override

@@ -46,6 +46,7 @@ from tiered_kv.cache.checks import (
     check_ttl,
     metrics_of,
     page_of,
+    parts_of,
 )
 from tiered_kv.cache.closing import Draining, begin_to_close, drain, draining_on
 from tiered_kv.cache.hinted import Hints
@@ -382,6 +383,7 @@ class TieredKV(TierCalls):
             layout: What a block is made of.
             shard: Which part of the heads this process holds; all of them by default. A scheduler gives
                 ``Shard.every(size)``: then a block is there when every rank's part is, and only the ranks move bytes.
+                Of what n workers all hold, ``Shard.every(1, copies=n)``: then it is kept once.
             limits: Bounds in time, memory and work: `CacheLimits`, or a dict of its fields.
             device: Where the engine's tensors live, e.g. ``"cuda:1"``, or a ``torch.device``; the GPU if torch has one,
                 else the CPU. Without an index it is the current GPU of the thread that calls this.
@@ -398,15 +400,17 @@ class TieredKV(TierCalls):
                 argument is no such thing.
         """
         check_identity(tiers, model, layout)
+        shards = check_shards(shard)
         watchers: list[Watcher] = [*check_metrics(metrics), *check_page(page)]
         watch = Watch(watchers, self._explain, self._make_hints) if watchers else None
         self._parts = CacheParts(
-            tiers=chain_parts(tiers, check_shards(shard)),
+            tiers=chain_parts(tiers, shards),
             model=model,
             layout=layout,
             codecs=tuple(make_codec(codec, group) for group in layout.groups),
             record_codecs=tuple(make_record_codec(codec, group) for group in layout.groups),
-            shards=check_shards(shard),
+            shards=parts_of(shards),
+            num_workers=len(shards),
             limits=check_limits(limits),
             device=resolve(device),
             emit=guarded([*check_emit(emit), *([watch] if watch else [])]),

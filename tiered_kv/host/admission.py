@@ -88,7 +88,7 @@ class Admission:
         model, layout, shards = opening.parts()
         self._num_attaching += 1
         try:
-            share, ranks = await self._shares.join(model, layout, shards)
+            share, parts = await self._shares.join(model, layout, shards)
         finally:
             self._num_attaching -= 1  # from here to its place among the clients nothing is waited for
         session = None
@@ -97,7 +97,7 @@ class Admission:
             assert share.cache is not None  # noqa: S101 - it was joined
             token = secrets.token_bytes(16)
             session = self.clients[token] = Session(
-                name, share.name, share.cache, ranks,
+                name, share.name, share.cache, parts, len(shards),
                 Account(host, self._settings.limits.pin_quota, seat_of(share.cache).pins), host,
                 connection, who.pid, partial(self._ended, token, share),
                 is_read_only=opening.is_read_only or who.uid in host.read_only_uids,

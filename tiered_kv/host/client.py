@@ -29,6 +29,7 @@ from tiered_kv.cache.checks import (
     check_seconds,
     check_shards,
     check_ttl,
+    parts_of,
 )
 from tiered_kv.cache.planner import Planner
 from tiered_kv.host import protocol, wire
@@ -86,7 +87,8 @@ class ConnectedKV(AskedCalls):
         kind = device.kind if isinstance(device, Device) else torch.device(device).type
         page_locks = kind != "cpu" and not read_only  # what is only read is mapped otherwise, and copied by the CPU
         opening = Attach.of(name, model, layout, shards, is_read_only=read_only, page_locks=page_locks)
-        make_side = partial(FarSide, device, layout, shards, emit)
+        make_side = partial(FarSide, device, layout, parts_of(shards), emit)
+        self._num_workers = len(shards)
         connection = Connection(_path_in(url), opening, make_side, timeout_s)
         super().__init__(connection, Starts(connection, epoch_digest(model.weights), emit))
         self._model = model
@@ -232,7 +234,7 @@ class ConnectedKV(AskedCalls):
             BackendUnavailableError: There is none, within the time of a call.
         """
         await self._connection.open()
-        self._planner = FarPlanner(self._connection, self._starts)
+        self._planner = FarPlanner(self._connection, self._starts, self._num_workers)
         self._subscribers = FarSubscribers(self._connection)
         return self
 

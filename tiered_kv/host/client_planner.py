@@ -204,10 +204,12 @@ def introduce(
 class FarJobs(JobBook):
     """The jobs of one client's planner. Any thread may call what does not say otherwise."""
 
-    def __init__(self, connection: Connection, starts: Starts, introducing: Introducing | None) -> None:
+    def __init__(
+        self, connection: Connection, starts: Starts, num_workers: int, introducing: Introducing | None
+    ) -> None:
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
-        super().__init__(len(here.shards), here.loop_calls)
+        super().__init__(num_workers, here.loop_calls)
         self._workers = WorkerProcesses(self.num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
         self._starts = starts
@@ -439,8 +441,10 @@ class FarJobs(JobBook):
 class FarPlanner(Planner):
     """The planner of a client, made by `ConnectedKV`. While no server is there jobs end at once: ``"server away"``."""
 
-    def __init__(self, connection: Connection, starts: Starts, introducing: Introducing | None = None) -> None:
-        self._far_jobs = FarJobs(connection, starts, introducing)
+    def __init__(
+        self, connection: Connection, starts: Starts, num_workers: int = 1, introducing: Introducing | None = None
+    ) -> None:
+        self._far_jobs = FarJobs(connection, starts, num_workers, introducing)
         super().__init__(self._far_jobs)
         self._connection = connection
         self._starts = starts
@@ -451,14 +455,16 @@ class FarPlanner(Planner):
         here, there = self._connection.here(anywhere=True), self._connection.there
         if there is None:
             return ()
-        token = there.attached.token
+        token, copies = there.attached.token, self._jobs.num_ranks // len(here.shards)
         if self._slabs[0] != token:
             self._slabs = token, tuple(
                 ServedSlab(
                     slab.num_slots, slab.stride_bytes, slab.payload_bytes, there.pool_of(slab.name), slab.group,
-                    slab.rank, here.attached.codec, here.group(slab.group).group, there.path, token, slab.name,
+                    slab.rank * copies + copy, here.attached.codec, here.group(slab.group).group, there.path, token,
+                    slab.name,
                 )
                 for slab in there.attached.slabs
+                for copy in range(copies)
             )  # fmt: skip
         return self._slabs[1]
 

@@ -75,6 +75,7 @@ class Session:
         model: str,
         cache: TieredKV,
         shards: Sequence[Shard],
+        num_workers: int,
         account: Account,
         limits: HostSettings,
         connection: socket.socket,
@@ -90,6 +91,7 @@ class Session:
             model: See the attribute.
             cache: The cache of its model, open.
             shards: Which parts of the heads it stands for.
+            num_workers: That its planner has, see `CacheParts`.
             account: Of what it has, and its pins.
             limits: What one client may have under way.
             connection: To the client.
@@ -116,7 +118,7 @@ class Session:
         self._epoch = b""  # until the client has said that it serves others than those that it attached with
         said = account, self._tasks, self._serves, self.link.send
         self._transfers = SessionTransfers(limits, *said, is_read_only=is_read_only)
-        self.jobs = SessionJobs(self.seat.cache.new_jobs(len(shards)), *said)
+        self.jobs = SessionJobs(self.seat.cache.new_jobs(num_workers), *said)
         self._changes = SessionChanges(self._tasks, self.link.send)
         self._keep_no_more: Callable[[], None] | None = None
         self._ended = ended

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-from tiered_kv.cache.checks import metrics_of
+from tiered_kv.cache.checks import check_shards, metrics_of, parts_of
 from tiered_kv.cache.tiered_kv import TieredKV, seat_of
 from tiered_kv.host.lending import KEPT, Claim, divided, rights
 from tiered_kv.media.backend import SlotBackend
@@ -635,6 +635,5 @@ def _check_room(rights_: Mapping[Share, Mapping[str, int]]) -> None:
 
 def _ranks_of(shards: Sequence[Shard]) -> list[Shard]:
     """Return a client's shards as the server's cache has them: replicas share one copy here."""
-    if len(shards) != 1 and (not shards or tuple(shards) != Shard.every(len(shards))):
-        raise ConfigurationError("a client stands for one shard, or for all of them")
-    return [each.part for each in shards]
+    given = check_shards(shards[0] if len(shards) == 1 else tuple(shards))
+    return [each.part for each in parts_of(given)]

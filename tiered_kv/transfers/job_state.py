@@ -250,7 +250,9 @@ class Underway:
         self._held: Sequence[Held] = ()
         self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
         self._counted = self._wanted  # and what was moved before that
-        self._moved: list[Mask] = []  # by rank, over the keys
+        self._copies = 1  # workers of each part
+        self._given: list[Mask] = []  # by rank, over the keys: what it need not move
+        self._moved: list[Mask] = []  # likewise: what it has, or need not move
         self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
         self._errors: dict[int, str] = {}  # by rank
         self._clock = clock
@@ -275,11 +277,9 @@ class Underway:
                 HeldLoad(chain, batch, lease, of_rank, at)
                 for (chain, batch), lease, of_rank in zip(request.parts, leases, brought, strict=True)
             ]
-        self._moved = [held.present.copy() for held in self._held]
-        moves = tuple(
-            Move(rank, pid, None, held.spec, tuple(held.positions.tolist()))
-            for rank, (pid, held) in enumerate(zip(pids, self._held, strict=True))
-        )
+        moves = tuple(self._moves(pids))
+        self._given = [self._of(move.rank).present | self._left_by(move) for move in moves]
+        self._moved = [each.copy() for each in self._given]
         num_blocks = len(moves[0].positions) if request.direction == "load" and not request.gaps else len(keys)
         plan = Plan(self._number, request.direction, num_blocks, moves)
         if request.engine is not None:
@@ -290,10 +290,29 @@ class Underway:
         self._planned = self._clock()
         return plan
 
+    def _moves(self, pids: Sequence[int]) -> Iterator[Move]:
+        """Yield each worker's part: of those that hold the same each loads all, and stores its turn."""
+        copies = self._copies = len(pids) // len(self._held)
+        for rank, pid in enumerate(pids):
+            held, turn = self._of(rank), slice(None)
+            if self.request.direction == "store":
+                turn = slice(rank % copies, None, copies)
+            host = CPULoadStoreSpec(held.spec.ids[turn], held.spec.pool)
+            yield Move(rank, pid, None, host, tuple(held.positions[turn].tolist()))
+
+    def _of(self, rank: int) -> Held:
+        """Return what is held for a worker's part of the blocks."""
+        return self._held[rank // self._copies]
+
+    def _left_by(self, move: Move) -> Mask:
+        """Say which blocks others store that hold the same."""
+        left = ~self._mask_of(move.positions)
+        return left & self._mask_of(self._of(move.rank).positions if self.request.direction == "store" else [])
+
     def follow(self, plan: Plan, wanted: slice) -> None:
         """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
         self.plan, self._wanted = plan, wanted
-        moved = np.logical_or.reduce([each & ~of.present for each, of in zip(self._moved, self._held, strict=True)])
+        moved = np.logical_or.reduce([each & ~given for each, given in zip(self._moved, self._given, strict=True)])
         ends = [wanted.start, wanted.stop - 1] if wanted.start < wanted.stop else []
         at = [*moved.nonzero()[0].tolist(), *ends]
         self._counted = slice(min(at), max(at) + 1) if at else wanted
@@ -340,8 +359,9 @@ class Underway:
 
     def disown(self) -> None:
         """Who planned it is gone, and answers no more: it ends with nothing, once its workers have ended."""
-        for moved, held in zip(self._moved, self._held, strict=True):
+        for moved in self._moved:
             moved[:] = False
+        for held in self._held:
             held.disown()
 
     def end(self) -> JobResult:
@@ -371,8 +391,9 @@ class Underway:
     def give_up(self, why: str, *, may_be_writing: bool = False) -> JobResult:
         """End the job with nothing; the slots that a worker may be writing to stay reserved for good."""
         nothing: Mask = np.zeros(len(self.request.keys), np.bool_)
-        for rank, held in enumerate(self._held):
-            if may_be_writing and self.may_be_out and rank in self._unanswered:
+        unanswered = {id(self._of(rank)) for rank in self._unanswered}
+        for held in self._held:
+            if may_be_writing and self.may_be_out and id(held) in unanswered:
                 held.abandon(self._counted)
             else:
                 held.end(nothing, self._counted)
@@ -402,7 +423,7 @@ class Underway:
         faults = _by_reason([fault for held in self._held for fault in held.faults])
         return JobResult(self._number, num_blocks, tuple(errors), num_bytes, *times, shares or {}, mask, faults)
 
-    def _mask_of(self, positions: Sequence[int]) -> Mask:
+    def _mask_of(self, positions: Sequence[int] | NDArray[np.int64]) -> Mask:
         mask: Mask = np.zeros(len(self.request.keys), np.bool_)
         mask[np.array(positions, np.int64)] = True
         return mask

@@ -89,9 +89,13 @@ class Shard:
             raise ConfigurationError(f"a shard's rank must lie in [0, size), got rank {self.rank} of size {self.size}")
 
     @classmethod
-    def every(cls, size: int) -> "tuple[Shard, ...]":
-        """Return the shards of all ``size`` ranks."""
-        return tuple(cls(rank, size) for rank in range(as_int("the number of ranks", size, least=1)))
+    def every(cls, size: int, *, copies: int = 1) -> "tuple[Shard, ...]":
+        """Return the shards of all ``size`` ranks; or of ``copies`` workers each, which hold the same: MLA latents.
+
+        Of n workers with the same latents it is ``Shard.every(1, copies=n)``: `Shard()` n times.
+        """
+        size, copies = as_int("the number of ranks", size, least=1), as_int("the number of copies", copies, least=1)
+        return tuple(cls(worker // copies, size) for worker in range(size * copies))
 
     @property
     def part(self) -> "Shard":

@@ -133,7 +133,7 @@ class Served:
         account = Account(limits, 8 * STRIDE, Pins(0))
         connection: Any = PeerConnection()  # all that it asks of a socket
         self.session = session = Session(
-            process.name, "model", requests.kv, (Shard(0, 1),), account, limits, connection, process.pid, has_ended,
+            process.name, "model", requests.kv, (Shard(0, 1),), 1, account, limits, connection, process.pid, has_ended,
             is_read_only=False,
         )  # fmt: skip
         self.stream = ServerStream(session.link, inbox)

@@ -145,7 +145,7 @@ class PlanningClient:
         looking = asyncio.ensure_future(connection.look())
         starts = Starts(connection, epoch_digest(self._weights), lambda _: None)
         planning = self._planning = _ClientsPlanning(
-            self, self._requests, FarPlanner(connection, starts, self._introducing)
+            self, self._requests, FarPlanner(connection, starts, introducing=self._introducing)
         )
         driving: asyncio.Future[Any] = asyncio.gather(*(self._drive(planning) for _ in range(_DRIVERS)))
         leaving: asyncio.Future[Any] = asyncio.ensure_future(self._leaving.wait())

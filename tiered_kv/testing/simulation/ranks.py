@@ -39,7 +39,10 @@ _LATE_S: Final = (0.0, 0.0, 0.01, 0.3, 4.0)
 
 @scene(lambda _: True, alone=5)
 async def plan_for_ranks(requests: "Requests", numbers: "Numbers") -> None:
-    """An engine of several ranks loads and stores by plans: every rank has its part of a block, or none is used."""
+    """An engine of several ranks loads and stores by plans: every rank has its part of a block, or none is used.
+
+    In one of four two workers hold each part.
+    """
     world = requests.world
     if world.scheduler is not None and not (world.scheduler.is_dead or world.scheduler.has_ended):
         return  # what one evicts another would store again
@@ -47,9 +50,11 @@ async def plan_for_ranks(requests: "Requests", numbers: "Numbers") -> None:
     async def main(process: SimulatedProcess) -> None:
         device = world.device(process)
         shape = replace(requests.shape, chain=("cpu", "store"), cpu_slots=(10, 20, 40)[numbers[1] % 3])
-        cache = world.new_cache(process, shape, device, requests.weights, shard=Shard.every(NUM_RANKS))
+        copies = 2 if numbers[2] % 4 == 0 else 1
+        shard = Shard.every(NUM_RANKS, copies=copies)
+        cache = world.new_cache(process, shape, device, requests.weights, shard=shard)
         world.bury(cache, device, asyncio.current_task())
-        await _Scheduler(world, cache, requests.weights).serve()
+        await _Scheduler(world, cache, requests.weights, copies).serve()
 
     world.scheduler = world.start_process(f"scheduler {world.number()}", main)
     await world.until_ended(world.scheduler)
@@ -58,15 +63,15 @@ async def plan_for_ranks(requests: "Requests", numbers: "Numbers") -> None:
 class _Scheduler:
     """A scheduler without tensors: it plans, has workers carry plans out, and looks at what has become of blocks."""
 
-    def __init__(self, world: World, cache: TieredKV, weights: str) -> None:
+    def __init__(self, world: World, cache: TieredKV, weights: str, copies: int) -> None:
         self._world = world
         self._cache = cache
         self._weights = weights
         self._known = world.known_of_ranks
         self._known.restarted(lost_power=False)
         self._ranks = [
-            WorkerProcess(world, f"rank {n}", Memory(), rank=n, version=f" of rank {n}", late_s=_LATE_S)
-            for n in range(NUM_RANKS)
+            WorkerProcess(world, f"rank {n}", Memory(), rank=n, version=f" of rank {n // copies}", late_s=_LATE_S)
+            for n in range(NUM_RANKS * copies)
         ]
         self._began = world.turns.now
 
