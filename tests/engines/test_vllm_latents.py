@@ -56,6 +56,20 @@ def test_deepseek_v3(vllm: Environment, tmp_path: pathlib.Path) -> None:
     assert wiped["rounds"][0]["tokens"] != tokens
 
 
+def test_ranks_that_hold_the_same_keep_it_once(vllm: Environment, tmp_path: pathlib.Path) -> None:
+    """What one process has stored two tensor parallel ranks load, each all of it, and the other way round."""
+    model = tmp_path / "model"
+    vllm.run("make_windows.py", model, "deepseek_v3")
+    two: Answer = {**V3, "engine": {**ENGINE, "tensor_parallel_size": 2}}
+    runs = Runs(vllm, model, tmp_path)
+    tokens = runs.run(transfer=None, warm_up=[0], **two)["rounds"][0]["tokens"]
+    stored = runs.run(tiers=TIERS, **two)
+    warm, by_one = runs.run(tiers=TIERS, **two), runs.run(tiers=TIERS, **V3)
+    assert [hits_of(each) for each in (stored, warm, by_one)] == [0, 512, 512]
+    assert warm["rounds"][0]["tokens"] == tokens
+    assert warm["counters"]["vllm:tiered_kv_load_bytes"] == by_one["counters"]["vllm:tiered_kv_load_bytes"]
+
+
 @pytest.mark.parametrize("runner", [1, 2])
 def test_deepseek_v4(vllm: Environment, tmp_path: pathlib.Path, runner: int) -> None:
     """So do latents, indexes and windows, and states of compression, each in blocks of another number of tokens."""

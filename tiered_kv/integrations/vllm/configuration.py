@@ -82,6 +82,7 @@ class EngineGroup:
         num_blocks: How many of the last blocks of a prefix a request needs to go on behind it; None: all.
         is_handed_over: Whether vLLM says which blocks to store, as they are in no table.
         chunk_tokens: Of these no more than its last chunk of so many tokens; None: there are no chunks.
+        are_copies: Whether all tensor parallel ranks hold the same, as of latents.
     """
 
     number: int
@@ -93,6 +94,7 @@ class EngineGroup:
     num_blocks: int | None = None
     is_handed_over: bool = False
     chunk_tokens: int | None = None
+    are_copies: bool = False
 
     @property
     def is_whole(self) -> bool:
@@ -187,6 +189,11 @@ class Configuration:
             is_async=bool(vllm_config.scheduler_config.async_scheduling),
             retention_tokens=kv_cache_config.prefix_cache_retention_interval,
         )
+
+    @cached_property
+    def num_parts(self) -> int:
+        """Of a block: of each pipeline stage one for each tensor parallel rank, or one that all of these hold."""
+        return self.num_stages if all(group.are_copies for group in self.groups) else self.num_ranks
 
     @cached_property
     def step(self) -> int:
@@ -383,7 +390,9 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
             by_page.setdefault(int(spec.page_size_bytes), []).append(name)
         for page_bytes, names in by_page.items():
             each = block_size // (hash_size or block_size)
-            groups.append(EngineGroup(len(groups), table, block_size, each, tuple(names), page_bytes, *kind))
+            are_copies = all(getattr(specs[name], "max_tp_shards", None) == 1 for name in names)
+            said = table, block_size, each, tuple(names), page_bytes, *kind
+            groups.append(EngineGroup(len(groups), *said, are_copies=are_copies))
     if not groups:
         raise ConfigurationError(f"no layer of this model keeps anything that a prefix needs. {_WITHOUT}")
     return tuple(groups)

@@ -112,7 +112,7 @@ class SchedulingSide:
                 f"{wanted.num_ranks} ranks of one layout are wanted, got {sorted(hellos, key=lambda each: each.rank)!r}"
             )
         wanted = self._configuration = replace(wanted, groups=next(iter(hellos)).groups)
-        shard = Shard.every(wanted.num_ranks)
+        shard = Shard.every(wanted.num_parts, copies=wanted.num_ranks // wanted.num_parts)
         layout = layouts.pop()
         cache = wanted.below.cache(model=wanted.model, layout=layout, shard=shard, device="cpu")
         self._kv = self._stack.enter_context(open_blocking(cache))
@@ -141,8 +141,8 @@ class SchedulingSide:
         return {name: tiers.get(name, 0) for name, medium in self.kv.cache.media.items() if medium in OWN_MEDIA}
 
     def _blocks_by_tier(self) -> dict[str, int]:
-        """Return how many blocks of vLLM's each tier holds: each takes a slot for every rank."""
-        return {each.tier: each.num_slots // self._configuration.num_ranks for each in self.kv.stats().tiers}
+        """Return how many blocks of vLLM's each tier holds: each takes a slot for every part."""
+        return {each.tier: each.num_slots // self._configuration.num_parts for each in self.kv.stats().tiers}
 
     def use_pool(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, in which those that requests leave behind are held until they are copied."""
@@ -172,7 +172,7 @@ class SchedulingSide:
     def _hear_hints(self, layout: KVLayout) -> None:
         """Act on KV hints, if that is wanted and there is memory to bound them by."""
         share = self._configuration.connector.hint_share
-        of_layout = partial(Hints.of, layout=layout, num_ranks=self._configuration.num_ranks)
+        of_layout = partial(Hints.of, layout=layout, num_ranks=self._configuration.num_parts)
         make = partial(of_layout, self.kv.cache, each=share, together=0.5, favoured=self.counts.favoured)
         if not share or (hints := self.kv.call(make)) is None:
             return
