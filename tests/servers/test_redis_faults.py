@@ -357,6 +357,18 @@ class TestOpening:
             assert f"max number of clients {'+ cluster connections ' * is_node}reached" in str(error)
             assert str(error).startswith(f"Redis {kind.replace('node', 'server')} at 127.0.0.1:{server.port} has all ")
 
+    @pytest.mark.parametrize("num_left", [0, 1])
+    async def test_a_server_with_all_the_clients_it_takes_says_so_to_any_call(
+        self, tmp_path: Path, num_left: int
+    ) -> None:
+        """To one that only reads, and to the second connection, where the first one was the last that it took."""
+        with run_redis(find_binary("redis-server"), tmp_path) as server:
+            async with Redis(port=server.port, single_connection_client=True) as only:
+                await only.config_set("maxclients", 1 + num_left)
+                error = await why_not_open(backend_of(server, read_only=not num_left))
+        assert isinstance(error, BackendUnavailableError)
+        assert "max number of clients reached" in str(error)
+
     async def test_a_server_with_all_the_clients_it_takes_by_tls(self, tmp_path: Path, certificates: Path) -> None:
         """It says nothing before there is TLS, and hangs up: it may be that, or that it wants to know who we are."""
         port, ca = free_port(), certificates / "ca.pem"

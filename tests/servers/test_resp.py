@@ -97,6 +97,33 @@ async def test_a_stream_that_ends(length: int) -> None:
             await connection.get([command(b"GET", b"k")], [Block.empty(len(BLOCK.payload))])
 
 
+@pytest.mark.parametrize(
+    ("stream", "said"),
+    [
+        (b"-ERR no room here\r\n", "ERR no room here"),
+        (b":1\r\n-ERR no room here\r\n", "ERR no room here"),
+        (b"-ERR no room here\r\n:1\r\n", "the server closed the connection"),
+    ],
+)
+async def test_last_words_say_why_a_server_left(stream: bytes, said: str) -> None:
+    """One that has all the clients it takes answers the first of several questions, and hangs up."""
+    async with answering([stream]) as connection:
+        with pytest.raises(ConnectionResetError, match=said):
+            await connection.count([command(b"EXISTS", b"k")] * 3)
+
+
+async def test_last_words_of_another_call_say_nothing() -> None:
+    """An error that was an answer is not why the next call has none."""
+    async with answering([b"-OOM no room\r\n"]) as connection:
+        assert await connection.set([b"k"], [BLOCK]) == ["OOM no room"]
+        for ask in (
+            lambda: connection.get([command(b"GET", b"k")], [Block.empty(len(BLOCK.payload))]),
+            lambda: connection.count([command(b"EXISTS", b"k")]),
+        ):
+            with pytest.raises(ConnectionResetError, match="the server closed the connection"):
+                await ask()
+
+
 class EndlessSocket(socket.socket):
     """Says ``beginning``, then the byte x for ever, faster than anybody reads."""
 

@@ -165,6 +165,7 @@ class RESPConnection:
     def __init__(self, connected: Socket) -> None:
         self.is_asking = False
         self._socket = connected
+        self._last_error = ""  # the server's, if that was the last line of this call
         self._ahead = bytearray(_AHEAD_BYTES)
         self._start = self._end = 0  # of what was read ahead and is not yet used
 
@@ -196,6 +197,7 @@ class RESPConnection:
             OSError: The connection is lost.
         """
         answers: list[Answer] = []
+        self._last_error = ""
         asked, ahead = 0, max(2, _ASKED_BYTES // into[0].num_bytes)
         for block in into:
             if asked - len(answers) <= ahead // 2:
@@ -245,6 +247,7 @@ class RESPConnection:
 
     async def _ask(self, pieces: Iterable[bytes | memoryview]) -> None:
         """Send what lines alone answer. If the server has left, its last words say why, not the system's."""
+        self._last_error = ""
         try:
             await self._socket.send(pieces)
         except OSError as error:
@@ -300,14 +303,20 @@ class RESPConnection:
             await self._read_ahead()
         line = bytes(self._ahead[self._start : end])
         self._start = end + 2
+        self._last_error = _text(line) if line[:1] == b"-" else ""
         return line
 
     async def _read_ahead(self) -> None:
-        """Receive what comes next, after what is there already."""
+        """Receive what comes next, after what is there already; as for `_ask`, last words say why there is no more."""
         rest = self._ahead[self._start : self._end]
         self._ahead[: len(rest)] = rest
         self._start, self._end = 0, len(rest)
-        self._end += await self._socket.receive(memoryview(self._ahead)[self._end :])
+        try:
+            self._end += await self._socket.receive(memoryview(self._ahead)[self._end :])
+        except OSError as error:
+            if not self._last_error:
+                raise
+            raise ConnectionResetError(self._last_error) from error
 
     async def _fill(self, into: memoryview) -> None:
         """Take exactly ``len(into)`` bytes: what was read ahead, then the socket's, without a copy."""
