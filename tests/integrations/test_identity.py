@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv import ConfigurationError
-from tiered_kv.integrations.identity import checkpoint_weights
+from tiered_kv.integrations.identity import checkpoint_weights, code_of
 
 TENSOR_BYTES = 64 * 1024
 
@@ -128,3 +128,24 @@ def test_a_file_that_is_cut_off_has_no_name(tmp_path: Path, length: int) -> None
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ConfigurationError, match=r"cut off|complete"):
         checkpoint_weights(path.parent)
+
+
+COMMITS = 40 * "a", 40 * "b"
+
+
+def commit_of(hub: Path, name: str, commit: str) -> Path:
+    """Have the hub's client keep a commit, the newest of its model, and return its folder."""
+    model = hub / f"models--{name.replace('/', '--')}"
+    (folder := model / "snapshots" / commit).mkdir(parents=True)
+    (model / "refs").mkdir(exist_ok=True)
+    (model / "refs" / "main").write_text(commit)
+    return folder
+
+
+def test_what_is_no_commit_is_told_by_its_files(tmp_path: Path) -> None:
+    """Somebody has put it where the hub's client keeps commits, and changes it there."""
+    for name, is_told_by_files in ("main", True), (COMMITS[0], False):
+        folder = commit_of(tmp_path, "some/code", name)
+        before = code_of(folder)
+        (folder / "modeling.py").write_text("changed = True")
+        assert (code_of(folder) != before) is is_told_by_files

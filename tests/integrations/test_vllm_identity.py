@@ -192,14 +192,14 @@ def test_code_of_a_checkpoint_that_was_changed_is_another_model(tmp_path: Path) 
 
 def test_code_of_the_hub_is_told_by_its_commit(tmp_path: Path) -> None:
     """Its client fetches files as they are asked for: a host has more of them than another, or than at its start."""
-    hosts = [tmp_path / host / "models--some--model" / "snapshots" / "5206a32" for host in ("first", "second")]
+    hosts = [tmp_path / host / "models--some--model" / "snapshots" / (40 * "a") for host in ("first", "second")]
     for folder in hosts:
         folder.mkdir(parents=True)
         (folder / "configuration.py").write_text("")
     (hosts[1] / "processing.py").write_text("")
     first, second = (identity(PLAIN, model=str(folder), trust_remote_code=True) for folder in hosts)
     assert first == second
-    later = hosts[1].rename(hosts[1].with_name("9f1c30e"))
+    later = hosts[1].rename(hosts[1].with_name(40 * "b"))
     assert identity(PLAIN, model=str(later), trust_remote_code=True) != first
 
 

@@ -10,6 +10,7 @@ adapters read of their settings alike.
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
@@ -100,6 +101,7 @@ _CODE: Final = "**/*.py"
 """Of a checkpoint, which engines run where its code is trusted."""
 _OF_THE_HUB: Final = "models--*/snapshots/*"
 """How paths end of what the hub's client keeps: of a commit such files as were asked for on this host."""
+_COMMIT: Final = re.compile("[0-9a-f]{40}")
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -203,7 +205,8 @@ def code_of(folder: str | Path) -> dict[str, str] | str:
         ConfigurationError: A file can't be read.
     """
     path = Path(folder)
-    return path.name if path.match(_OF_THE_HUB) else file_digests(path, _CODE)
+    is_of_the_hub = path.match(_OF_THE_HUB) and _COMMIT.fullmatch(path.name)
+    return path.name if is_of_the_hub else file_digests(path, _CODE)
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:
