@@ -142,6 +142,33 @@ def commit_of(hub: Path, name: str, commit: str) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("classes", ["some/code--modeling.Model", ["modeling.Slow", "some/code--modeling.Model"]])
+def test_code_of_another_checkpoint_is_told_by_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, classes: object
+) -> None:
+    """A fine-tune's config names classes of the model that it was made of, and engines run the newest of that."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    tune = checkpoint(tmp_path / "tune")
+    alone = code_of(tune)
+    (tune / "config.json").write_text(json.dumps({"auto_map": {"AutoModelForCausalLM": classes}}))
+    seen = [alone, code_of(tune)]
+    for commit in COMMITS:
+        folder = commit_of(tmp_path, "some/code", commit)
+        seen.append(code_of(tune))
+        (folder / "modeling.py").write_text("")
+        assert code_of(tune) == seen[-1]  # files of a commit come as they are asked for
+    assert [code_of(tune, commit) for commit in COMMITS] == seen[2:]
+    assert all(one != other for at, one in enumerate(seen) for other in seen[:at])
+
+
+@pytest.mark.parametrize("config", ["", "[]", '{"auto_map": 1}', '{"auto_map": {"AutoModel": [null, "here.Model"]}}'])
+def test_a_config_that_names_no_others_changes_nothing(tmp_path: Path, config: str) -> None:
+    """Nor does one that says anything else there."""
+    before = code_of(checkpoint(tmp_path / "a"))
+    (tmp_path / "a" / "config.json").write_text(config)
+    assert code_of(tmp_path / "a") == before
+
+
 def test_what_is_no_commit_is_told_by_its_files(tmp_path: Path) -> None:
     """Somebody has put it where the hub's client keeps commits, and changes it there."""
     for name, is_told_by_files in ("main", True), (COMMITS[0], False):

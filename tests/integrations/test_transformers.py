@@ -823,6 +823,19 @@ def test_code_of_a_checkpoint_that_was_changed_is_another_model(tmp_path: Path) 
     assert [identity_of(model, "w") == identity_of(model, "w") for model in models] == [True, True]
 
 
+def test_code_of_another_checkpoint_is_told_by_its_commit(tmp_path: Path) -> None:
+    """Of the one whose classes the config of a fine-tune names: its newest was loaded, which no file here says."""
+    llama().save_pretrained(tmp_path)
+    named = []
+    for commit in (40 * "a", 40 * "b"):
+
+        class OfAnother(LlamaForCausalLM):  # type: ignore[no-untyped-call]  # transformers' hook
+            __module__ = f"transformers_modules.some.code.{commit}.modeling"
+
+        named.append(identity_of(OfAnother.from_pretrained(tmp_path, dtype=torch.float32)))
+    assert named[0] != named[1]
+
+
 def test_adapters_that_come_later_are_refused(model: Model, tmp_path: Path) -> None:
     """What they compute would have the names of what the model computes without them, by both ways to generate."""
     with opened(model, tmp_path) as tiered:

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -102,6 +102,8 @@ _CODE: Final = "**/*.py"
 _OF_THE_HUB: Final = "models--*/snapshots/*"
 """How paths end of what the hub's client keeps: of a commit such files as were asked for on this host."""
 _COMMIT: Final = re.compile("[0-9a-f]{40}")
+_OF_ANOTHER: Final = "--"
+"""Between the name of a checkpoint and that of a class of its code, in the config of another."""
 _SAMPLES: Final = 1024
 """Pages read of a file that does not say where its tensors are."""
 _MOST_HEADER_BYTES: Final = 100_000_000
@@ -198,15 +200,41 @@ def file_digests(folder: str | Path, *patterns: str) -> dict[str, str]:
     return {str(file.relative_to(folder)): file_digest(file, str(file)) for file in files}
 
 
-def code_of(folder: str | Path) -> dict[str, str] | str:
-    """Tell the code in a checkpoint's folder: by its files, or the commit in whose name the hub's client keeps some.
+def code_of(folder: str | Path, revision: str | None = None) -> object:
+    """Tell the code of a checkpoint's folder, and that of others of the hub which its config names classes of.
+
+    By its files, or the commit in whose name the hub's client keeps some.
+
+    Args:
+        folder: The checkpoint's.
+        revision: Of the others; else the newest that is on this host, as engines take it.
 
     Raises:
         ConfigurationError: A file can't be read.
     """
     path = Path(folder)
-    is_of_the_hub = path.match(_OF_THE_HUB) and _COMMIT.fullmatch(path.name)
-    return path.name if is_of_the_hub else file_digests(path, _CODE)
+    others = {name: folder_of(name, revision) for name in _others_of(path)}
+    told = {name: "" if there is None else _code_in(Path(there)) for name, there in others.items()}
+    return [_code_in(path), told] if told else _code_in(path)
+
+
+def commit_in(names: Iterable[str]) -> str:
+    """Return the commit among some names, of folders or modules; nothing if none is one."""
+    return next(filter(_COMMIT.fullmatch, names), "")
+
+
+def _code_in(path: Path) -> dict[str, str] | str:
+    return path.name if path.match(_OF_THE_HUB) and commit_in([path.name]) else file_digests(path, _CODE)
+
+
+def _others_of(path: Path) -> set[str]:
+    """Return the checkpoints of the hub that a config, if it can be read, names classes of."""
+    try:
+        classes = json.loads((path / "config.json").read_bytes())["auto_map"].values()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        return set()
+    named = (each for some in classes for each in (some if isinstance(some, list) else [some]))
+    return {each.partition(_OF_ANOTHER)[0] for each in named if isinstance(each, str) and _OF_ANOTHER in each}
 
 
 def _add(digest: "hashlib._Hash", path: Path) -> None:

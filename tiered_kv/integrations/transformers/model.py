@@ -21,7 +21,7 @@ from transformers.cache_utils import (
 )
 
 from tiered_kv.cache.blocking import open_blocking
-from tiered_kv.integrations.identity import Below, checkpoint_weights, code_of, digest_of
+from tiered_kv.integrations.identity import Below, checkpoint_weights, code_of, commit_in, digest_of
 from tiered_kv.integrations.transformers.batching import BEGIN, tiered_batches
 from tiered_kv.integrations.transformers.model_parts import (
     VERSION,
@@ -49,6 +49,8 @@ _NOT_TEXT: Final = ("image", "video", "audio")
 _OF_ROWS: Final = frozenset({"adapter_names", "alora_offsets"})
 """By which PEFT gives rows of a batch adapters of their own, whichever are active: arguments that hooks of its layers
 add for one ``generate``."""
+_OWN_CODE: Final = "transformers_modules"
+"""Where a model's class is that is not of transformers: of its checkpoint, or of another that its config names."""
 _NOT_OF_THE_MODEL: Final = ("_name_or_path", "architectures", "dtype", "transformers_version", "use_cache")
 """Entries of a config that change no KV, or are said elsewhere, and differ between one loaded and one made."""
 
@@ -296,15 +298,10 @@ def identity_of(model: PreTrainedModel, weights: str | None = None) -> ModelIden
     facts = model.config.get_text_config(decoder=True).to_dict()
     kept = {name: value for name, value in facts.items() if name not in _NOT_OF_THE_MODEL}
     kept["quantization_config"] = model.config.to_dict().get("quantization_config")  # of a model with images too
-    folder = model.config.name_or_path
-    if folder and _runs_own_code(model) and Path(folder).is_dir():  # of the hub its commit says it
-        kept["code"] = code_of(folder)
+    module, folder = type(model).__module__.split("."), model.config.name_or_path
+    if module[0] == _OWN_CODE:  # of the hub, whose commit is in its name, or of the folder
+        kept["code"] = commit_in(module[2:]) or (code_of(folder) if folder and Path(folder).is_dir() else "")
     return ModelIdentity(str(facts.get("model_type")), weights, extra=(("config", digest_of(kept)),))
-
-
-def _runs_own_code(model: PreTrainedModel) -> bool:
-    """Say whether a model's class is of its checkpoint, and not of transformers."""
-    return type(model).__module__.partition(".")[0] == "transformers_modules"
 
 
 def _held(model: PreTrainedModel) -> str:

@@ -129,7 +129,7 @@ def _how(vllm_config: Any, config: Mapping[str, Any]) -> dict[str, Any]:
         facts["model_impl"] = model.model_impl  # that of transformers scales a dynamic rope otherwise
     if model.trust_remote_code:
         folder = folder_of(model.model, model.revision)
-        facts["code"] = [model.code_revision, {} if folder is None else code_of(folder)]
+        facts["code"] = [model.code_revision, {} if folder is None else code_of(folder, model.code_revision)]
     return facts
 
 
