@@ -352,7 +352,7 @@ async def test_what_is_refused_while_a_sweep_makes_room_costs_no_more_blocks(
                 await a_while()
         with (tmp_path / "ledger").open("r+") as ledger:  # which the sweep waits for
             fcntl.flock(ledger, fcntl.LOCK_EX)
-            for _ in range(3):
+            for _ in range(30):
                 assert await store(backend, keys_of(40)) == [Outcome.REFUSED]
         with fail_after(60):
             while "shared_fs.swept" not in caplog.text:
@@ -715,6 +715,22 @@ async def test_what_is_refused_where_enough_is_free_has_room_made_for_it(
         with fail_after(60):
             while Outcome.REFUSED in await store(backend, keys[90:98]):
                 await checkpoint()
+        assert (await backend.lookup(keys)).count(Outcome.HIT) == 40 - (5 + 10) + 8
+
+
+async def test_what_no_sweep_would_help_keeps_no_room_from_what_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store of more than there can be room for is refused, again and again, and the smaller one beside it is not."""
+    disk, keys = SharedDisk(tmp_path, monkeypatch), keys_of(*range(100))
+    async with opened(tmp_path, min_free_fraction=0.1) as backend:
+        assert await store(backend, keys[:40]) == [Outcome.STORED] * 40
+        disk.num_free = 103 + 40
+        await backend.sweep()
+        for has_room in (False, True):
+            assert await store(backend, keys[40:90]) == [Outcome.REFUSED] * 50
+            assert await store(backend, keys[90:98]) == [Outcome.STORED if has_room else Outcome.REFUSED] * 8
+            await backend.sweep()
         assert (await backend.lookup(keys)).count(Outcome.HIT) == 40 - (5 + 10) + 8
 
 

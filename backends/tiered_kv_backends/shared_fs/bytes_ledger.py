@@ -296,7 +296,7 @@ class DirectoryRoom:
 
     Attributes:
         unwritten: Bytes taken or being taken from the ledger, and not in a file.
-        refused_bytes: Of the largest call since a sweep for which too little was free.
+        refused_bytes: What calls wanted for which too little was free, since who makes room took note of that.
     """
 
     def __init__(
@@ -317,7 +317,8 @@ class DirectoryRoom:
         self._taking = asyncio.Lock()
         self._allowance, self._allowance_until = 0, float("-inf")
         self._num_blocked = 0  # calls that others kept the ledger from
-        self.unwritten = self.refused_bytes = 0
+        self.unwritten = 0
+        self.refused_bytes = set[int]()
         self._free_bytes, self._free_bytes_until = 0.0, float("-inf")
 
     async def take(self, blocks: Sequence[Block], on_taken: Callable[[], object]) -> int:
@@ -359,7 +360,6 @@ class DirectoryRoom:
     def forget_free(self) -> None:
         """Ask the filesystem again how much is free: a sweep has made room."""
         self._free_bytes_until = float("-inf")
-        self.refused_bytes = 0
 
     def return_all(self) -> None:
         """Give back what is not used. In a thread."""
@@ -394,7 +394,7 @@ class DirectoryRoom:
             self._free_bytes_until = self._clock() + _FREE_SPACE_AGE_S
         num_bytes = sum(block.num_bytes for block in blocks)
         if num_bytes > self._free_bytes:
-            self.refused_bytes = max(self.refused_bytes, num_bytes)
+            self.refused_bytes.add(num_bytes)
             return False
         self._free_bytes -= num_bytes
         return True

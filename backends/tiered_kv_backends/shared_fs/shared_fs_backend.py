@@ -392,9 +392,9 @@ class SharedFSBackend(Backend):
         sweeper, swept = self._check_open(), None
         written, self._written = self._written, Counter()
         is_full, self._is_full = self._is_full, False
+        refused, self._room.refused_bytes = self._room.refused_bytes, set()
         try:
-            refused = self._room.refused_bytes
-            swept = await self._clerk.run(sweeper.sweep, unless_after, is_full=is_full, wanted_bytes=refused)
+            swept = await self._clerk.run(sweeper.sweep, unless_after, is_full=is_full, wanted=refused)
         except OSError as error:
             raise BackendUnavailableError(f"cannot sweep {self._root}: {text_of(error)}") from error
         finally:

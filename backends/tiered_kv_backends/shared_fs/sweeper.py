@@ -17,7 +17,7 @@ import stat
 import threading
 from array import array
 from collections import Counter, defaultdict, deque
-from collections.abc import AsyncIterator, Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,13 +137,15 @@ class Sweeper:
             or free_bytes(self._root, self._min_free_fraction) < 0
         )
 
-    def sweep(self, unless_after: int | None = None, *, is_full: bool = False, wanted_bytes: int = 0) -> Swept | None:
+    def sweep(
+        self, unless_after: int | None = None, *, is_full: bool = False, wanted: Collection[int] = ()
+    ) -> Swept | None:
         """Delete what is over the limits and what dead writers have left.
 
         Args:
             unless_after: Do nothing if the directory has been swept more often than this by now.
             is_full: The filesystem takes no more, whatever it says is free: a share of all goes, below the limits too.
-            wanted_bytes: Of what was refused, as too little would have been left free.
+            wanted: Bytes of each call that was refused, as too little would have been left free.
 
         Returns:
             What was done; None if another process is sweeping, or has.
@@ -159,7 +161,7 @@ class Sweeper:
             if unless_after is not None and begun.num_sweeps > unless_after:
                 self._ledger.num_sweeps = begun.num_sweeps  # who is refused from now on has not been helped by these
                 return None
-            swept = self._sweep(lock, failed, wanted_bytes, is_full=is_full)
+            swept = self._sweep(lock, failed, wanted, is_full=is_full)
             if not self._stopped.is_set():  # else not all was counted
                 self._ledger.end_sweep(begun, swept.num_bytes - swept.num_deleted_bytes)
         if failed:
@@ -192,12 +194,12 @@ class Sweeper:
                 self._date(lock)
             each.has_deleted = visit(each.fd, each.path[-2])
 
-    def _sweep(self, lock: int, failed: deque[OSError], wanted_bytes: int, *, is_full: bool) -> Swept:
+    def _sweep(self, lock: int, failed: deque[OSError], wanted: Collection[int], *, is_full: bool) -> Swept:
         count = _Count(self._wall_clock_ns(), failed)
         count.num_temporaries = self._unlink_left_by_openings(count)
         self._visit(lock, count.visit)
         share = math.ceil(count.num_bytes * _FREED_FRACTION) if is_full else 0
-        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(wanted_bytes, count.num_bytes), share)
+        over = max(count.num_bytes - self._kept_bytes, self._missing_free_bytes(wanted, count.num_bytes), share)
         deletion = _Deletion(over, count, self._salt_quota)
         if deletion.is_needed:
             self._visit(lock, deletion.visit)
@@ -219,11 +221,11 @@ class Sweeper:
         finally:
             os.close(top)
 
-    def _missing_free_bytes(self, wanted_bytes: int, num_bytes: int) -> int:
+    def _missing_free_bytes(self, wanted: Collection[int], num_bytes: int) -> int:
         """Say how many of the bytes there are have to go so that enough is left free; if any, with room for more."""
         free = free_bytes(self._root, self._min_free_fraction)
-        if wanted_bytes - free > num_bytes:  # for that there is not enough to delete
-            wanted_bytes = 0
+        # For what wants more there is not enough to delete.
+        wanted_bytes = max((each for each in wanted if each - free <= num_bytes), default=0)
         if free >= wanted_bytes:
             return 0
         status = os.statvfs(self._root)
