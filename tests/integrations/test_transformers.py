@@ -881,6 +881,8 @@ class Adapted(torch.nn.Module):
         self.active, self.disable_adapters = ["a"], False
         self.merged_adapters: list[str] = []
         self.scaling = {"a": 0.01, "b": 0.01}
+        self.biases = torch.nn.ParameterDict({name: torch.nn.Parameter(torch.zeros(1)) for name in "ab"})
+        self.layers = torch.nn.ModuleDict({name: torch.nn.Identity() for name in "ab"})
 
     @property
     def active_adapters(self) -> list[str]:
@@ -924,6 +926,26 @@ def test_other_adapters_than_the_cache_was_opened_with_are_refused(
                 batch(model)
         adapted.merged_adapters, adapted.scaling["b"] = ["a"], 0.1  # which computes the same
         assert generate(model, tiered)[0] == alone
+
+
+@pytest.mark.parametrize("kind", ["biases", "layers"])
+def test_another_adapter_of_the_same_name_is_refused(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """One that was trained anew, say, is loaded once the first was deleted: what that has stored is not its."""
+    adapted = with_adapters(model, monkeypatch)
+    parts = getattr(adapted, kind)
+    with opened(model, tmp_path, weights="tuned, adapter a") as tiered:
+        del parts["b"]
+        parts["b"] = torch.nn.Identity() if kind == "layers" else torch.nn.Parameter(torch.zeros(1))
+        tiered.past(padded()[0])  # which is not of that one
+        for _ in range(2):
+            del parts["a"]
+            parts["a"] = torch.nn.Identity() if kind == "layers" else torch.nn.Parameter(torch.zeros(1))
+            with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
+                tiered.past(padded()[0])
+            with pytest.raises(ConfigurationError, match="other adapters since open_tiered"):
+                batch(model)
 
 
 def test_adapters_are_looked_at_once_a_step(model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

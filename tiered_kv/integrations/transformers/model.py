@@ -1,7 +1,7 @@
 """A cache for one model of transformers: who it is, what its blocks are, and that it can be served at all."""
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from inspect import signature
 from pathlib import Path
@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 import transformers
 from torch import Tensor
-from torch.nn import Module, Parameter
+from torch.nn import Module, ModuleDict, Parameter, ParameterDict
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import (
     DummyLayer,
@@ -334,7 +334,10 @@ class _Adapters:
         self._layers: list[Any] = [
             layer for layer in model.modules() if isinstance(getattr(type(layer), "active_adapters", None), property)
         ]
+        self._parts = [_adapters_of(layer) for layer in self._layers]
         self._active = self._now()
+        # Held, so that what comes in their place has no address of theirs.
+        self._held = [dict(each) for parts in self._parts for each in parts]
 
     def check(self) -> None:
         """Raise `ConfigurationError` if the model has got other ones since, or lost them, or rows have their own."""
@@ -352,13 +355,27 @@ class _Adapters:
             )
 
     def _now(self) -> object:
-        return _has_adapters(self._model), [not layer.disable_adapters and _added(layer) for layer in self._layers]
+        return _has_adapters(self._model), [
+            not layer.disable_adapters and _added(layer, parts)
+            for layer, parts in zip(self._layers, self._parts, strict=True)
+        ]
 
 
-def _added(layer: Any) -> list[tuple[str, float | None]]:  # noqa: ANN401 - PEFT's
-    """Return which adapters a layer adds, and how much of each, if it says that itself and not for what it wraps."""
+def _adapters_of(layer: Module) -> list[dict[str, Any]]:
+    """Return the dictionaries in which a layer of PEFT's has what its adapters are made of, by their names."""
+    children = [*layer.children()]
+    modules = [vars(each)["_modules"] for each in children if isinstance(each, ModuleDict)]
+    return modules + [vars(each)["_parameters"] for each in children if isinstance(each, ParameterDict)]
+
+
+def _added(layer: Any, parts: Sequence[Mapping[str, Any]]) -> list[tuple[str, float | None, list[int]]]:  # noqa: ANN401 - PEFT's
+    """Return which adapters a layer adds, how much of each, if it says that itself and not for what it wraps, and what.
+
+    One that was loaded in the place of another has its name, and other parts.
+    """
     scales = vars(layer).get("scaling", {})
-    return [(name, scales.get(name)) for name in layer.merged_adapters or layer.active_adapters]
+    names = layer.merged_adapters or layer.active_adapters
+    return [(name, scales.get(name), [id(each[name]) for each in parts if name in each]) for name in names]
 
 
 def _check(model: PreTrainedModel) -> None:
