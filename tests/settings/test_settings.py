@@ -528,6 +528,23 @@ def test_no_secret_is_shown(fake_media: None) -> None:
         assert PASSWORD not in shown
 
 
+@pytest.mark.parametrize("hosts", ["a,[::1]:7001", "[::1]:7000,b:7001", "a:1,[::1],[::2]:3"])
+@pytest.mark.parametrize("login", ["", "kv:p%40ss@"])
+def test_each_of_several_hosts_may_be_an_address_in_brackets(login: str, hosts: str) -> None:
+    """Wherever it stands, whatever Python's own parser takes of a list of hosts."""
+    tier = tier_from(f"redis://{login}{hosts}?cluster=true&prefix=mine/")
+    assert isinstance(tier, RedisBackend.Settings)
+    assert tier.url.get_secret_value() == f"redis://{login}{hosts}"
+    assert tier.prefix == "mine/"
+
+
+@pytest.mark.parametrize("url", ["redis://a,[::1", "redis://a,::1]", "redis://a,[b]"])
+def test_brackets_of_no_address_are_refused(url: str) -> None:
+    """Of every host in a list."""
+    with pytest.raises(ConfigurationError):
+        tier_from(f"{url}?cluster=true")
+
+
 @pytest.mark.parametrize("url", ["kv:a?{}@host", "kv:a?{}=x@host", "kv:{}\u2100@host", "kv:{}]x@host", "kv:{}[x@host"])
 @pytest.mark.parametrize("scheme", ["redis", "s3", "mooncake", "cpu"])
 def test_no_part_of_a_password_is_shown_of_a_malformed_url(scheme: str, url: str) -> None:

@@ -39,6 +39,7 @@ else:
 DEFAULT_POLICY: Final = "lhd"
 """Of eviction, in tiers that the cache owns."""
 WritePolicy = Literal["through", "back"]
+_WITH_HOSTS: Final = re.compile(r"([^/?#]*://)([^/?#]*)(.*)", re.DOTALL)
 
 
 def default_size(num_bytes: int | None) -> Any:  # noqa: ANN401 - the field's type is the descriptor's
@@ -261,11 +262,19 @@ class OwnedTierSettings(BookedTierSettings, StorageTierSettings):
 def split_url(url: str) -> SplitResult:
     """Take a URL apart. It may hold a password: no error here shows any of what may be one.
 
+    Several hosts, by commas, may be addresses in brackets, which Python's newer releases take only of a single host.
+
     Raises:
         ConfigurationError: It is none.
     """
     try:
-        return urlsplit(url)
+        if (found := _WITH_HOSTS.fullmatch(url.strip())) is None:
+            return urlsplit(url)
+        before, netloc, after = found.groups()
+        login, at, hosts = netloc.rpartition("@")
+        for host in hosts.split(","):
+            urlsplit(f"//{login}{at}{host}")
+        return urlsplit(before + after)._replace(netloc=netloc)
     except ValueError:
         pass  # nothing is raised in here: its context would be an error that shows the URL
     raise ConfigurationError("this URL cannot be read: percent-encode what is special in a user's name or password")
