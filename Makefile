@@ -2,7 +2,7 @@
 #   PYTHON=python3.12    the interpreter .venv is made with
 #   TORCH=torch==X.Y.Z   another build of torch; PIP_EXTRA_INDEX_URL and its like reach pip as usual
 
-PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3; do \
+PYTHON ?= $(or $(shell for python in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done), \
 	$(error Python 3.11 or newer is needed: install it, or name it by PYTHON=...))
 
