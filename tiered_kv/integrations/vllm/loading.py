@@ -337,8 +337,8 @@ class PendingLoads:
         num_more = -(-num_found // self._configuration.main.block_size) * len(groups)
         if not num_held or (num_held + num_more <= self._most_bringing and not self._is_overdue):
             return 0
-        needs = [self._naming.need(group, request, first, first + num_found) for group in groups]
-        num_more = sum(len(need.needed) - self._num_in_memory(need.needed) for need in needs)
+        needed = self._needed(request, first, num_found)
+        num_more = sum(len(keys) - self._num_in_memory(keys) for _, keys in needed)
         if self._waits_for_long(tracked, num_more):
             return num_more if self._num_coming else 0
         return num_more if self._is_overdue or num_held + num_more > self._most_bringing else 0
@@ -422,11 +422,9 @@ class PendingLoads:
 
     def _needed(self, request: Any, first: int, num_tokens: int) -> list[tuple[EngineGroup, BlockKeys]]:
         """Return what is needed of each KV group for so many tokens behind the first ones."""
-        needs = (
-            (group, self._naming.need(group, request, first, first + num_tokens))
-            for group in self._configuration.groups
-        )
-        return [(group, need.needed) for group, need in needs if len(need.needed)]
+        stop, groups = first + num_tokens, self._configuration.groups
+        needed = ((group, self._naming.needed(group, request, first, stop)) for group in groups)
+        return [(group, keys) for group, keys in needed if len(keys)]
 
     def _note_tiers(
         self, tracked: Tracked, needed: list[tuple[EngineGroup, BlockKeys]], num_tokens: int

@@ -103,6 +103,15 @@ class RequestNaming:
         keys = self.keys(group, request, first // size, -(-stop // size), end=stop)
         return GroupNeed(keys, group.num_blocks, group.chunk_tokens)
 
+    def needed(self, group: EngineGroup, request: Any, first: int, stop: int) -> BlockKeys:
+        """Name what a request needs, see `need`, and nothing else: of short windows that is little of a long prompt."""
+        size = group.block_size
+        begin, end = first // size, -(-stop // size)
+        if group.num_blocks is not None:
+            begin = max(begin, end - group.num_blocks)
+        keys = self.keys(group, request, begin, end, end=stop)
+        return GroupNeed(keys, group.num_blocks, group.chunk_tokens).needed
+
     def _named(self, group: EngineGroup, request: Any, hashes: Sequence[bytes], first: int) -> BlockKeys:
         salt = request.cache_salt or ""
         if request.lora_request is not None:  # a name that nobody has where it is not known

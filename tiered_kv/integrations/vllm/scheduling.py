@@ -436,7 +436,7 @@ class SchedulingSide:
         num_here, tracked.num_here = min(tracked.num_here, request.num_computed_tokens), 0
         used: list[BlockKeys] = []
         for group in self._configuration.groups:
-            keys = self.naming.need(group, request, 0, num_here).needed
+            keys = self.naming.needed(group, request, 0, num_here)
             if not keys:
                 continue
             self._describe(request, group, keys)
