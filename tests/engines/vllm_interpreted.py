@@ -35,7 +35,7 @@ def dummies_say_something() -> None:
 
     seeds = count()
 
-    def fill(weights: torch.Tensor) -> None:
+    def fill(weights: torch.Tensor, **_: object) -> None:
         if weights.is_floating_point():
             chance = torch.randn(weights.shape, generator=torch.Generator().manual_seed(next(seeds)))
             weights.data.copy_(torch.ones(weights.shape) if weights.ndim == 1 else 0.2 * chance)
