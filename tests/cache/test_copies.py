@@ -176,3 +176,23 @@ async def test_a_server_keeps_a_block_once_for_all_of_a_clients_workers(tmp_path
             assert (await job.ended()).num_blocks == N
             assert ranks.num_right() == [N, N, N]
             ranks.close()
+
+
+async def test_a_server_plans_no_more_than_it_can_say_to_every_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A load names its blocks to each. One of more ends and says why: its client would never hear of it."""
+    with serving(tmp_path, CPU) as server:
+        async with attached(server, shard=COPIES) as kv:
+            planner = kv.planner()
+            ranks = Ranks(planner, 3, copies=3)
+            ranks.compute()
+            await carried_out(planner, ranks, planner.plan_store(KEYS, ranks.engines[0].spec(range(N))))
+            with monkeypatch.context() as patched:
+                patched.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", 3 * N - 1)
+                job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+                await job.planned()
+            assert job.result is not None
+            assert f"{N} keys for 3 ranks, {3 * N - 1} blocks at most: give fewer keys" in job.result.errors[0]
+            assert kv.stats()["cpu"].leased == 0
+            ranks.close()

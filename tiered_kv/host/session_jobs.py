@@ -97,7 +97,7 @@ class SessionJobs:
         Raises:
             TieredKVError: It cannot be: `Jobs.begin` says why.
         """
-        keys = _keys_of(request, len(seat.shards))
+        keys = _keys_of(request, self._jobs.num_ranks)
         parts = seat.batches(keys)
         num_bytes = len(keys) * sum(chain.stride_bytes for chain, _ in parts)
         if num_bytes > self._account.room_bytes:
@@ -124,7 +124,7 @@ class SessionJobs:
             TieredKVError: It could not be anyway, and counts for nothing.
         """
         why = why or (Reason.TOO_MANY_LOADS if request.direction == "load" else Reason.TOO_MANY_STORES)
-        for chain, batch in seat.batches(_keys_of(request, len(seat.shards))):
+        for chain, batch in seat.batches(_keys_of(request, self._jobs.num_ranks)):
             if request.direction == "load":
                 chain.fates.count_load(batch, 0, why)
             else:
@@ -236,7 +236,7 @@ def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
 
 
 def _keys_of(request: PlanJob, num_ranks: int) -> StoredKeys:
-    """Return what a job is about.
+    """Return what a job is about, of so many ranks' workers: each hears of its blocks, whoever else holds the same.
 
     Raises:
         ConfigurationError: More than it may be, or of prompts that go into no job together.
