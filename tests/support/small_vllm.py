@@ -56,7 +56,8 @@ def pretended() -> dict[str, ModuleType]:
         "KVCacheEvent", "KVConnectorHandshakeMetadata",
         "KVConnectorMetadata", "KVConnectorWorkerMetadata", "KVConnectorBase_V1", "KVConnectorRole",
         "KVConnectorPromMetrics", "FullAttentionSpec", "MLAAttentionSpec", "UniformTypeKVCacheSpecs",
-        "AttentionLayerBase", "ChunkedLocalAttentionSpec", "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
+        "AttentionLayerBase", "ChunkedLocalAttentionSpec", "CircularBufferSpec", "SlidingWindowMLASpec",
+        "SlidingWindowSpec", "MambaSpec", "SupportsHMA",
         "KVConnectorTransferResults", "LookupResult", "RequestOffloadingContext", "JobResult",
     )  # fmt: skip
     names: dict[str, object] = {name: type(name, (Base,), {}) for name in bases}
@@ -145,6 +146,7 @@ class Request:
     lora_request: Any = None
     kv_hints: Any = None
     kv_transfer_params: dict[str, Any] | None = None
+    shared_prefix_boundary: int = 0
 
     def know(self, num_tokens: int) -> None:
         """Have so many tokens, and the hashes of their full blocks."""
@@ -297,11 +299,12 @@ class SmallVLLM:
         below = {"tiers": list(tiers), **({"limits": limits} if limits else {})}
         if connect:
             below = {"connect": connect}
+        given = groups or (group(),)
         configuration = VLLM.configuration.Configuration(
             connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
             below=VLLM.configuration.below_of(below),
             model=ModelIdentity("small", weights="w0"),
-            num_ranks=num_ranks, num_stages=1, groups=groups or (group(),),
+            num_ranks=num_ranks, num_stages=1, groups=given, num_tables=1 + given[-1].table,
             num_engine_blocks=num_blocks + 1, num_step_blocks=16,
             loads=role != "kv_producer", stores=role != "kv_consumer",
             tells_events=False, writes_first=writes_first, is_async=bool(is_async),

@@ -396,6 +396,7 @@ class SchedulingSide:
     def _gather_of(self, tracked: Tracked, num_known: int, tables: Any) -> None:
         """Have those of a request stored that are full with so many of its first tokens, by vLLM's block tables."""
         request, may_store = tracked.request, self._may_store(tracked)
+        ends = tracked.ends if self._configuration.has_ends else ()
         before, tracked.num_stored = tracked.num_stored, max(tracked.num_stored, num_known)
         for group in self._configuration.groups:
             size = group.block_size
@@ -408,7 +409,7 @@ class SchedulingSide:
                     self._evicting.note(keys, table[noted:stop], self.naming.hashes(group, request, noted, stop))
             if stop > first and may_store and not group.is_handed_over and self._evicting is None:
                 table = tables.get_block_ids(request.request_id)[group.table]
-                for run in self._configuration.stored_of(group, range(first, stop), tracked.ends):
+                for run in self._configuration.stored_of(group, range(first, stop), ends):
                     self._storing.gather(tracked, group, run.start, table[run.start : run.stop])
 
     def _may_store(self, tracked: Tracked) -> bool:
