@@ -1,5 +1,7 @@
 """Workers that hold the same, of latents all ranks: a scheduler keeps it once, each loads all, one stores a block."""
 
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,21 @@ from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, open_any
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import KEYS, N, Ranks, spread
 from tests.support.serving import attached, serving
-from tiered_kv import Job, Outcomes, Plan, Planner, Shard
+from tiered_kv import Job, Outcomes, Plan, Planner, Shard, TieredKV
 
 CPU = cpu(32, STRIDE)
 COPIES = Shard.every(1, copies=3)
+
+
+@asynccontextmanager
+async def planning() -> AsyncIterator[tuple[TieredKV, Planner, Ranks]]:
+    """Open a cache in memory, with three workers that have computed the same; in the end nothing is held."""
+    async with open_any(AnyEngine(), CPU, shard=COPIES) as kv:
+        ranks = Ranks(kv.planner(), 3, copies=3)
+        ranks.compute()
+        yield kv, kv.planner(), ranks
+        ranks.close()
+        await until_idle(kv)
 
 
 async def carried_out(planner: Planner, ranks: Ranks, job: Job) -> Plan:
@@ -72,10 +85,7 @@ async def test_parts_may_have_several_workers_each(tmp_path: Path) -> None:
 
 async def test_what_one_worker_did_not_store_is_not_there() -> None:
     """The others' blocks are; the next store has the ones that are left."""
-    async with open_any(AnyEngine(), CPU, shard=COPIES) as kv:
-        planner = kv.planner()
-        ranks = Ranks(planner, 3, copies=3)
-        ranks.compute()
+    async with planning() as (kv, planner, ranks):
         job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
         plan = await job.planned()
         planner.complete(Outcomes(plan.job, 1, 1, "a copy failed"))
@@ -90,16 +100,11 @@ async def test_what_one_worker_did_not_store_is_not_there() -> None:
         assert [move.positions for move in plan.moves] == [(4,), (), ()]
         planner.complete(ranks.workers[0].execute(spread(plan)))
         assert (await job.ended()).num_blocks == 1
-        ranks.close()
-        await until_idle(kv)
 
 
 async def test_what_one_worker_did_not_load_is_in_place_for_none() -> None:
     """A load brings the prefix that each has."""
-    async with open_any(AnyEngine(), CPU, shard=COPIES) as kv:
-        planner = kv.planner()
-        ranks = Ranks(planner, 3, copies=3)
-        ranks.compute()
+    async with planning() as (_, planner, ranks):
         await carried_out(planner, ranks, planner.plan_store(KEYS, ranks.engines[0].spec(range(N))))
         job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
         plan = await job.planned()
@@ -107,16 +112,11 @@ async def test_what_one_worker_did_not_load_is_in_place_for_none() -> None:
             planner.complete(ranks.workers[rank].execute(spread(plan)))
         planner.complete(Outcomes(plan.job, 2, 3, "a copy failed"))
         assert (await job.ended()).num_blocks == 3
-        ranks.close()
-        await until_idle(kv)
 
 
 async def test_a_store_may_be_bound_to_a_part() -> None:
     """Each worker stores those of its turn that are in the part; what is left out is not there."""
-    async with open_any(AnyEngine(), CPU, shard=COPIES) as kv:
-        planner = kv.planner()
-        ranks = Ranks(planner, 3, copies=3)
-        ranks.compute()
+    async with planning() as (_, planner, ranks):
         job = planner.plan_store(KEYS)
         await job.planned()
         plan = job.bind(ranks.engines[0].spec(range(2, N)), start=2)
@@ -125,8 +125,6 @@ async def test_a_store_may_be_bound_to_a_part() -> None:
         result = await job.ended()
         assert result.num_blocks == N - 2
         assert result.mask.tolist() == [False] * 2 + [True] * 4
-        ranks.close()
-        await until_idle(kv)
 
 
 @pytest.mark.parametrize("num_answers", [0, 1, 2])
