@@ -86,6 +86,7 @@ async def test_a_scheduler_moves_no_bytes(tmp_path: Path) -> None:
         (*Shard.every(2), Shard(1, 2)),
         2 * Shard.every(2),
         (),
+        ([0, 2],),
         [Shard()],
         "0/2",
     ],

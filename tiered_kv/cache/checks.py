@@ -56,7 +56,8 @@ def check_shards(shard: Shard | tuple[Shard, ...] | None) -> tuple[Shard, ...]:
     """
     if shard is None or isinstance(shard, Shard):
         return (shard or Shard(),)
-    size = len(set(shard)) if isinstance(shard, tuple) else 0
+    are_shards = isinstance(shard, tuple) and all(isinstance(each, Shard) for each in shard)
+    size = len(set(shard)) if are_shards else 0
     if not size or shard != Shard.every(size, copies=len(shard) // size):
         raise ConfigurationError(
             f"shard must be a Shard, or Shard.every(size) for all ranks at once, got {shard!r:.200}"
