@@ -871,6 +871,25 @@ def test_a_prompt_comes_back_to_the_last_end_that_all_groups_have(shape: str) ->
             engine.settle()
 
 
+@pytest.mark.parametrize("shape", [None, *SHAPES])
+def test_of_answers_nothing_is_stored_where_that_is_not_wanted(shape: str | None) -> None:
+    """Nor where a request is preempted in the middle of its answer: of it is stored what of its prompt alone is."""
+
+    def num_stored(num_wanted: int, **wanted: bool) -> int:
+        with opened(ROOMY, groups=SHAPES[shape] if shape else (), has_cache=shape is None, **wanted) as engine:
+            engine.ask("one", 12 * BLOCK_SIZE + 1, num_wanted, prompt="a")
+            if num_wanted > 6 * BLOCK_SIZE:
+                step_settled(engine, 6 * BLOCK_SIZE)
+                engine.preempt("one")
+            stored_at_last(engine)
+            return stored(engine)
+
+    of_prompt = num_stored(1)
+    assert of_prompt > 0
+    assert num_stored(12 * BLOCK_SIZE, store_generated=False) == of_prompt
+    assert num_stored(12 * BLOCK_SIZE) > of_prompt
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_load_that_lacks_a_block_of_one_group_is_computed(shape: str) -> None:
     """What is gone between look-up and load costs the load of all groups, and no right answer."""
@@ -1107,6 +1126,19 @@ def test_what_vllm_holds_is_not_stored_and_what_it_is_about_to_drop_is() -> None
         assert engine.num_here < 16
         assert counted.get("store_blocks_late", 0) == 0
         assert free_at_last(engine) == 512
+
+
+def test_of_answers_that_vllm_drops_nothing_is_stored_where_that_is_not_wanted() -> None:
+    """Of what comes so often that it is worth a copy: the blocks of prompts alone."""
+
+    def num_stored(**wanted: bool) -> int:
+        with evicting(32, 64, **wanted) as engine:
+            for turn in range(12):
+                engine.ask(f"{turn}", 4 * BLOCK_SIZE + 1, 8 * BLOCK_SIZE, prompt="abc"[turn % 3])
+                stored_at_last(engine)
+            return stored(engine)
+
+    assert 0 < num_stored(store_generated=False) <= 3 * 4 < num_stored()
 
 
 @pytest.mark.slow

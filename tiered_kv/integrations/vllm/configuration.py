@@ -55,6 +55,9 @@ class ConnectorSettings(Checked):
     memory tiers alone, no other engine's, that hold less than four times what vLLM does. For models with one KV group
     that needs all its blocks; of others blocks are stored as they are computed. With ``"auto"`` stores also stop, but
     for a few, while for long nothing comes back."""
+    store_generated: bool = True
+    """Whether blocks that have tokens of answers are stored, or those of prompts alone: a next turn finds the answer
+    before it, and reasoning that no next prompt repeats is stored for nothing."""
     load_when: Literal["always", "auto"] = "auto"
     """``"auto"``: what is found is loaded as far as that takes less time than to compute it; or all of it, always."""
     load_timeout_s: Seconds = 5.0

@@ -380,7 +380,8 @@ class SchedulingSide:
         for name, num_tokens in scheduled.num_scheduled_tokens.items():
             if (tracked := self._tracked.get(name)) is None:
                 continue
-            num_known, done = tracked.request.num_computed_tokens + num_tokens, tracked.num_stored
+            num_known = self._num_wanted(tracked.request, tracked.request.num_computed_tokens + num_tokens)
+            done = tracked.num_stored
             if self._evicting is not None and tracked.num_noted < done:
                 done = tracked.num_noted
             if tracked.num_here:
@@ -411,6 +412,12 @@ class SchedulingSide:
                 table = tables.get_block_ids(request.request_id)[group.table]
                 for run in self._configuration.stored_of(group, range(first, stop), ends):
                     self._storing.gather(tracked, group, run.start, table[run.start : run.stop])
+
+    def _num_wanted(self, request: Any, num_tokens: int) -> int:
+        """Return of how many of a request's first tokens blocks are to be stored."""
+        if self._configuration.connector.store_generated:
+            return num_tokens
+        return min(num_tokens, int(request.num_prompt_tokens))
 
     def _may_store(self, tracked: Tracked) -> bool:
         """Say whether to store what a request has computed, and what that is can be said: see `RequestNaming`."""
@@ -445,7 +452,8 @@ class SchedulingSide:
             if num_kept:
                 used.append(keys[:num_kept])
             if may_store and not group.is_handed_over and self._evicting is None:
-                first, stop = keys.start + num_kept, keys.start + len(keys)
+                most = self._num_wanted(request, num_here) // group.block_size
+                first, stop = keys.start + num_kept, min(keys.start + len(keys), most)
                 self._storing.gather(tracked, group, first, tables[group.table][first:stop])
         return used
 
@@ -470,7 +478,8 @@ class SchedulingSide:
                 continue
             ends = set()
             for table, block, at in states:
-                group, num_known = groups[table], len(tracked.request.block_hashes) * hash_size
+                group = groups[table]
+                num_known = self._num_wanted(tracked.request, len(tracked.request.block_hashes) * hash_size)
                 if at % group.block_size == 0 and at <= num_known:
                     self._storing.gather(tracked, group, at // group.block_size - 1, [block])
                 elif self._configuration.tail_tokens and at <= num_known:
