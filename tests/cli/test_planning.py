@@ -77,6 +77,8 @@ def test_media_and_prices_are_given(tmp_path: Path) -> None:
     media = ("--medium", "cpu=0@20GB:mq", "--engine-price", "1")
     found = answer(TRACE, "--prices", file, *media)
     assert [(each["name"], each["policy"]) for each in found["choices"][0]["tiers"]] == [("cpu", "mq")]
+    own = ("--medium", "cpu=0@20GB:tiered_kv.catalog.policies:LRUPolicy", "--engine-price", "1")  # as one's own class
+    assert answer(TRACE, *own)["choices"][0]["tiers"][0]["policy"] == "tiered_kv.catalog.policies:LRUPolicy"
     assert "No tier is worth its price" in run(TRACE, "--medium", "cpu=1000000@20GB").stdout
 
 

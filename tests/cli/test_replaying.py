@@ -150,6 +150,24 @@ def test_replay_takes_settings_and_synthetic_traces(tmp_path: Path) -> None:
     assert (found["trace"], [each["name"] for each in found["tiers"]]) == ("synthetic:batches", ["cpu"])
 
 
+def test_a_policy_of_ones_own_is_replayed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its path, in settings as on the command line: beside LRU a class that derives from it is the same."""
+    (tmp_path / "replayed_policy.py").write_text(
+        "from tiered_kv.catalog.policies import LRUPolicy\nclass Mine(LRUPolicy): pass\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    path, file = "replayed_policy:Mine", tmp_path / "kv.toml"
+    file.write_text(f'[[tiers]]\nmedium = "cpu"\ncapacity = "4GiB"\npolicy = "{path}"\n')
+    replays = ("replay", "synthetic:chat?num_requests=60")
+    lru = answer(*replays, "--tier", "cpu=4GiB:lru")["tiers"]
+    assert lru[0]["evicted_blocks"] > 0
+    for given in (("--tier", f"cpu=4GiB:{path}"), ("--tier", "cpu=4GiB", "--policy", path), ("--config", file)):
+        found = answer(*replays, *given)["tiers"]
+        assert found == [lru[0] | {"policy": path}]
+    found = answer(*replays, "--tier", f"cpu=4GiB:{path}", "--real", "--real-token-bytes", 8)
+    assert (found["real"]["wrong_blocks"], found["real"]["tiers"][0]["policy"]) == (0, path)
+
+
 def test_bad_lines_are_told_and_left_out(trace: Path, tmp_path: Path) -> None:
     """By file and number, on stderr; the first five of them."""
     bad = tmp_path / "bad.jsonl"

@@ -199,6 +199,7 @@ def test_policies_are_found_by_name_and_by_path(monkeypatch: pytest.MonkeyPatch,
     mine = resolve_policy("registry_policy:Mine")
     assert isinstance(mine, type)
     assert issubclass(mine, LRUPolicy)
+    assert resolve_policy(mine) is mine
 
 
 @pytest.mark.parametrize(

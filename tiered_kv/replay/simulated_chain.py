@@ -18,7 +18,7 @@ from tiered_kv.catalog.copy_budget import CopyBudget
 from tiered_kv.catalog.uses import AdmissionFilter
 from tiered_kv.media.backend import RecordShape
 from tiered_kv.settings.chain_settings import tier_name
-from tiered_kv.settings.registry import OWN_MEDIA, check_named
+from tiered_kv.settings.registry import OWN_MEDIA, check_named, resolve_policy
 from tiered_kv.settings.setting_errors import read_size
 from tiered_kv.settings.settings import TieredKVSettings
 from tiered_kv.settings.tier_settings import TierSettings
@@ -40,7 +40,7 @@ class TierPlan:
     Attributes:
         name: What results call it.
         capacity_bytes: How much it holds; None for a store without a bound.
-        policy: By name or class.
+        policy: By name or class, or the path of a class.
         is_memory: Whether blocks are kept there as they are, without a record's header, and loads leave copies.
         admit_after: See `StorageTierSettings.admit_after`.
         ttl_s: See `BookedTierSettings.ttl_s`.
@@ -156,7 +156,7 @@ class SimulatedChain:
         self.tiers = [
             SimulatedTier(
                 plan,
-                TierIndex(slots, policy=plan.policy, ttl_s=plan.ttl_s, clock=lambda: self.now_s),
+                TierIndex(slots, policy=resolve_policy(plan.policy), ttl_s=plan.ttl_s, clock=lambda: self.now_s),
                 plan.num_slots(payload_bytes, _NO_BOUND),
             )
             for plan in plans

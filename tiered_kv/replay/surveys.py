@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tiered_kv.catalog import Policy
-from tiered_kv.catalog.policies import make_policy
 from tiered_kv.replay.curves import Curve, lru_curve
 from tiered_kv.replay.simulated_chain import SimulatedChain, SimulatedEngine, TierPlan
+from tiered_kv.settings.registry import resolve_policy
 from tiered_kv.traces import Request, Trace, names_of
 from tiered_kv.values.layout import PAGE_BYTES
 
@@ -57,7 +57,7 @@ class Survey:
 
         Args:
             trace: The requests.
-            policy: By name, or its class.
+            policy: By name, or its class or the path of that.
             lru: The trace's own `lru_curve`, `Curve.below` the engine.
             engine_blocks: What the engine's own cache holds; blocks are stored when it is about to drop them.
             most_blocks: About so many different blocks are looked at, or all if there are no more.
@@ -65,8 +65,7 @@ class Survey:
         Raises:
             ConfigurationError: There is no such policy.
         """
-        make_policy(policy, num_slots=1)
-        self._policy, self._lru = policy, lru
+        self._policy, self._lru = resolve_policy(policy), lru
         self._sample = _Sample(trace, most_blocks, engine_blocks)
         self._gains = {0: 0.0, len(lru.rates) - 1: 0.0}  # where there is room for everything, policies do not differ
         self.curve = Curve(policy if isinstance(policy, str) else policy.__name__, lru.rates)

@@ -117,13 +117,13 @@ def make_backend(settings: TierSettings) -> AnyBackend:
     return made
 
 
-def resolve_policy(policy: str) -> str | type[Policy]:
-    """Return what `make_policy` takes: the name of a policy of ours, or the class at ``"package.module:Class"``.
+def resolve_policy(policy: str | type[Policy]) -> str | type[Policy]:
+    """Return what `make_policy` takes: the name of a policy of ours, or a class, also at ``"package.module:Class"``.
 
     Raises:
         ConfigurationError: There is none, or it is no complete `Policy`.
     """
-    if ":" not in policy:
+    if not isinstance(policy, str) or ":" not in policy:
         make_policy(policy, 1)  # which names there are is the catalog's to say
         return policy
     found = _import_path(policy)
