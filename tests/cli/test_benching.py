@@ -104,6 +104,15 @@ async def test_more_than_memory_has_is_refused_before_it_is_taken(much: tuple[st
     assert "give a smaller --block, or fewer --blocks" in result.stderr
 
 
+async def test_why_a_tier_did_not_take_all_is_said(tmp_path: Path) -> None:
+    """Such as by a limit of its own, of which `doctor`, that is named otherwise, finds nothing."""
+    file = tmp_path / "kv.toml"
+    limit = 'max_write_bytes_per_day = "1KiB"'
+    file.write_text(f'[[tiers]]\nmedium = "nvme"\npath = "{tmp_path / "kv"}"\ncapacity = "64MiB"\n{limit}\n')
+    found = await answer("bench", "--config", str(file), "--block", "32KiB", "--blocks", "4", code=1)
+    assert {each["problem"] for each in found} == {"store moved 0 of 4 blocks: held back"}
+
+
 @pytest.mark.parametrize(
     ("tier", "blocks"),
     [('medium = "memory"', "64"), ('medium = "memory"', "1"), ('medium = "shared_fs"\npath = "{}"', "64")],

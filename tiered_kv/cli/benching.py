@@ -253,12 +253,14 @@ async def _through_a_cache(tier: TierSettings, work: _Work) -> AsyncIterator[Mov
                 is_stored = True
                 keys, started = work.keys(), time.perf_counter()
                 stored = await (await kv.store(keys, pages)).settled()
-                num_moved = stored[-1].written
+                num_moved, why = stored[-1].written, ", ".join(kv.stats().tiers[-1].dropped_because)
             else:
-                num_moved = (await kv.load(keys, pages)).num_blocks
+                num_moved, why = (await kv.load(keys, pages)).num_blocks, ""
             seconds = time.perf_counter() - started
             if num_moved < work.num_blocks:
-                raise BackendUnavailableError(f"{direction} moved {num_moved} of {work.num_blocks} blocks: run doctor")
+                raise BackendUnavailableError(
+                    f"{direction} moved {num_moved} of {work.num_blocks} blocks: {why or 'run doctor'}"
+                )
             return seconds
 
         try:
