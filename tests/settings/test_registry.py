@@ -206,6 +206,10 @@ def test_policies_are_found_by_name_and_by_path(monkeypatch: pytest.MonkeyPatch,
     ("call", "message"),
     [
         (lambda: resolve_policy("lrv"), "one of lru, arc"),
+        (
+            lambda: resolve_policy("tiered_kv.catalog.policies.make_policy:LRU"),  # which imports many other classes
+            "has no class 'LRU': known are ARCPolicy, GuardedPolicy, LHDPolicy, LRUPolicy, MQPolicy$",
+        ),
         (lambda: resolve_policy("builtins:int"), r"no subclass of tiered_kv\.Policy$"),
         (lambda: resolve_policy("tiered_kv.catalog.policies.base:Policy"), "does not implement __len__, add"),
         (lambda: resolve("tiered_kv.media.backend:Backend"), "does not implement delete, lookup"),

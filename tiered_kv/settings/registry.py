@@ -63,7 +63,7 @@ def resolve(medium: str) -> type[Backend] | type[SlotBackend]:
             no complete backend.
     """
     if ":" in medium:
-        found = _import_path(medium)
+        found = _import_path(medium, (Backend, SlotBackend))
     else:
         entry = _entry_point(medium)
         try:
@@ -126,7 +126,7 @@ def resolve_policy(policy: str | type[Policy]) -> str | type[Policy]:
     if not isinstance(policy, str) or ":" not in policy:
         make_policy(policy, 1)  # which names there are is the catalog's to say
         return policy
-    found = _import_path(policy)
+    found = _import_path(policy, (Policy,))
     if not (isinstance(found, type) and issubclass(found, Policy)):
         raise ConfigurationError(f"{policy!r} is no subclass of tiered_kv.Policy")
     _check_complete(policy, found)
@@ -145,7 +145,8 @@ def _entry_point(medium: str) -> EntryPoint:
     raise ConfigurationError(f"the tier {medium!r} is made by the cache itself and has no backend")
 
 
-def _import_path(path: str) -> object:
+def _import_path(path: str, wanted: tuple[type, ...]) -> object:
+    """Find the class at a path; where none is, the error names those there that derive from ``wanted``."""
     module_name, _, class_name = path.partition(":")
     if not module_name or not class_name:
         raise ConfigurationError(f"{path!r} is no path of a class: write 'package.module:Class'")
@@ -156,9 +157,10 @@ def _import_path(path: str) -> object:
     try:
         return getattr(module, class_name)
     except AttributeError:
-        classes = [name for name, value in vars(module).items() if isinstance(value, type) and name[:1] != "_"]
-        known = hint(class_name, classes) if classes else ", nor any other"
-        raise ConfigurationError(f"module {module_name} has no class {class_name!r}{known}") from None
+        every = [(name, value) for name, value in vars(module).items() if isinstance(value, type) and name[:1] != "_"]
+        known = [name for name, value in every if issubclass(value, wanted) and value not in wanted]
+        others = hint(class_name, known) if known else ", nor any other that would do"
+        raise ConfigurationError(f"module {module_name} has no class {class_name!r}{others}") from None
 
 
 def _import_failed(what: str, error: Exception, entry: EntryPoint | None = None) -> ConfigurationError:
