@@ -56,7 +56,7 @@ from tiered_kv.values.log import guarded, log, log_event
 from tiered_kv.values.results import CacheStatistics, LoadResult, PinResult, PrefetchResult, StoreResult, SwapOutResult
 from tiered_kv.values.specs import GPULoadStoreSpec
 
-_SCHEME: Final = "unix://"
+_SCHEME: Final = "unix:"
 
 
 class ConnectedKV(AskedCalls):
@@ -287,8 +287,9 @@ def _views(there: Attachment, answer: protocol.Leased) -> list[memoryview]:
 
 
 def _path_in(url: str) -> str:
-    if not isinstance(url, str) or not url.startswith(f"{_SCHEME}/"):
+    given = url if isinstance(url, str) and url.startswith(_SCHEME) else ""
+    path = given.removeprefix(_SCHEME).removeprefix("//")
+    if not path.startswith("/"):
         raise ConfigurationError(f"a server's address is e.g. 'unix:///run/tiered-kv/kv.sock', got {url!r:.200}")
-    path = url.removeprefix(_SCHEME)
     wire.check_socket(path)
     return path
