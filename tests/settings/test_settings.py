@@ -483,6 +483,10 @@ def test_a_named_file_takes_the_place_of_the_environments(tmp_path: Path, monkey
     [
         ("[limits\n", "is no TOML: "),
         ("limits = " + "[" * 3000, "is no TOML: "),
+        (
+            '[tiers]\nmedium = "cpu"\n',
+            "tiers: must be a list, e.g. ['cpu://?capacity=32GiB']; in TOML each tier is a [[tiers]]",
+        ),
         ("[limits]\nwindw = 1\n", "limits.windw: there is no such setting: did you mean 'window'?"),
         ('[[tier]]\nmedium = "cpu"\n', "tier: there is no such setting: did you mean 'tiers'?"),
         (None, "cannot be read: No such file or directory"),

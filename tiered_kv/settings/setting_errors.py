@@ -196,7 +196,8 @@ def _what(error: ErrorDetails, model: type[BaseModel]) -> str:
         case "missing":
             what = f"must be given{_example(model, where)}"
         case "tuple_type":
-            what = "must be a list" + (", e.g. ['cpu://?capacity=32GiB']" if where == ("tiers",) else "")
+            table = "; in TOML each tier is a [[tiers]]" if isinstance(error["input"], dict) else ""
+            what = "must be a list" + (f", e.g. ['cpu://?capacity=32GiB']{table}" if where == ("tiers",) else "")
         case "string_type":
             is_class = isinstance(error["input"], type)
             what = "must be text" + (": of a class write 'package.module:Class'" if is_class else ", in quotes")
