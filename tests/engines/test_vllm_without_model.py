@@ -36,6 +36,13 @@ FAULTS: Final = {
     "the overwritten kept": "states",
 }
 """What is wrong with the connector, and a model that shows it."""
+STORED: Final = {
+    "keys shifted": "compressed",
+    "groups swapped": "windows",
+    "the state before": "states",
+    "the end before": "parts of states",
+}
+"""Of these, what is stored by a wrong name, and a model that shows it though nothing is loaded."""
 CROWDED: Final = {"nothing kept", "flushed too late", "the overwritten kept"}
 """Of these, what shows only where blocks are another's at once."""
 SECOND: Final = {"the overwritten kept"}
@@ -43,7 +50,13 @@ SECOND: Final = {"the overwritten kept"}
 
 
 def asked(
-    model: pathlib.Path, *, store_when: str = "auto", load_when: str = "auto", capacity: str = "1MiB", **wanted: Any
+    model: pathlib.Path,
+    *,
+    store_when: str = "auto",
+    load_when: str = "auto",
+    capacity: str = "1MiB",
+    role: str = "kv_both",
+    **wanted: Any,
 ) -> str:
     """Return the JSON of a run of prompts of one shape."""
     extra: dict[str, Any] = {"store_when": store_when, "load_when": load_when}
@@ -51,7 +64,7 @@ def asked(
     transfer = {
         "kv_connector": "TieredKVConnector",
         "kv_connector_module_path": "tiered_kv.integrations.vllm",
-        "kv_role": "kv_both",
+        "kv_role": role,
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra,
     }
@@ -108,6 +121,18 @@ def test_who_waits_for_room_is_looked_up_now_and_then(vllm: Environment, tiny_ll
 def test_a_wrong_connector_is_seen(seen: dict[str, Any], fault: str) -> None:
     """The test above would find it: within some hundred prompts wrong bytes are read, or vLLM itself objects."""
     assert seen[fault]["wrong"] or seen[fault]["raised"]
+
+
+def test_what_is_stored_is_what_it_is_named_by(vllm: Environment, tiny_llama: pathlib.Path) -> None:
+    """Each block of each group, whoever asks for it later; and it is seen where one is not, before anybody does."""
+    wanted = [{"shape": shape} for shape in dict.fromkeys([*STORED.values(), "draft", "replayed"])]
+    wanted += [{"shape": shape, "fault": fault} for fault, shape in STORED.items()]
+    runs = [asked(tiny_llama, store_when="computed", role="kv_producer", prompts=30, **each) for each in wanted]
+    answers = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    right, wrong = answers[: -len(STORED)], answers[-len(STORED) :]
+    assert [(each["wrong"], each["held"], each["loaded"]) for each in right] == [([], 0, 0)] * len(right)
+    assert all(each["stored"] > 50 for each in right)
+    assert all(each["wrong"] and not each["raised"] for each in wrong)
 
 
 def test_a_model_with_windows_loads_half_of_the_bytes(vllm: Environment, tiny_llama: pathlib.Path) -> None:

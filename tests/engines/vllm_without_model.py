@@ -21,6 +21,7 @@ import torch
 
 from tests.support.late_copies import LateCopies
 from vllm_generate import ONE_PROCESS, QUIET
+from vllm_stored import look_at_stored
 from vllm_wrong_connectors import FAULTS
 
 ROW: Final = 16
@@ -137,6 +138,7 @@ class Engine:
 
     Attributes:
         wrong: What attention would have read of wrong bytes.
+        asked: The requests, by name.
     """
 
     def __init__(self, wanted: Wanted) -> None:
@@ -199,6 +201,7 @@ class Engine:
         if wanted.clock:
             times = itertools.repeat(0.0) if wanted.clock == "still" else itertools.count(step=3600.0)
             self.scheduling._loads._clock = times.__next__  # noqa: SLF001 - ours
+        self.asked: dict[str, Any] = {}
         self._prefixes: dict[str, Prefixes] = {}
         self._names = 0
         self._pool = self.scheduler.kv_cache_manager.block_pool
@@ -268,7 +271,7 @@ class Engine:
         request = Request(
             name, tokens, sampling, None, cache_salt=salt, block_hasher=self._hasher, kv_hints=hints
         )  # fmt: skip
-        self._prefixes[name] = Prefixes(salt)
+        self.asked[name], self._prefixes[name] = request, Prefixes(salt)
         self.scheduler.add_request(request)
         return name
 
@@ -393,13 +396,30 @@ class Engine:
             at = torch.arange(start, end)
             return torch.tensor(table)[at // size], at % size
 
-        salt = ord(layer[-1]) + int(layer[0])  # other bytes in each layer
+        salt = _salt(layer)
         is_right = begin == first or bool(
             (rows[places(begin, first)] == digests(begin, first)[:, None] ^ salt)
             .flatten(1).all(1)[self._counts(layer, begin, first, size)].all()
         )  # fmt: skip
         rows[places(first, stop)] = (digests(first, stop)[:, None] ^ salt).expand(-1, rows.shape[2], -1)
         return is_right
+
+    def holds(self, layer: str, table: int, block: int, request: Any, number: int, end: int | None) -> bool:
+        """Say whether a block of vLLM's has what a request's block has of a layer, of all its tokens or to an end."""
+        spec, prefixes = self.specs[table], self._prefixes[request.request_id]
+        spec = getattr(spec, "kv_cache_specs", {}).get(layer, spec)
+        first, stop = number * spec.block_size, end or (number + 1) * spec.block_size
+        tokens, by = [*request.all_token_ids, 0], int(layer in self._drafts)
+        if hasattr(spec, "mamba_cache_mode"):
+            return bool((self.memory[layer][block, :ROW] == prefixes.of(tokens, stop - 1, stop)[0]).all())
+        rows = self.memory[layer][block].view(spec.block_size, -1, ROW)[: stop - first]
+        are_right = (rows == prefixes.of(tokens, first, stop, by=by)[:, None] ^ _salt(layer)).flatten(1).all(1)
+        return bool(are_right[self._counts(layer, first, stop, spec.block_size)].all())
+
+
+def _salt(layer: str) -> int:
+    """Return what tells a layer's bytes from others'."""
+    return ord(layer[-1]) + int(layer[0])
 
 
 HINTS: Final = ("", "", "", "kv.retain", "kv.demote", "kv.prefetch", "kv.fetch", "kv.pin", "kv.evict", "kv.unknown")
@@ -455,7 +475,8 @@ def serve_again(engine: Engine, wanted: Wanted, lengths: list[int]) -> None:
 
 def run(wanted: Wanted) -> dict[str, Any]:
     """Serve, and say what was wrong."""
-    engine, raised = Engine(wanted), ""
+    engine, raised, stored = Engine(wanted), "", 0
+    start = engine.worker._start  # noqa: SLF001 - ours
     if wanted.fault:
         FAULTS[wanted.fault](engine)
     try:
@@ -468,12 +489,14 @@ def run(wanted: Wanted) -> dict[str, Any]:
             raise
         raised = f"{type(error).__name__}: {error}"[:200]
     held = 0 if engine.wrong or raised else engine.num_held()
+    if not engine.wrong and not raised:
+        stored, engine.wrong = look_at_stored(engine, start)
     engine.worker.close()
     engine.scheduler.shutdown()
     return {
         "wrong": engine.wrong[:3], "raised": raised, "held": held, "tokens": engine.num_tokens,
         "loaded": engine.num_loaded, "loaded_bytes": engine.num_loaded_bytes, "token_bytes": engine.token_bytes,
-        "hints": engine.num_hints, "looked": engine.num_looked,
+        "hints": engine.num_hints, "looked": engine.num_looked, "stored": stored,
     }  # fmt: skip
 
 
