@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.any_layout import STRIDE, AnyEngine, cpu, nvme, open_any
+from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_any
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import KEYS, N, Ranks, spread
 from tests.support.serving import attached, serving
-from tiered_kv import Job, Outcomes, Plan, Planner, Shard, TieredKV
+from tiered_kv import ConfigurationError, Job, KVLayout, Outcomes, Plan, Planner, Shard, TieredKV
 
 CPU = cpu(32, STRIDE)
 COPIES = Shard.every(1, copies=3)
@@ -194,3 +194,21 @@ async def test_a_server_plans_no_more_than_it_can_say_to_every_worker(
             assert f"{N} keys for 3 ranks, {3 * N - 1} blocks at most: give fewer keys" in job.result.errors[0]
             assert kv.stats()["cpu"].leased == 0
             ranks.close()
+
+
+async def test_a_server_passes_memory_once_to_all_that_hold_the_same(tmp_path: Path) -> None:
+    """However many they are, and of however many KV groups: a message has room for 253 descriptors."""
+    groups = SMALL.groups * 12
+    with serving(tmp_path, cpu(24, 12 * STRIDE)) as server:
+        async with attached(server, layout=KVLayout(groups), shard=Shard.every(1, copies=22)) as kv:
+            slabs = kv.planner().slabs()
+            assert len({slab.pool for slab in slabs}) == 12
+            assert [(slab.group, slab.rank) for slab in slabs] == [(group, n) for group in range(12) for n in range(22)]
+        async with attached(server, layout=KVLayout(groups), shard=Shard(21, 22, replicated=True)) as kv:
+            assert len(kv.planner().slabs()) == 12, "one of 22 that hold the same has caches of its own"
+        with pytest.raises(ConfigurationError, match="264 KV groups of ranks, 253 at most"):
+            async with attached(server, layout=KVLayout(groups), shard=Shard.every(22)):
+                pass
+        with pytest.raises(ConfigurationError, match="254 workers, 253 at most"):
+            async with attached(server, shard=Shard.every(1, copies=254)):
+                pass

@@ -244,14 +244,17 @@ class Attach(Message, frozen=True, tag="attach"):
         """
         if len(self.model) > _LONGEST_MODEL:
             raise ConfigurationError(f"the name of a model has {_LONGEST_MODEL} characters at most")
-        num_slabs = len(self.groups) * max(len(self.shards), *(size for _, size, _ in self.shards), 1)
+        if (num_workers := len(self.shards)) > MOST_SLABS:
+            raise ConfigurationError(f"{num_workers} workers, {MOST_SLABS} at most: each has a process to watch")
+        shards = tuple(Shard(*each) for each in self.shards)
+        parts = {each.part for each in shards}  # those who hold the same have one slab
+        num_slabs = len(self.groups) * max((each.size for each in parts), default=1)
         if num_slabs > MOST_SLABS:
             raise ConfigurationError(f"{num_slabs} KV groups of ranks, {MOST_SLABS} at most: each has memory to pass")
         try:
             layout = KVLayout(tuple(KVGroup(**group) for group in self.groups))
         except TypeError as error:  # a field that this version does not know
             raise ConfigurationError(f"a KV group as no KVGroup is: {error}") from None
-        shards = tuple(Shard(*each) for each in self.shards)
         return ModelIdentity(self.model, self.weights, self.extra), layout, shards
 
 
