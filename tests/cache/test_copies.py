@@ -115,8 +115,8 @@ async def test_what_one_worker_did_not_load_is_in_place_for_none() -> None:
 
 
 async def test_a_store_may_be_bound_to_a_part() -> None:
-    """Each worker stores those of its turn that are in the part; what is left out is not there."""
-    async with planning() as (_, planner, ranks):
+    """Each worker stores those of its turn that are in the part; what is left out is not there, and counts nowhere."""
+    async with planning() as (kv, planner, ranks):
         job = planner.plan_store(KEYS)
         await job.planned()
         plan = job.bind(ranks.engines[0].spec(range(2, N)), start=2)
@@ -125,21 +125,25 @@ async def test_a_store_may_be_bound_to_a_part() -> None:
         result = await job.ended()
         assert result.num_blocks == N - 2
         assert result.mask.tolist() == [False] * 2 + [True] * 4
+        stats = kv.stats()
+        assert (stats.store_requested, stats.stored, stats.dropped) == (N - 2, N - 2, 0)
 
 
-@pytest.mark.parametrize("num_answers", [0, 1, 2])
-async def test_slots_that_a_worker_may_be_writing_to_are_nobodys_at_the_end(num_answers: int) -> None:
-    """The cache closes over a job that not all have answered: what it has reserved nobody gets."""
-    async with open_any(AnyEngine(), CPU, shard=COPIES) as kv:
+@pytest.mark.parametrize(("num_answers", "pending"), [(0, [N, N]), (1, [N, N]), (2, [0, N]), (3, [0, N])])
+async def test_slots_that_a_worker_may_be_writing_to_are_nobodys_at_the_end(
+    num_answers: int, pending: list[int]
+) -> None:
+    """The cache closes over a job: what it has reserved of a part that not all have answered for nobody gets."""
+    async with open_any(AnyEngine(), cpu(32, 2 * STRIDE), shard=Shard.every(2, copies=2)) as kv:
         planner = kv.planner()
-        ranks = Ranks(planner, 3, copies=3)
+        ranks = Ranks(planner, 4, copies=2)
         ranks.compute()
         job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
         plan = await job.planned()
         for worker in ranks.workers[:num_answers]:
             planner.complete(worker.execute(spread(plan)))
     assert (await job.ended()).num_blocks == 0
-    assert [chain.host.index.statistics().pending for chain in inside(kv).chains] == [N]
+    assert [chain.host.index.statistics().pending for chain in inside(kv).chains] == pending
     ranks.close()
 
 

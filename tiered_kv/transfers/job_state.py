@@ -305,9 +305,8 @@ class Underway:
         return self._held[rank // self._copies]
 
     def _left_by(self, move: Move) -> Mask:
-        """Say which blocks others store that hold the same."""
-        left = ~self._mask_of(move.positions)
-        return left & self._mask_of(self._of(move.rank).positions if self.request.direction == "store" else [])
+        """Say which blocks others move that hold the same: of a store only, as each loads all."""
+        return self._mask_of(self._of(move.rank).positions) & ~self._mask_of(move.positions)
 
     def follow(self, plan: Plan, wanted: slice) -> None:
         """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
