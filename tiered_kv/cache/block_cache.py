@@ -717,7 +717,7 @@ class BlockCache(ABC):
         """Return what makes names of keys, as `events` has them: ``namespace.names(keys)``. Picklable, for a router.
 
         It is of one KV group, of one rank of those that this cache stands for, and of the weights served now: ask again
-        after `advance_epoch`. Any thread may ask.
+        after `advance_epoch`. Workers that hold the same are one rank here, and in `events`. Any thread may ask.
         """
 
     @abstractmethod

@@ -31,7 +31,7 @@ class TierChange:
         sequence: 0, 1, 2, ... for each subscriber: whoever forwards changes can tell that one was lost.
         tier: The tier's name.
         group: The KV group.
-        rank: The rank.
+        rank: The rank; workers that hold the same are one.
     """
 
     sequence: int

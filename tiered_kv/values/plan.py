@@ -146,7 +146,7 @@ class Outcomes:
 
 @dataclass(frozen=True)
 class TierShare:
-    """One tier's part of what a job moved, of all ranks together.
+    """One tier's part of what a job moved, of all ranks together; what several hold counts once.
 
     Attributes:
         num_bytes: Payload bytes.
@@ -167,7 +167,7 @@ class JobResult:
         num_blocks: Of a load, the prefix that is in place on every rank. Of a store, the blocks that were new and that
             every rank has copied out.
         errors: What went wrong with the workers or the job itself, per rank.
-        num_bytes: Payload bytes of what was moved, of all ranks together.
+        num_bytes: Payload bytes of the blocks that were moved, of all ranks together; what several hold counts once.
         seconds: From the call to the end, on the cache's clock.
         planned_s: From the call to the plan: of a load, until the blocks were in host memory.
         moved_s: What the slowest rank says that it took.
