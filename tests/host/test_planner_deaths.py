@@ -50,6 +50,38 @@ async def test_a_worker_killed_in_the_midst_of_a_copy(tmp_path: Path) -> None:
             await until(lambda: kv.stats()["cpu"].pending == 0)
 
 
+async def test_one_of_several_that_hold_the_same_killed_in_the_midst_of_a_copy(tmp_path: Path) -> None:
+    """Until then none of the store's slots are anybody's; what the other has copied of it is there for both."""
+    async with (
+        served(tmp_path),
+        attached_at(tmp_path, engine := AnyEngine()) as other,
+        attached(tmp_path / "kv.sock", shard=Shard.every(1, copies=2)) as kv,
+    ):
+        planning = kv.planner()
+        with started(worker, KEYS, gets_stuck=True) as process:
+            planning.register_worker(rank=0, pid=process.pid)
+            planning.register_worker(rank=1)
+            with Worker(planning.slabs(), layout=SMALL, rank=1, device="cpu") as ours:
+                ours.register_kv_caches(engine.caches[0])
+                job = planning.plan_store(KEYS, engine.fill(KEYS, range(8)))
+                plan = await job.planned()
+                process.say((planning.slabs(), plan))
+                planning.complete(ours.execute(plan))
+            assert await asyncio.to_thread(process.hear) == "stuck"
+            await crowd(other, engine)
+            assert (await kv.lookup(KEYS)).num_blocks == 0
+            assert kv.stats()["cpu"].pending == 8
+            process.kill()
+        with anyio.fail_after(FOREVER_S):
+            result = await job.ended()
+        assert (result.num_blocks, result.mask.tolist()) == (4, [False, True] * 4)
+        assert kv.stats()["cpu"].pending == 0
+        engine.wipe()
+        loaded = await other.load(KEYS, engine.spec(range(8, 16)), gaps=True)
+        assert loaded.mask.tolist() == [False, True] * 4
+        assert engine.right(KEYS, range(8, 16)) == [False, True] * 4
+
+
 @pytest.mark.parametrize("binds", [False, True])
 async def test_a_planner_killed_while_its_worker_copies(tmp_path: Path, *, binds: bool) -> None:
     """What the worker may be writing is nobody's as long as that lives, whatever the server was told before the end."""
