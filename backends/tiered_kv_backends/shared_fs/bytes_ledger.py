@@ -18,6 +18,7 @@ import errno
 import fcntl
 import json
 import math
+import mmap
 import os
 import random
 import time
@@ -50,6 +51,8 @@ _STOPPED_NS = 60 * 10**9
 """Age of what was written last at which who keeps it locked is taken to have been stopped."""
 _MOST_BYTES = 1 << 20
 """Of the file: of some 20,000 processes."""
+_PART_BYTES = 1 << 14
+"""Read at once: few processes' lines are longer."""
 
 
 _Count = Annotated[int, Field(strict=True, gt=-(2**63), lt=2**63)]
@@ -102,7 +105,7 @@ class ByteLedger:
             OSError: It cannot be made or locked; `BlockingIOError`: others have it locked.
         """
         with self._locked(os.O_CREAT) as file:
-            if is_empty and not os.fstat(file).st_size:
+            if is_empty and not _bytes_of(file):
                 _write(file, LedgerCounts(swept_ns=self._wall_clock_ns()))
 
     def read(self) -> LedgerCounts | None:
@@ -237,7 +240,7 @@ class ByteLedger:
             if not (try_lock(file) and self._is_in_place(stopped)):
                 raise self._blocked()  # others are at it, or have been
             Path(self._root, _NEXT_NAME).rename(self._path)
-            os.pwrite(file, os.pread(stopped, _MOST_BYTES, 0), 0)
+            os.pwrite(file, _bytes_of(stopped), 0)
             log("warning", "shared_fs.ledger_replaced", path=self._root)
             opened.pop_all()
             return file
@@ -261,7 +264,7 @@ def try_lock(file: int) -> bool:
 
 
 def _read(file: int) -> LedgerCounts | None:
-    line, _, _ = os.pread(file, _MOST_BYTES, 0).partition(b"\n")
+    line, _, _ = _bytes_of(file).partition(b"\n")
     checksum, _, text = line.partition(b" ")
     if checksum != b"%08x" % zlib.crc32(text) or not text:
         return None
@@ -269,6 +272,24 @@ def _read(file: int) -> LedgerCounts | None:
         return _BOOKS.validate_json(text)
     except ValidationError:  # whoever may write here may have made a checksum too
         return None
+
+
+def _bytes_of(file: int) -> bytes:
+    """Read a file past the page cache, if the filesystem can: that of a FUSE client may be old, lock or not."""
+    part, read, num_bytes = mmap.mmap(-1, _PART_BYTES), b"", _PART_BYTES
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, os.O_DIRECT)
+        try:
+            while num_bytes == _PART_BYTES and len(read) < _MOST_BYTES:
+                num_bytes = os.preadv(file, [part], len(read))
+                read += part[:num_bytes]
+        finally:
+            fcntl.fcntl(file, fcntl.F_SETFL, 0)
+    except OSError as error:
+        if error.errno not in files.NOT_DIRECT:
+            raise
+        return os.pread(file, _MOST_BYTES, 0)
+    return read
 
 
 def _write(file: int, books: LedgerCounts) -> None:

@@ -46,7 +46,7 @@ _NO_FILE = {errno.ELOOP, errno.ENXIO}
 """What opening a link and a socket gives."""
 FULL = {errno.ENOSPC, errno.EDQUOT}
 """What says that the filesystem takes no more: bytes, files, or what a quota leaves of them."""
-_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
+NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
 """What direct I/O gives where a filesystem has none, and for memory or a folder that it cannot be done with."""
 _USED_AGAIN_NS = 600 * 10**9
 """How old a file's last use may get before a read renews it: one call in ten minutes, however hot the block is."""
@@ -159,7 +159,7 @@ def direct_problem(root: str, spare: str, *, is_read_only: bool) -> str:
             with contextlib.suppress(FileNotFoundError), _opened(f"{root}/{spare}", _READ_FLAGS | os.O_DIRECT) as file:
                 os.readv(file, [page])
     except OSError as error:
-        if error.errno in _NOT_DIRECT or is_read_only:
+        if error.errno in NOT_DIRECT or is_read_only:
             return os.strerror(error.errno or 0)
         raise
     return ""
@@ -374,7 +374,7 @@ def _tried(move: _Move, folders: _Folders, work: Work, direct: int) -> Moved:
     try:
         return move(folders, work, direct)
     except OSError as error:
-        if not direct or error.errno not in _NOT_DIRECT:
+        if not direct or error.errno not in NOT_DIRECT:
             return error
     return _tried(move, folders, work, 0)  # which shows what else is wrong, if anything
 
@@ -434,7 +434,7 @@ def _make_file(folder: int, name: str, direct: int) -> int:
     try:
         return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | FILE_FLAGS | direct, 0o600, dir_fd=folder)
     except OSError as error:
-        if error.errno in _NOT_DIRECT:  # it may have been made all the same
+        if error.errno in NOT_DIRECT:  # it may have been made all the same
             with contextlib.suppress(OSError):
                 os.unlink(name, dir_fd=folder)
         raise

@@ -89,6 +89,17 @@ def test_who_may_have_less_takes_none_away(root: str, clock: Clock) -> None:
     assert books_of(small).total == CAPACITY
 
 
+def test_what_a_host_has_cached_is_not_believed(root: str, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A FUSE client, as GlusterFS', keeps pages for a second, though another host has changed the file under a lock."""
+    one, other = ledger_in(root, clock), ledger_in(root, clock)
+    cached = Path(root, "ledger").read_bytes()
+    monkeypatch.setattr(os, "pread", lambda _file, num_bytes, at: cached[at : at + num_bytes])
+    assert one.take(CAPACITY - 100, 0) == CAPACITY - 100
+    assert other.take(300, 0) == 100
+    ledger_in(root, clock)  # which does not take it for new
+    assert books_of(one).total == CAPACITY
+
+
 def test_a_sweep_counts_what_is_still_to_be_written(root: str, clock: Clock) -> None:
     """What others had taken when it began, and what they took since; of those that are dead, nothing."""
     writing, dead, sweeping = (ledger_in(root, clock) for _ in range(3))
