@@ -172,6 +172,28 @@ def test_of_short_windows_is_stored_what_a_prompts_end_needs(vllm: Environment, 
     assert sparse["tokens"] == 300 + (300 - 128) + (320 - 192) + computed_again
 
 
+@pytest.mark.parametrize(
+    ("shape", "num_blocks", "prompts", "at_once"),
+    [("compressed", 80, [378] * 3, 128), ("windows", 57, [440] * 2, 320)],
+)
+def test_nobody_waits_for_blocks_of_those_that_wait(
+    vllm: Environment, tiny_llama: pathlib.Path, shape: str, num_blocks: int, prompts: list[int], at_once: int
+) -> None:
+    """With windows vLLM lets several have blocks for loads, and none is left for what each is to compute.
+
+    Control: it does, and is stuck for good, where the connector has room for all.
+    """
+    wanted: dict[str, Any] = {"shape": shape, "num_blocks": num_blocks, "prompts": prompts, "at_once": at_once}
+    runs = [
+        asked(tiny_llama, store_when="computed", load_when="always", capacity="16MiB", fault=fault, **wanted)
+        for fault in ("", "room for all")
+    ]
+    ours, stuck = vllm.run("vllm_without_model.py", *runs, timeout_s=1200)
+    assert [(each["wrong"], each["held"]) for each in (ours, stuck)] == [([], 0)] * 2
+    assert (ours["raised"], ours["loaded"]) == ("", len(prompts) * at_once)
+    assert "wait for each other's blocks" in stuck["raised"]
+
+
 def test_a_state_that_only_the_tiers_have_is_found(vllm: Environment, tiny_llama: pathlib.Path) -> None:
     """Where vLLM's own cache has all of attention and no state, as states are what it drops first.
 

@@ -39,6 +39,7 @@ class Wanted:
         shape: Of `SHAPES`.
         prompts: How many that come and go as chance has it; or one after the other, of so many tokens each, twice.
         shared: Tokens with which all of these begin.
+        at_once: Of how many tokens of each of these, that come at once then, is stored before.
         forgets: What vLLM's own cache has forgotten when one comes again: all, or its states alone.
         seed: Of chance.
         fault: Of `FAULTS`, what is wrong on purpose.
@@ -55,6 +56,7 @@ class Wanted:
     shape: str = "windows"
     prompts: int | list[int] = 200
     shared: int = 0
+    at_once: int = 0
     forgets: Literal["all", "states"] = "all"
     seed: int = 0
     fault: str = ""
@@ -279,6 +281,7 @@ class Engine:
         """Do one."""
         from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput  # noqa: PLC0415 - as above
 
+        has_room = self._has_all_room()
         scheduled = self.scheduler.schedule()
         meta, names = scheduled.kv_connector_metadata, list(scheduled.num_scheduled_tokens)
         if not self._is_second:
@@ -305,6 +308,16 @@ class Engine:
         self.scheduler.update_from_output(
             scheduled, ModelRunnerOutput(names, indices, sampled, kv_connector_output=output)
         )
+        if has_room and not names:
+            raise RuntimeError("no step to come will compute anything: requests wait for each other's blocks")
+
+    def _has_all_room(self) -> bool:
+        """Say whether the first of those that have blocks is to be computed next, and nobody else has any."""
+        waiting, tables = self.scheduler.kv_holding_waiting, self.scheduler.kv_cache_manager.get_block_ids
+        if self.scheduler.running or not waiting or waiting.peek_request().status.name == "WAITING_FOR_REMOTE_KVS":
+            return False
+        theirs = {block for each in waiting for table in tables(each.request_id) for block in table if block}
+        return len(theirs) == self.num_held()
 
     def forget(self, what: str) -> None:
         """Have vLLM's own cache forget all, or its states alone."""
@@ -327,7 +340,7 @@ class Engine:
         return sum(spec.page_size_bytes // spec.block_size for spec in self.specs)
 
     def num_held(self) -> int:
-        """Count the blocks that nobody has given back, when nothing is left to do."""
+        """Count the blocks that nobody has given back: none, when nothing is left to do."""
         return int(self._num_free - self._pool.get_num_free_blocks())
 
     def _begin_states(self, name: str, num_new: int) -> None:
@@ -473,6 +486,23 @@ def serve_again(engine: Engine, wanted: Wanted, lengths: list[int]) -> None:
             engine.settle()
 
 
+def serve_at_once(engine: Engine, num_stored: int, lengths: list[int]) -> None:
+    """Have prompts come at once, that others began like, when vLLM has forgotten these: all wait for loads together."""
+    from tiered_kv.integrations.vllm import loading  # noqa: PLC0415 - when vLLM can be imported
+
+    vars(loading).update(_PATIENCE_S=60.0)  # the step that asks for them waits for all of their plans
+    chance = random.Random(0)
+    prompts = [[chance.randrange(VOCABULARY) for _ in range(length)] for length in lengths]
+    for tokens in prompts:
+        engine.ask(tokens[:num_stored], 1, None)
+        engine.settle()
+    engine.forget("all")
+    engine.scheduling.kv.flush()
+    for tokens in prompts:
+        engine.ask(tokens, 1, None)
+    engine.settle()
+
+
 def run(wanted: Wanted) -> dict[str, Any]:
     """Serve, and say what was wrong."""
     engine, raised, stored = Engine(wanted), "", 0
@@ -480,7 +510,9 @@ def run(wanted: Wanted) -> dict[str, Any]:
     if wanted.fault:
         FAULTS[wanted.fault](engine)
     try:
-        if isinstance(wanted.prompts, list):
+        if isinstance(wanted.prompts, list) and wanted.at_once:
+            serve_at_once(engine, wanted.at_once, wanted.prompts)
+        elif isinstance(wanted.prompts, list):
             serve_again(engine, wanted, wanted.prompts)
         else:
             serve(engine, wanted.prompts, random.Random(wanted.seed))

@@ -44,6 +44,7 @@ def _no_hold(engine: "Engine") -> None:
 
     class Pool:
         blocks = engine._pool.blocks  # noqa: SLF001 - ours
+        get_num_free_blocks = engine._pool.get_num_free_blocks  # noqa: SLF001 - ours
 
         def touch(self, blocks: Any) -> None:
             pass
@@ -224,4 +225,5 @@ FAULTS: Final[dict[str, Callable[["Engine"], None]]] = {
     "loads claimed": _claim_loads,
     "the overwritten kept": _keep_overwritten,
     "hits completed": _complete_hits,
+    "room for all": lambda engine: engine.scheduling._room.use_pool(None),  # noqa: SLF001 - ours
 }

@@ -353,7 +353,6 @@ def page_tag(
     wanted = SimpleNamespace(
         num_engine_blocks=blocks,
         num_stages=1,
-        num_tables=1,
         num_ranks=1,
         groups=(group(page=2048 * heads),),
         slots_per_block=lambda _: 1.0,

@@ -115,6 +115,7 @@ def connector() -> Any:  # noqa: ANN401 - a package that only exists beside vLLM
             "naming",
             "offload_tier",
             "paying",
+            "waiting_room",
             "storing",
             "tier_events",
         ]
@@ -304,7 +305,8 @@ class SmallVLLM:
             connector=VLLM.configuration.ConnectorSettings(store_when=store_when, **settings),
             below=VLLM.configuration.below_of(below),
             model=ModelIdentity("small", weights="w0"),
-            num_ranks=num_ranks, num_stages=1, groups=given, num_tables=1 + given[-1].table,
+            num_ranks=num_ranks, num_stages=1, groups=given,
+            tables=tuple({of.table: (of.block_size, num_blocks) for of in given}.values()),
             num_engine_blocks=num_blocks + 1, num_step_blocks=16,
             loads=role != "kv_producer", stores=role != "kv_consumer",
             tells_events=False, writes_first=writes_first, is_async=bool(is_async),

@@ -124,7 +124,8 @@ class Configuration:
         num_ranks: Workers that have a part of each block: of each pipeline stage its tensor parallel ranks.
         num_stages: Of pipeline parallelism.
         groups: The KV groups.
-        num_tables: vLLM's block tables, those that nothing is kept of included.
+        tables: Of vLLM's block tables, those that nothing is kept of included: tokens of a block, and how many blocks a
+            request has at once at most.
         num_engine_blocks: In vLLM's cache.
         num_step_blocks: That a step may fill.
         loads: Whether anything is loaded.
@@ -143,7 +144,7 @@ class Configuration:
     num_ranks: int
     num_stages: int
     groups: tuple[EngineGroup, ...]
-    num_tables: int
+    tables: tuple[tuple[int, int], ...]
     num_engine_blocks: int
     num_step_blocks: int
     loads: bool
@@ -182,7 +183,7 @@ class Configuration:
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             num_stages=parallel.pipeline_parallel_size,
             groups=groups,
-            num_tables=len(kv_cache_config.kv_cache_groups),
+            tables=tuple(_table_of(group.kv_cache_spec, vllm_config) for group in kv_cache_config.kv_cache_groups),
             num_engine_blocks=kv_cache_config.num_blocks,
             num_step_blocks=vllm_config.scheduler_config.max_num_batched_tokens // groups[0].block_size,
             loads=transfer.is_kv_consumer,
@@ -270,7 +271,7 @@ class Configuration:
     @cached_property
     def loads_parts(self) -> bool:
         """Whether a load that brings a part of a prefix is of use: where one group needs all blocks, and no other."""
-        return self.num_tables == len(self.groups) == 1 and self.is_whole
+        return len(self.tables) == len(self.groups) == 1 and self.is_whole
 
     @cached_property
     def loads_first(self) -> bool:
@@ -399,6 +400,11 @@ def _groups_of(kv_cache_config: Any) -> tuple[EngineGroup, ...]:
     if not groups:
         raise ConfigurationError(f"no layer of this model keeps anything that a prefix needs. {_WITHOUT}")
     return tuple(groups)
+
+
+def _table_of(spec: Any, vllm_config: Any) -> tuple[int, int]:
+    """Return how many tokens a block has, and how many blocks a request has at most, as vLLM sizes its pool."""
+    return spec.block_size, -(-spec.max_memory_usage_bytes(vllm_config) // spec.page_size_bytes)
 
 
 def _is_made_anew(spec: Any) -> bool:

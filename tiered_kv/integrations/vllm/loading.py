@@ -25,6 +25,7 @@ from tiered_kv.integrations.vllm.counts import Counts
 from tiered_kv.integrations.vllm.messages import Bringing, Finding, Load, LoadOrder, Step, Tracked
 from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
+from tiered_kv.integrations.vllm.waiting_room import WaitingRoom
 from tiered_kv.transfers.jobs import Job
 from tiered_kv.values.keys import BlockKeys
 from tiered_kv.values.plan import JobResult, Outcomes
@@ -77,6 +78,7 @@ class PendingLoads:
         counts: Counts,
         naming: RequestNaming,
         paying: Paying,
+        room: WaitingRoom,
         *,
         memory: dict[str, int],
         describe: Callable[[Any, EngineGroup, BlockKeys], None],
@@ -91,6 +93,7 @@ class PendingLoads:
             counts: What is counted.
             naming: Of blocks.
             paying: What pays.
+            room: In vLLM's pool.
             memory: How many blocks the cache's own memory tiers hold, by name.
             describe: Tells routers what blocks are.
             clock: In seconds, by which what was found is looked for anew.
@@ -101,6 +104,7 @@ class PendingLoads:
         self._counts = counts
         self._naming = naming
         self._paying = paying
+        self._room = room
         self._describe = describe
         self._clock = clock
         self._loads: dict[str, Load] = {}  # not handed to the workers yet
@@ -138,6 +142,7 @@ class PendingLoads:
 
         And whether the request is to wait for that, while others compute: else the step that it is in loads them first.
         """
+        self._room.ask(tracked.request)
         first = tracked.num_here = tracked.num_stored = num_computed_tokens
         tracked.num_found = tracked.num_noted = 0
         if not can_load or not self._configuration.loads or not tracked.may_load:
@@ -168,7 +173,7 @@ class PendingLoads:
             return num_found, False
         tracked.num_found = num_found
         if again is not None or (bringing := self._bring(tracked, num_found)) is None:
-            return num_found, True
+            return (num_found, True) if self._room.has_for(tracked.request) else (None, False)
         return self._brought(bringing)
 
     def _holds(self, said: Finding, request: Any, first: int) -> bool:
@@ -392,8 +397,10 @@ class PendingLoads:
         if not num_blocks or (num_blocks < bringing.num_blocks and not loads_parts):
             self._give_up(bringing)
             return 0, False
-        bringing.is_told, is_little = True, bringing.num_bytes <= self._num_first_bytes
-        bringing.comes_first = self._configuration.loads_first and is_little
+        bringing.comes_first = self._configuration.loads_first and bringing.num_bytes <= self._num_first_bytes
+        if not (bringing.comes_first or self._room.has_for(bringing.tracked.request)):
+            return None, False
+        bringing.is_told = True
         if bringing.comes_first:
             self._num_first_bytes -= bringing.num_bytes
         size = self._configuration.main.block_size
@@ -504,6 +511,8 @@ class PendingLoads:
             if tracked.num_found < brought.num_tokens:
                 load.num_lost = (brought.num_tokens - tracked.num_found) // size
                 tracked.may_load = False
+        if not load.comes_first:
+            self._room.wait(request, tables)
         tracked.num_stored = first + num_tokens
 
     def wait_planned(self, *, is_idle: bool) -> None:
@@ -532,6 +541,7 @@ class PendingLoads:
             elif self._is_late(bringing):
                 self._give_up(bringing)
         self._beginning = []
+        self._room.begin_step()
         self._renew()
 
     def deliver(self, step: Step) -> None:

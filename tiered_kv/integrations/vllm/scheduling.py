@@ -31,6 +31,7 @@ from tiered_kv.integrations.vllm.naming import RequestNaming
 from tiered_kv.integrations.vllm.paying import Paying
 from tiered_kv.integrations.vllm.storing import PendingStores
 from tiered_kv.integrations.vllm.tier_events import TierEvents
+from tiered_kv.integrations.vllm.waiting_room import WaitingRoom
 from tiered_kv.settings.registry import OWN_MEDIA
 from tiered_kv.values.errors import ClosedError, ConfigurationError
 from tiered_kv.values.hints import evicts
@@ -67,6 +68,7 @@ class SchedulingSide:
         self._storing: PendingStores  # likewise
         self._lacks_blocks = False  # whether vLLM has had none for a request that was told what is there
         self._pool: Any = None
+        self._room = WaitingRoom(configuration.tables)
         self._known: object = None  # which blocks vLLM's prefix cache has
         self._evicting: Evicting | None = None
         self._hinting: Hinting | None = None
@@ -131,9 +133,8 @@ class SchedulingSide:
         self._hear_hints(layout)
         memory = self._memory()
         self._paying = Paying(self._kv, wanted, self.counts, num_memory_blocks=sum(memory.values()))
-        self._loads = PendingLoads(
-            self._kv, planner, wanted, self.counts, self.naming, self._paying, memory=memory, describe=self._describe
-        )
+        parts = wanted, self.counts, self.naming, self._paying, self._room
+        self._loads = PendingLoads(self._kv, planner, *parts, memory=memory, describe=self._describe)
 
     def _memory(self) -> dict[str, int]:
         """Return what the cache's own memory tiers hold, by name; nothing where a host's server is away."""
@@ -147,6 +148,8 @@ class SchedulingSide:
     def use_pool(self, pool: Any) -> None:
         """Take vLLM's pool of blocks, in which those that requests leave behind are held until they are copied."""
         self._pool = pool
+        if not self._configuration.loads_parts:  # of full attention vLLM reserves what is needed
+            self._room.use_pool(pool)
         if self._planner is not None:
             self._storing.use_pool(pool)
             self._watch_pool()
@@ -206,6 +209,7 @@ class SchedulingSide:
     def begin(self, request: Any, tables: Sequence[list[int]], num_external_tokens: int) -> None:
         """Plan to load what was found, now that a request has its blocks; by block table, these."""
         self._lacks_blocks = False
+        self._room.leave(request.request_id)  # it computes, unless it is to wait for this load
         if num_external_tokens:
             self._loads.begin(self._tracked[request.request_id], tables, num_external_tokens)
 
@@ -296,6 +300,7 @@ class SchedulingSide:
             tables: Its blocks.
         """
         self._coming.pop(request.request_id, None)
+        self._room.leave(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._paying.end(request.request_id)
