@@ -542,7 +542,7 @@ def test_the_first_memory_that_cannot_be_attached_is_attached_in_a_later_step() 
         engine.settle_loop()
         serve(engine, "a", 6)
         assert engine.scheduling.counts.take().data["loaded_tokens"] == 6 * BLOCK_SIZE
-    assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
+    assert [each["event"] for each in logs if each["log_level"] != "info"] == ["vllm.no_host_memory"]
 
 
 def test_a_worker_whose_tensors_cannot_be_bound_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -569,7 +569,7 @@ def test_a_worker_whose_tensors_cannot_be_bound_is_not_kept(monkeypatch: pytest.
                 worker.attach([])
         serve(engine, "b", 6)
         assert engine.scheduling.kv.stats().stored == 6
-    assert [each["event"] for each in logs] == ["vllm.no_host_memory"]
+    assert [each["event"] for each in logs if each["log_level"] != "info"] == ["vllm.no_host_memory"]
 
 
 def test_memory_that_cannot_be_attached_is_tried_ever_more_rarely(monkeypatch: pytest.MonkeyPatch) -> None:
