@@ -143,8 +143,9 @@ async def test_why_a_prompt_is_not_there_by_tokens_and_by_hashes() -> None:
             hashes = [row.tobytes().hex() for row in keys.words]
             answer = (await client.post("/explain.json", json={"hashes": hashes})).json()
             assert [block["state"] for block in answer["blocks"]] == ["ready", "ready", "removed", "ready"]
-            refused = await client.post("/explain.json", json={"hashes": tokens})
-            assert "hashes are strings of hexadecimal digits, got 0" in refused.text
+            for odd in (0, "abc", "0g", None):
+                refused = await client.post("/explain.json", json={"hashes": [hashes[0], odd]})
+                assert refused.json()["error"] == f"hashes are strings of hexadecimal digits, got {odd!r}"
             answer = (await client.post("/explain.json", json={"tokens": tokens, "salt": "another"})).json()
             assert {block["state"] for block in answer["blocks"]} == {"never stored"}
 

@@ -307,15 +307,20 @@ def _keys_of(watch: Watch, body: bytes, more: AbstractSet[str]) -> tuple[BlockKe
         if not isinstance(salt, str):
             raise ConfigurationError(f"salt is a string, got {salt!r:.80}")
         if "hashes" in asked:
-            if odd := [each for each in asked["hashes"] if not isinstance(each, str)]:
-                raise ConfigurationError(f"hashes are strings of hexadecimal digits, got {odd[0]!r:.80}")
-            hashes = [bytes.fromhex(each) for each in asked["hashes"]]
+            hashes = [_hash_of(each) for each in asked["hashes"]]
             return BlockKeys.from_hashes(hashes, block_size=sizes[group], salt=salt, group=group), asked
         return hash_blocks(asked.get("tokens", ()), block_size=sizes[group], salt=salt, group=group), asked
     except (ValueError, TypeError, RecursionError) as error:
         if isinstance(error, ConfigurationError):
             raise
         raise ConfigurationError(f"no such question: {error}") from error
+
+
+def _hash_of(digits: Any) -> bytes:  # noqa: ANN401 - anything that JSON has
+    try:
+        return bytes.fromhex(digits)
+    except (ValueError, TypeError):
+        raise ConfigurationError(f"hashes are strings of hexadecimal digits, got {digits!r:.80}") from None
 
 
 def _metrics_of(watch: Watch) -> Answer:
