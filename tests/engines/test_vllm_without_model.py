@@ -80,12 +80,14 @@ def run(vllm: Environment, model: pathlib.Path, **wanted: Any) -> Any:
 @pytest.fixture(scope="session")
 def seen(vllm: Environment, tiny_llama: pathlib.Path) -> dict[str, Any]:
     """Return what came of each wrong connector, by what is wrong: in one process, as most of a run is its start."""
-    wanted: dict[str, dict[str, Any]] = {fault: {"shape": shape, "fault": fault} for fault, shape in FAULTS.items()}
+    wanted: dict[str, dict[str, Any]] = {
+        fault: {"shape": shape, "fault": fault, "prompts": 1000} for fault, shape in FAULTS.items()
+    }
     for fault in CROWDED:
         wanted[fault] |= {"num_blocks": 40}
     for fault in SECOND:
-        wanted[fault] |= {"num_blocks": 30, "runner": 2, "late": True}
-    runs = [asked(tiny_llama, prompts=1000, **each) for each in wanted.values()]  # they end with the first wrong byte
+        wanted[fault] |= {"num_blocks": 30, "runner": 2, "late": True, "prompts": 5000}
+    runs = [asked(tiny_llama, **each) for each in wanted.values()]  # they end with the first wrong byte
     return dict(zip(wanted, vllm.run("vllm_without_model.py", *runs, timeout_s=1200), strict=True))
 
 
@@ -119,7 +121,7 @@ def test_who_waits_for_room_is_looked_up_now_and_then(vllm: Environment, tiny_ll
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_connector_is_seen(seen: dict[str, Any], fault: str) -> None:
-    """The test above would find it: within some hundred prompts wrong bytes are read, or vLLM itself objects."""
+    """The test above would find it: within hundreds of prompts, or thousands, bytes differ, or vLLM itself objects."""
     assert seen[fault]["wrong"] or seen[fault]["raised"]
 
 
