@@ -81,3 +81,12 @@ def test_a_load_that_has_failed_leaves_no_blocks() -> None:
     of.ask(request("three", 24))  # nobody waits by that name
     of.leave("one")
     assert of.has_for(request("two", 24))
+
+
+def test_a_load_that_has_failed_does_not_wait_for_itself() -> None:
+    """It may be found again, where a host's server was gone meanwhile: one by itself takes no room from itself."""
+    of, one = room(10), request("one", 16)  # of 8 blocks at most
+    of.wait(one, [[1, 2], [0, 3]])
+    of.ask(one)
+    assert of.has_for(one)
+    assert not of.has_for(request("two", 16))

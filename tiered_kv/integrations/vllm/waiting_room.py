@@ -33,9 +33,10 @@ class WaitingRoom:
 
     def has_for(self, request: Any) -> bool:
         """Say whether a request may have blocks and wait. If not, who comes behind may not either, in this step."""
-        if not self._lacking or self._pool is None:
+        others = [lacking for name, lacking in self._lacking.items() if name != request.request_id]
+        if not others or self._pool is None:
             return True
-        wanted = sum(self._lacking.values()) + self._most(request)
+        wanted = sum(others) + self._most(request)
         self._is_full = self._is_full or wanted > self._pool.get_num_free_blocks()
         return not self._is_full
 
