@@ -41,7 +41,7 @@ def facts(run: Run) -> None:
             note("versions", name, version(name))
         except PackageNotFoundError:
             note("versions", name, "missing")
-    note("driver", "batches", driver.has_batches())
+    note("driver", "batches", driver.has_batches(run.device.torch_device.index or 0))
     if not run.has_gpu:
         return
     for about, ask in {"gpu": _gpu, "torch": _torch, "driver": _driver}.items():

@@ -14,7 +14,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     terminalreporter.section("for benchmarks/RESULTS.md")
     terminalreporter.write_line(
         f"`make test-gpu` on {torch.cuda.get_device_name()} (torch {torch.__version__}, CUDA {torch.version.cuda}, "
-        f"batches of DMAs: {'yes' if driver.has_batches() else 'no'}): "
+        f"batches of DMAs: {'yes' if driver.has_batches(torch.cuda.current_device()) else 'no'}): "
         + ", ".join(f"{number} {kind}" for kind, number in counts.items() if number)
     )
     for (_, num_bytes, num_fragments, num_parts, to_rows), fastest in crossover.measured().items():

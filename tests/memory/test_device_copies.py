@@ -40,7 +40,15 @@ WAYS: dict[str, tuple[Copy, Copy]] = {
 }
 
 
-DRIVERS = {"no batches": None, "batches": SimpleNamespace(cuMemcpyBatchAsync=lambda *_: 0)}
+def _has(value: Any, *_: int) -> int:  # noqa: ANN401 - a reference of C
+    value._obj.value = 1  # noqa: SLF001 - how ctypes names what it refers to
+    return 0
+
+
+DRIVERS = {
+    "no batches": None,
+    "batches": SimpleNamespace(cuMemcpyBatchAsync=lambda *_: 0, cuDeviceGetAttribute=_has),
+}
 """What `driver.library` may find on the machine of a test, whatever is there: CUDA 12.8 brought batches."""
 
 

@@ -162,6 +162,20 @@ class TestPageableMemory:
             await goes_round(kv, engine, layerwise=True)
         assert not fake.failure
 
+    @pytest.mark.parametrize("way", ["staging", "directly"])
+    async def test_batches_need_memory_that_has_one_address(
+        self, monkeypatch: pytest.MonkeyPatch, fake: FakeDriver, way: str
+    ) -> None:
+        """As under WSL, memory that was registered may have another address on the GPU: a batch by the host's fails."""
+        only(way, monkeypatch)
+        fake.attributes[91] = 0
+        engine = engine_on(fake)
+        async with opened(engine) as kv:
+            await asyncio.to_thread(locked, kv)
+            await goes_round(kv, engine)
+            await goes_round(kv, engine, layerwise=True)
+        assert not fake.failure
+
     def test_a_reason_has_the_number_of_the_error(self, fake: FakeDriver) -> None:
         """Torch has names for none of them."""
         fake.refusals = [2]

@@ -418,7 +418,7 @@ class _Kernel:
         fake = self._fake
         if (in_engine | in_row | num_bytes) % constants["ALIGNMENT"]:
             fake.failure = fake.failure or MISALIGNED
-        elif "pageable" in {fake.kind_of(in_engine, num_bytes), fake.kind_of(in_row, num_bytes)}:
+        elif fake.is_elsewhere(in_row) or "pageable" in {fake.kind_of(each, num_bytes) for each in (in_engine, in_row)}:
             fake.failure = fake.failure or ILLEGAL_ADDRESS
         else:
             ctypes.memmove(*((in_row, in_engine) if constants["TO_ROWS"] else (in_engine, in_row)), num_bytes)

@@ -75,7 +75,8 @@ class FakeDriver:
         failure: What the GPU does next is fail with this code, and so does every call from then on.
         spoilt: Whether a capture of a CUDA graph was spoilt by a call outside of it.
         refusals: Codes that ``cudaHostRegister`` answers with next; 0 is no refusal.
-        attributes: What ``cuDeviceGetAttribute`` answers, by number; else 0.
+        attributes: What ``cuDeviceGetAttribute`` answers, by number; else 0. If 91 is 0, memory that was registered has
+            another address on the GPU: what reads or writes it by the host's fails there (700).
         batches: The sizes of the copies of each batch.
         room: Bytes that a GPU has left for one allocation.
     """
@@ -93,6 +94,7 @@ class FakeDriver:
         self.batches: list[list[int]] = []
         self.room = 1 << 34
         self.registered: dict[int, int] = {}
+        self._made_locked: set[int] = set()
         self.allocated: dict[int, tuple[int, int]] = {}
         self._starts: list[int] = []
         self.num_enqueued = 0
@@ -264,6 +266,7 @@ class FakeDriver:
     def lock(self, address: int, num_bytes: int, what: object) -> None:
         """Call memory page-locked, for good: it was allocated so."""
         self._kept.append(what)
+        self._made_locked.add(address)
         self.registered[address] = num_bytes
 
     def device_of(self, address: int) -> int | None:
@@ -277,6 +280,11 @@ class FakeDriver:
     def is_locked(self, address: int, num_bytes: int = 1) -> bool:
         """Say whether host memory is page-locked, in one piece."""
         return any(start <= address and address + num_bytes <= start + n for start, n in list(self.registered.items()))
+
+    def is_elsewhere(self, address: int) -> bool:
+        """Say whether the GPU knows host memory by another address: never what CUDA has allocated."""
+        start = next((each for each, n in list(self.registered.items()) if each <= address < each + n), None)
+        return not self.attributes[91] and start is not None and start not in self._made_locked
 
     def kind_of(self, address: int, num_bytes: int) -> str:
         """Say what memory is: ``"gpu"``, ``"locked"``, or ``"pageable"``; raises where a DMA would cross two pieces."""
@@ -344,6 +352,9 @@ class FakeDriver:
 
         def move() -> None:
             for target, source, size in zip(*(array.tolist() for array in arrays), strict=True):
+                if self.is_elsewhere(target) or self.is_elsewhere(source):
+                    self.failure = self.failure or ILLEGAL_ADDRESS
+                    return
                 ctypes.memmove(target, source, size)
 
         self.enqueue(self.queue(handle >> 16, handle & 0xFFFF), move)

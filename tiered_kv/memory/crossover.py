@@ -64,10 +64,11 @@ def way_of(caches: PagedCaches, rows: Tensor, slots: Ids, *, to_rows: bool) -> W
     way = next((each for count, each in reversed(known) if count <= num_blocks), None)
     if way is None:
         is_small = caches.columns is not None or not to_rows
-        direct_from = BATCH_FROM_BYTES if driver.has_batches() else DIRECT_FROM_BYTES
+        direct_from = BATCH_FROM_BYTES if driver.has_batches(caches.torch_device.index or 0) else DIRECT_FROM_BYTES
         way = DIRECTLY if _fragment_bytes(caches) >= direct_from else by_kernel if is_small else None
     num_operations = num_blocks * (caches.pages_per_block * len(caches.fragments) if way is DIRECTLY else 1)
-    if way is not by_kernel and num_operations > MOST_OPERATIONS and not device_copies.may_batch(rows, slots):
+    is_many = way is not by_kernel and num_operations > MOST_OPERATIONS
+    if is_many and not device_copies.may_batch(rows, slots, caches.torch_device):
         way = by_kernel
     if way is None or (way is by_kernel and not device_copies.are_page_locked(rows, slots)):
         return STAGING
@@ -159,6 +160,7 @@ def measure(
     caches = PagedCaches(group, None, device, counts[-1], tuple(fragments), range(num_fragments))
     if (kernels := device_copies.kernels_for(device)) is not None:
         kernels.send_table(caches)  # as those of an engine are
+    has_batches = driver.has_batches(device.index or 0)
     num_rows = max(1, min(counts[-1], _SAMPLE_BYTES // group.stride_bytes))
     rows = torch.zeros(num_rows, group.stride_bytes // 8, dtype=torch.int64, pin_memory=True)
     fastest: dict[bool, tuple[tuple[int, Way], ...]] = {True: (), False: ()}
@@ -167,7 +169,7 @@ def measure(
         pages = np.arange(count)[::-1].reshape(-1, 1).copy()
         took_s = {}
         for way in ways:
-            if way is DIRECTLY and count * num_fragments > MOST_OPERATIONS and not driver.has_batches():
+            if way is DIRECTLY and count * num_fragments > MOST_OPERATIONS and not has_batches:
                 continue
             copy = (
                 partial(way.gather, caches, pages, rows, slots)

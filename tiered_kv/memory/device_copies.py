@@ -147,7 +147,7 @@ def scatter_directly(rows: Tensor, slots: Ids, caches: PagedCaches, pages: Ids) 
 
 
 def _copy_directly(caches: PagedCaches, pages: Ids, rows: Tensor, slots: Ids, *, to_rows: bool) -> None:
-    if may_batch(rows, slots):
+    if may_batch(rows, slots, caches.torch_device):
         in_engine, in_rows, sizes = _addresses(caches, pages, rows, slots)
         targets, sources = (in_rows, in_engine) if to_rows else (in_engine, in_rows)
         _copy_batch(targets, sources, sizes, caches.torch_device)
@@ -188,7 +188,7 @@ def copy_runs(
     device = source.device if target.device.type == "cpu" else target.device
     on_host = (source, source_slots) if source.device.type == "cpu" else (target, target_slots)
     source_start, target_start = start - left_out[0], start - left_out[1]
-    if len(runs) > 1 and may_batch(*on_host):
+    if len(runs) > 1 and may_batch(*on_host, device):
         at = np.array([first for first, _ in runs])
         sizes = np.array([(stop - first - 1) * row_bytes + num_bytes for first, stop in runs])
         sources = source.data_ptr() + source_slots[at] * row_bytes + source_start
@@ -222,9 +222,9 @@ def are_page_locked(rows: Tensor, slots: Ids) -> bool:
     return is_page_locked(start + int(slots.min()) * row_bytes, start + (int(slots.max()) + 1) * row_bytes)
 
 
-def may_batch(rows: Tensor, slots: Ids) -> bool:
-    """Say whether copies to and from these slots can be one operation: a batch, of page-locked memory."""
-    return driver.has_batches() and are_page_locked(rows, slots)
+def may_batch(rows: Tensor, slots: Ids, device: torch.device) -> bool:
+    """Say whether copies between these slots and a GPU can be one operation: a batch, of page-locked memory."""
+    return driver.has_batches(device.index or 0) and are_page_locked(rows, slots)
 
 
 def _copy_batch(targets: Ids, sources: Ids, sizes: Ids, device: torch.device) -> None:

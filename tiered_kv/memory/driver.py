@@ -49,9 +49,13 @@ def was_captured(event: int) -> bool:
     return query is not None and query(ctypes.c_void_p(event)) == _CAPTURED_EVENT
 
 
-def has_batches() -> bool:
-    """Say whether `copy_batch` is there: from CUDA 12.8 on, of the driver."""
-    return _find("cuMemcpyBatchAsync") is not None
+def has_batches(index: int) -> bool:
+    """Say whether `copy_batch` is there, from CUDA 12.8 of the driver on, and may be used with GPU ``index``.
+
+    Under WSL, for one, memory that was registered has another address on the GPU. What is copied one by one is
+    translated, what is in a batch is not: it would be an illegal address (700), and the end of the GPU.
+    """
+    return _find("cuMemcpyBatchAsync") is not None and can_reach_host_memory(index)
 
 
 def copy_batch(targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) -> None:
@@ -83,7 +87,7 @@ def copy_batch(targets: Numbers, sources: Numbers, sizes: Numbers, stream: int) 
 
 
 def can_reach_host_memory(index: int) -> bool:
-    """Say whether a kernel on GPU ``index`` may use the host's address of page-locked memory."""
+    """Say whether GPU ``index`` knows page-locked memory by the host's address: a kernel may use that, and a batch."""
     return _has(_HOST_POINTER_IS_DEVICE_POINTER, index)
 
 
