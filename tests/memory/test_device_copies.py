@@ -197,6 +197,25 @@ def test_what_is_in_one_piece_on_both_sides_is_one_copy(monkeypatch: pytest.Monk
         assert [[size // 8192 for size in batch] for batch in fake.batches] == [[3, 2, 1, 1]] * 2
 
 
+@pytest.mark.parametrize("libcuda", ["batches"], indirect=True)
+def test_a_batch_of_very_many_copies_is_cut(libcuda: str) -> None:
+    """Drivers have ended the process over tens of thousands at once, as small fragments of one window may be."""
+    group = KVGroup(1, 1, 8, "uint8", 1, "MLA")
+    engine = torch.randint(0, 256, (9000, 1, 8), dtype=torch.uint8)
+    with fake_cuda() as fake:
+        fake.keep(engine.data_ptr(), engine.nbytes, 0, engine)
+        device = CUDADevice("cuda:0")
+        caches = PagedCaches.bind([engine], group, device=device)
+        rows = torch.zeros(9000, 1, dtype=torch.int64, pin_memory=True)
+        stream = torch.cuda.Stream(device.torch_device)  # type: ignore[no-untyped-call]  # of torch
+        slots = np.arange(9000)
+        with device.here(), torch.cuda.stream(stream), known_as_locked(rows):
+            device_copies.gather_directly(caches, slots[::-1, None], rows, slots)
+        fake.run()
+        assert torch.equal(rows.view(torch.uint8), engine.view(9000, 8).flip(0))
+        assert [len(batch) for batch in fake.batches] == [4096, 4096, 808]
+
+
 WAYS_AND_SECONDS = [("slow", (3,), (3,)), ("quick out", (1,), (2,)), ("quick back", (2,), (1,))]
 """Names of ways, and how long they take out of the pages and into them."""
 

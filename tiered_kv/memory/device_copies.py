@@ -228,9 +228,9 @@ def may_batch(rows: Tensor, slots: Ids, device: torch.device) -> bool:
 
 
 def _copy_batch(targets: Ids, sources: Ids, sizes: Ids, device: torch.device) -> None:
-    """Enqueue copies by address in torch's current stream, as one operation."""
+    """Enqueue copies by address in torch's current stream, as one operation or a few."""
     driver.copy_batch(targets, sources, sizes, torch.cuda.current_stream(device).cuda_stream)
-    staging.current(device).num_operations += 1
+    staging.current(device).num_operations += -(-len(sizes) // driver.MOST_AT_ONCE)
 
 
 def _first(slots: Ids) -> Ids:
