@@ -73,8 +73,9 @@ def cache(run: Run) -> None:
 
 async def _there_and_back(run: Run, chain: str, group: KVGroup, num_blocks: int) -> None:
     """Note GB/s of awaited stores, until all tiers have them, and of loads; all bytes must come back."""
-    tensors, axes = engine_tensors(group, num_blocks, run.device.torch_device)
-    expected = [tensor.clone() for tensor in tensors]
+    with _apart(run.device):
+        tensors, axes = engine_tensors(group, num_blocks, run.device.torch_device)
+        expected = [tensor.clone() for tensor in tensors]
     num_bytes = num_blocks * group.payload_bytes
     async with opened(run, group, tensors, axes, chain, 2 * num_blocks * group.stride_bytes) as kv:
         keys = hash_blocks(range(num_blocks * group.block_size), block_size=group.block_size)
@@ -97,13 +98,14 @@ async def _there_and_back(run: Run, chain: str, group: KVGroup, num_blocks: int)
 
 
 def _apart(device: Device) -> AbstractContextManager[object]:
-    """Have torch, which asks for events inside the ``with`` block, spoil no capture of another thread's by that."""
+    """Have torch, which takes memory and asks for events inside the ``with`` block, spoil no other thread's capture."""
     return device.here() if isinstance(device, CUDADevice) else nullcontext()
 
 
 async def _held_by_a_load(run: Run, about: str, group: KVGroup, num_blocks: int) -> None:
     """Note the longest turn of the loop while many blocks are loaded out of host memory, at once and by layer."""
-    tensors, axes = engine_tensors(group, num_blocks, run.device.torch_device)
+    with _apart(run.device):
+        tensors, axes = engine_tensors(group, num_blocks, run.device.torch_device)
     async with opened(run, group, tensors, axes, "cpu", num_blocks * group.stride_bytes) as kv:
         keys = hash_blocks(range(num_blocks * group.block_size), block_size=group.block_size)
         spec = GPULoadStoreSpec(range(num_blocks))

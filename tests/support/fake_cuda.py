@@ -333,10 +333,14 @@ def _make(fake: FakeDriver, make: Any, *size: Any, **kwargs: Any) -> torch.Tenso
     pinned = kwargs.pop("pin_memory", False)
     if device.type != "cuda":
         made: torch.Tensor = make(*size, device=device, **kwargs)
+        if pinned and (code := fake.unsafe()):
+            fake.fail(code)
         return _locked(fake, made) if pinned else made
     if make is _real["randn"] and kwargs.get("generator") is None and fake.is_capturing():
         raise RuntimeError("Offset increment outside graph capture encountered unexpectedly.")  # of the GPU's own
     made = make(*size, **kwargs)
+    if made.nbytes and (code := fake.unsafe()):
+        fake.fail(code)  # torch asks the driver for memory, unless it has some left over
     if made.nbytes > fake.room:
         raise torch.OutOfMemoryError("CUDA out of memory")
     index = _index_of(device, fake)
@@ -357,6 +361,8 @@ def _locked(fake: FakeDriver, tensor: torch.Tensor) -> torch.Tensor:
 
 def _pin_memory(tensor: torch.Tensor, fake: FakeDriver) -> torch.Tensor:
     fake.check()
+    if code := fake.unsafe():
+        fake.fail(code)
     return _locked(fake, tensor.clone())
 
 
