@@ -473,6 +473,39 @@ class TestEvents:
 class TestTheEnd:
     """Closing."""
 
+    def test_a_thread_that_waits_can_end_with_the_program(self, fake: FakeDriver) -> None:
+        """It waits in the driver: torch takes the GIL back where a thread may not end, and aborts the program."""
+        device, ended, threads = CUDADevice(GPU), queue.SimpleQueue[BaseException | None](), list[str]()
+        stream = device.stream("d2h")
+        stream.submit(lambda: threads.append(threading.current_thread().name), ended.put)
+        assert ended.get(timeout=60) is None  # the fake's `synchronize` is for threads that the program waits for
+        assert threads == ["MainThread"]
+        assert [name for name, _ in fake.waits] == ["tiered_kv-d2h"]
+        assert device.close(60)
+
+    def test_what_the_driver_answers_is_said(self, fake: FakeDriver) -> None:
+        """Of a copy that broke the GPU, whose event will never fire."""
+        device, ended = CUDADevice(GPU), queue.SimpleQueue[BaseException | None]()
+        stream = device.stream("d2h")
+        fake.held = True
+        stream.submit(lambda: None, ended.put)
+        fake.failure = 700
+        fake.release()
+        assert "CUDA error 700" in str(ended.get(timeout=60))
+        assert "CUDA error 700" in str(device.error)
+        assert device.close(60)
+
+    def test_torch_waits_where_the_driver_cannot_be_asked(
+        self, fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As under ROCm, where torch may have the library under a name of its own."""
+        monkeypatch.delattr(FakeDriver, "cuEventSynchronize")
+        device, event = CUDADevice(GPU), torch.cuda.Event()  # type: ignore[no-untyped-call]  # of torch
+        event.record()
+        device.wait_for(event)
+        assert event.query()  # type: ignore[no-untyped-call]  # of torch
+        assert device.close(60)
+
     def test_the_last_one_out_unlocks_what_close_gave_up(self, fake: FakeDriver) -> None:
         """Memory stays mapped as long as it is registered, and registered as long as a copy is under way."""
         device, slab = CUDADevice(GPU), HostSlab(4, 4096, 4096)

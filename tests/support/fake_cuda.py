@@ -8,6 +8,7 @@ Where torch lies, so does this: ``is_pinned`` asks for the first byte of a stora
 
 import ctypes
 import functools
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -157,6 +158,7 @@ def _streams_of(fake: FakeDriver) -> dict[str, Any]:  # noqa: C901 - many names,
             return 1.0
 
         def synchronize(self) -> None:
+            assert not threading.current_thread().daemon, "the program may end meanwhile: torch would abort it"
             self._ask()
             if self.marker is not None:
                 fake.wait_for(self.marker)

@@ -330,6 +330,19 @@ class FakeDriver:
             return CAPTURED_EVENT
         return self.failure or self.unsafe() or (0 if marker.fired else NOT_READY)
 
+    def cuEventSynchronize(self, event: Any) -> int:  # noqa: ANN401, N802 - a pointer of C
+        """Wait for an event."""
+        marker = self._markers[event.value]
+        if marker.is_captured:
+            return CAPTURED_EVENT
+        if code := self.failure or self.unsafe():
+            return code
+        try:
+            self.wait_for(marker)
+        except RuntimeError:
+            return self.failure
+        return 0
+
     def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:  # noqa: ANN401, N802 - of C
         """Answer as a GPU on PCIe does, or see ``attributes``."""
         value._obj.value = self.attributes.get(attribute, 0)  # noqa: SLF001 - how ctypes names what it refers to

@@ -51,6 +51,16 @@ def was_captured(event: int) -> bool:
     return query is not None and query(ctypes.c_void_p(event)) == _CAPTURED_EVENT
 
 
+def wait_for(event: int) -> int | None:
+    """Block until an event, by its handle, has happened: the thread sleeps, if the event is one of those.
+
+    Returns:
+        What the driver answers, 0 if all went well; None where it has no such call.
+    """
+    wait = _find("cuEventSynchronize", "hipEventSynchronize")
+    return None if wait is None else wait(ctypes.c_void_p(event))
+
+
 def has_batches(index: int) -> bool:
     """Say whether `copy_batch` is there, from CUDA 12.8 of the driver on, and may be used with GPU ``index``.
 

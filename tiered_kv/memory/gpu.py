@@ -132,6 +132,10 @@ class AcceleratorDevice(Device):
         """Make an event whose ``synchronize`` blocks the thread."""
         return torch.Event(self.torch_device, blocking=True)
 
+    def wait_for(self, event: torch.Event) -> None:
+        """Block this thread until an event of `new_event` has happened."""
+        event.synchronize()
+
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """Have what is enqueued inside the ``with`` block, and inside `here`, go to ``stream``."""
         return _on(stream)
@@ -293,7 +297,7 @@ class AcceleratorStream(ThreadStream[_Submitted]):
 
     def _finish(self, item: _Submitted) -> None:
         if item.event is not None:
-            broken = attempt(item.event.synchronize)  # blocked in the driver, the GIL released
+            broken = attempt(partial(self._device.wait_for, item.event))  # blocked in the driver, the GIL released
             if broken is not None:
                 self._device.fail(broken)
             item.error = item.error or broken
@@ -366,6 +370,13 @@ class CUDADevice(AcceleratorDevice):
     def new_event(self) -> torch.Event:
         """Make an event whose ``synchronize`` sleeps in the driver."""
         return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # of torch
+
+    def wait_for(self, event: torch.Event) -> None:
+        """Ask the driver: from torch's ``synchronize`` a thread can't end with the program, but aborts it."""
+        if (code := driver.wait_for(handle_of(event))) is None:
+            event.synchronize()
+        elif code:
+            raise RuntimeError(f"copies could not be waited for: CUDA error {code}")
 
     def on(self, stream: torch.Stream) -> AbstractContextManager[object]:
         """Have what is enqueued inside the ``with`` block go to ``stream``."""
