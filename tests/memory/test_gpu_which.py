@@ -1,11 +1,13 @@
 """Which device is meant where none is named."""
 
+import ctypes
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from tiered_kv.memory import driver
 from tiered_kv.memory.gpu import handle_of, resolve
 
 
@@ -33,3 +35,26 @@ def test_an_event_that_was_recorded_has_a_handle(said: tuple[int, ...], handle: 
     """Also in torch 2.6 and 2.7, where a CUDA event's `event_id` is always 0."""
     event: Any = SimpleNamespace(**dict(zip(("event_id", "cuda_event"), said, strict=False)))
     assert handle_of(event) == handle
+
+
+@pytest.mark.parametrize(
+    ("hip", "there"),
+    [
+        (None, "libcuda.so.1"),
+        ("7.2", "libamdhip64.so"),
+        ("7.2", "libamdhip64.so.7"),
+        ("6.4", "libamdhip64.so.6"),
+        (None, ""),
+    ],
+)
+def test_the_driver_is_found_by_the_name_it_has(monkeypatch: pytest.MonkeyPatch, hip: str | None, there: str) -> None:
+    """ROCm's has a version in it, unless one develops with it; without any there is no driver, and no error."""
+
+    def load(name: str) -> str:
+        if name != there:
+            raise OSError(name)
+        return name
+
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    assert driver.library.__wrapped__() == (there or None)

@@ -5,6 +5,7 @@ The driver's symbols keep their meaning from version to version, those of the ru
 """
 
 import ctypes
+from contextlib import suppress
 from functools import cache
 from typing import Any, Final
 
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+_CUDA: Final = ("libcuda.so.1",)
+_ROCM: Final = ("libamdhip64.so", "libamdhip64.so.7", "libamdhip64.so.6")
 CAPTURE_RELAXED: Final = 2
 """This thread's calls disturb no capture of a CUDA graph, its own neither, and none forbids them."""
 MOST_AT_ONCE: Final = 4096
@@ -26,12 +29,14 @@ Numbers = NDArray[np.int64]
 
 @cache
 def library() -> Any:  # noqa: ANN401 - whatever functions it has
-    """Return the driver, which torch has loaded; None where there is none."""
-    name = "libamdhip64.so" if torch.version.hip else "libcuda.so.1"
-    try:
-        return ctypes.CDLL(name)
-    except OSError:
-        return None
+    """Return the driver, which torch has loaded; None where there is none.
+
+    Only who develops with ROCm has its library by the name without a version.
+    """
+    for name in _ROCM if torch.version.hip else _CUDA:
+        with suppress(OSError):
+            return ctypes.CDLL(name)
+    return None
 
 
 def exchange_capture_mode(mode: int) -> int | None:
