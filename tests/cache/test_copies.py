@@ -200,6 +200,25 @@ async def test_a_server_plans_no_more_than_it_can_say_to_every_worker(
             ranks.close()
 
 
+async def test_a_server_counts_a_block_once_that_one_worker_stores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Workers that hold the same take turns: a store names each block to one of them, so as many may be planned."""
+    with serving(tmp_path, CPU) as server:
+        async with attached(server, shard=COPIES) as kv:
+            planner = kv.planner()
+            ranks = Ranks(planner, 3, copies=3)
+            ranks.compute()
+            monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N)
+            job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+            await carried_out(planner, ranks, job)
+            assert (await job.ended()).num_blocks == N
+            monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N - 1)
+            result = await planner.plan_store(KEYS, ranks.engines[0].spec(range(N))).ended()
+            assert f"{N} keys for 1 ranks, {N - 1} blocks at most: give fewer keys" in result.errors[0]
+            ranks.close()
+
+
 async def test_a_server_passes_memory_once_to_all_that_hold_the_same(tmp_path: Path) -> None:
     """However many they are, and of however many KV groups: a message has room for 253 descriptors."""
     groups = SMALL.groups * 12

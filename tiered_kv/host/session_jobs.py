@@ -97,7 +97,7 @@ class SessionJobs:
         Raises:
             TieredKVError: It cannot be: `Jobs.begin` says why.
         """
-        keys = _keys_of(request, self._jobs.num_ranks)
+        keys = _keys_of(request, self._num_movers(request, seat))
         parts = seat.batches(keys)
         num_bytes = len(keys) * sum(chain.stride_bytes for chain, _ in parts)
         if num_bytes > self._account.room_bytes:
@@ -124,7 +124,7 @@ class SessionJobs:
             TieredKVError: It could not be anyway, and counts for nothing.
         """
         why = why or (Reason.TOO_MANY_LOADS if request.direction == "load" else Reason.TOO_MANY_STORES)
-        for chain, batch in seat.batches(_keys_of(request, self._jobs.num_ranks)):
+        for chain, batch in seat.batches(_keys_of(request, self._num_movers(request, seat))):
             if request.direction == "load":
                 chain.fates.count_load(batch, 0, why)
             else:
@@ -164,6 +164,10 @@ class SessionJobs:
     def leave(self) -> None:
         """The client, or its planner, is gone."""
         self._jobs.leave()
+
+    def _num_movers(self, request: PlanJob, seat: Seat) -> int:
+        """Return how many workers are to move a block: each that loads it; of those that would store the same one."""
+        return len(seat.shards) if request.direction == "store" else self._jobs.num_ranks
 
     async def _tell(self, id_: int, job: Job, num_bytes: int) -> None:
         try:
@@ -236,7 +240,7 @@ def places_of(seat: Seat) -> tuple[tuple[str, int, int], ...]:
 
 
 def _keys_of(request: PlanJob, num_ranks: int) -> StoredKeys:
-    """Return what a job is about, of so many ranks' workers: each hears of its blocks, whoever else holds the same.
+    """Return what a job is about, each block of which so many ranks' workers are to move.
 
     Raises:
         ConfigurationError: More than it may be, or of prompts that go into no job together.

@@ -251,8 +251,9 @@ class Underway:
         self._wanted = slice(0, len(request.keys))  # of the keys; less once it is bound to less
         self._counted = self._wanted  # and what was moved before that
         self._copies = 1  # workers of each part
-        self._given: list[Mask] = []  # by rank, over the keys: what it need not move
-        self._moved: list[Mask] = []  # likewise: what it has, or need not move
+        # Over the keys; of a load by rank, as each moves all, and of a store by part, as those who have it take turns.
+        self._given: list[Mask] = []  # what need not be moved
+        self._moved: list[Mask] = []  # that, and what has been
         self._unanswered: dict[int, Mask] = {}  # by rank, over the keys; only ranks that must answer
         self._errors: dict[int, str] = {}  # by rank
         self._clock = clock
@@ -278,7 +279,8 @@ class Underway:
                 for (chain, batch), lease, of_rank in zip(request.parts, leases, brought, strict=True)
             ]
         moves = tuple(self._moves(pids))
-        self._given = [self._of(move.rank).present | self._left_by(move) for move in moves]
+        by_rank = [self._of(move.rank) for move in moves]
+        self._given = [held.present for held in (self._held if request.direction == "store" else by_rank)]
         self._moved = [each.copy() for each in self._given]
         num_blocks = len(moves[0].positions) if request.direction == "load" and not request.gaps else len(keys)
         plan = Plan(self._number, request.direction, num_blocks, moves)
@@ -304,9 +306,8 @@ class Underway:
         """Return what is held for a worker's part of the blocks."""
         return self._held[rank // self._copies]
 
-    def _left_by(self, move: Move) -> Mask:
-        """Say which blocks others move that hold the same: of a store only, as each loads all."""
-        return self._mask_of(self._of(move.rank).positions) & ~self._mask_of(move.positions)
+    def _moved_by(self, rank: int) -> Mask:
+        return self._moved[rank // self._copies if self.request.direction == "store" else rank]
 
     def follow(self, plan: Plan, wanted: slice) -> None:
         """Have ranks do what a plan says that was bound to a part of the keys, and expect no answer for the rest."""
@@ -341,7 +342,8 @@ class Underway:
         """Take a rank's answer: it has moved the first slots of its part, and will touch none any more."""
         if self.plan is not None and (unanswered := self._unanswered.pop(rank, None)) is not None:
             positions = self.plan.move_of(rank).positions[: max(0, num_moved)]
-            self._moved[rank] |= unanswered & self._mask_of(positions)
+            moved = self._moved_by(rank)
+            moved |= unanswered & self._mask_of(positions)
             self._moved_s = max(self._moved_s, seconds)
             if error:
                 self._errors[rank] = error
@@ -351,7 +353,8 @@ class Underway:
         if (unanswered := self._unanswered.get(rank)) is None:
             return
         if moved:
-            self._moved[rank] |= answered & unanswered
+            so_far = self._moved_by(rank)
+            so_far |= answered & unanswered
         unanswered &= ~answered
         if not unanswered.any():
             del self._unanswered[rank]
