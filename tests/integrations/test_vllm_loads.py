@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 
 from tests.integrations.test_vllm_paying import SMALL, until_it_answers_later_than
-from tests.integrations.test_vllm_stores import ROOMY, SHAPES, Copies, Counted, found, opened, serve, step_settled
+from tests.integrations.test_vllm_stores import (
+    ROOMY,
+    SHAPES,
+    Copies,
+    Counted,
+    fall_silent,
+    found,
+    opened,
+    serve,
+    step_settled,
+)
 from tests.support.caches import inside
 from tests.support.serving import serving
 from tests.support.small_vllm import BLOCK_SIZE, STRIDE, VLLM, SmallVLLM
@@ -624,6 +634,34 @@ def test_who_computes_as_its_first_load_failed_holds_nothing_that_was_brought_si
         assert not engine.scheduling._loads._bringing  # noqa: SLF001 - ours
         calm()
         engine.settle()
+
+
+@pytest.mark.parametrize("shape", [None, "windows"])
+def test_a_load_that_is_lost_with_its_server_before_it_fails_has_failed(tmp_path: Path, shape: str | None) -> None:
+    """The workers say so once its job has ended: it is loaded no more, though it is there, and computed, and stored."""
+    wanted = {"is_async": True, "groups": SHAPES[shape] if shape else ()}
+    with serving(tmp_path, ROOMY), opened(connect=f"unix://{tmp_path / 'kv.sock'}", **wanted) as engine:
+        engine.step()
+        engine.ask("one", LENGTH, 1, prompt="a")
+        engine.settle()
+        engine.settle_copies()
+        engine.step(2)  # which tell of the copies
+        engine.scheduling.kv.flush()
+        loads, copies = loads_of(engine), Copies(engine, "load")
+        two = engine.ask("two", LENGTH, 2, prompt="a")
+        while not copies.num_held:
+            step_settled(engine, 1)
+        fall_silent(engine)
+        engine.step()  # which hears that the job has ended
+        engine.scheduling.kv.flush()  # the server speaks again
+        if shape is None:
+            engine.scheduling.kv.clear()
+        copies.fail()
+        engine.settle()
+        engine.settle_copies()
+        engine.step(2)
+        assert loads == [False]
+        assert found(engine, two) == 6
 
 
 def test_a_first_load_is_waited_for_before_its_step_ends() -> None:

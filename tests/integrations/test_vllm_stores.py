@@ -196,6 +196,12 @@ class Copies:
         for copying, told in self._held:
             told.set_result(copying.result())
 
+    def fail(self) -> None:
+        """Have those that were held say that they failed, and no other held from now on."""
+        self._is_held = False
+        for copying, told in self._held:
+            told.set_result(replace(copying.result(), num_moved=0, error="it failed"))
+
 
 class LateStarts:
     """Has a worker's copies out of the engine begin when the test says so."""

@@ -584,6 +584,8 @@ class PendingLoads:
         if (load := self._moving.pop(job.number, None)) is None:
             return
         load.not_ended.discard(job.number)
+        if result.num_blocks < load.num_blocks_of(job.number) and not load.is_short:
+            load.fall_short()  # it was lost with its server, say: its workers have yet to say whether they failed
         num_tokens = 0
         if self._configuration.loads_parts:
             num_tokens = result.num_blocks * self._configuration.main.block_size
