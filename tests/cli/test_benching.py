@@ -113,6 +113,15 @@ async def test_why_a_tier_did_not_take_all_is_said(tmp_path: Path) -> None:
     assert {each["problem"] for each in found} == {"store moved 0 of 4 blocks: held back"}
 
 
+async def test_a_cache_has_the_limits_that_are_set(tmp_path: Path) -> None:
+    """As the cache would that is to be: it would not open with these blocks."""
+    file = tmp_path / "kv.toml"
+    file.write_text('[[tiers]]\nmedium = "cpu"\ncapacity = "1MiB"\n[limits]\nwindow = "16KiB"\n')
+    found = await answer("bench", "--config", str(file), "--block", "32KiB", "--blocks", "4", code=1)
+    assert len(found) == 2
+    assert all("window" in each["problem"] for each in found)
+
+
 @pytest.mark.parametrize(
     ("tier", "blocks"),
     [('medium = "memory"', "64"), ('medium = "memory"', "1"), ('medium = "shared_fs"\npath = "{}"', "64")],

@@ -41,7 +41,7 @@ from tiered_kv.memory.host import check_host_memory
 from tiered_kv.settings.chain_settings import CPUTier, GPUTier, tier_name
 from tiered_kv.settings.registry import make_backend
 from tiered_kv.settings.setting_errors import size_in_words
-from tiered_kv.settings.settings import TieredKVSettings
+from tiered_kv.settings.settings import CacheLimits, TieredKVSettings
 from tiered_kv.settings.tier_settings import OwnedTierSettings, StorageTierSettings, TierSettings, paths_of
 from tiered_kv.testing import open_backend
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
@@ -135,7 +135,7 @@ async def measure(
     for tier in settings.tiers:
         name = tier_name(tier)
         try:
-            found += await _measured(name, tier, work, rounds, on_round)
+            found += await _measured(name, tier, settings.limits, work, rounds, on_round)
         except (TieredKVError, OSError) as error:
             found += [
                 Measured(name, direction, problem=" ".join(str(error).split())) for direction in ("store", "load")
@@ -163,11 +163,11 @@ class _Work:
 
 
 async def _measured(
-    name: str, tier: TierSettings, work: _Work, rounds: int, on_round: Callable[[], object]
+    name: str, tier: TierSettings, limits: CacheLimits, work: _Work, rounds: int, on_round: Callable[[], object]
 ) -> list[Measured]:
     seconds: dict[Direction, list[tuple[float, float]]] = {"store": [], "load": []}
     with _in_a_folder_of_its_own(tier, work) as own:
-        async with _through_a_cache(own, work) as ours, _ceiling(own, work) as (what, bare):
+        async with _through_a_cache(own, limits, work) as ours, _ceiling(own, work) as (what, bare):
             for number in range(1 + rounds):
                 for direction, pairs in seconds.items():
                     pair = await by_turns(ours, bare, direction)
@@ -234,14 +234,15 @@ def _folder_beside(path: Path) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def _through_a_cache(tier: TierSettings, work: _Work) -> AsyncIterator[Move]:
+async def _through_a_cache(tier: TierSettings, limits: CacheLimits, work: _Work) -> AsyncIterator[Move]:
     """Yield what stores and loads all blocks by a cache of this tier alone."""
     if isinstance(tier, StorageTierSettings) and tier.read_only:
         raise ConfigurationError("it is read_only: nothing can be stored to be measured")
     memory = isinstance(tier, CPUTier | GPUTier)
     chain = [tier] if memory else [CPUTier(capacity=ByteSize(0)), tier]
     keys, pages, is_stored = work.keys(), GPULoadStoreSpec(range(work.num_blocks)), False
-    async with TieredKV(chain, model=work.model, layout=work.layout, device=None if memory else "cpu") as kv:
+    device = None if memory else "cpu"
+    async with TieredKV(chain, model=work.model, layout=work.layout, limits=limits, device=device) as kv:
         kv.register_kv_caches(work.caches, axes="BPNHD")
 
         async def move(direction: Direction) -> float:
