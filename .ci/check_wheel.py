@@ -30,6 +30,7 @@ NEEDS_EXTRA = {
     "tiered_kv.telemetry.prometheus": "metrics",
     "tiered_kv.telemetry.router_": "events",
     "tiered_kv.testing.conformance": "testing",
+    "tiered_kv.testing.policy_conformance": "testing",
     "tiered_kv.testing.promises": "testing",
     "tiered_kv.testing.simulation.client": "host",
     "tiered_kv.testing.simulation.planning_clients": "host",

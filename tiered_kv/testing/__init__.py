@@ -1,6 +1,7 @@
 """Tests for authors of backends: inherit `BackendTests` or `SlotBackendTests` and define the ``backend`` fixture.
 
-Those two need pytest: ``pip install "tiered-kv[testing]"``. The rest needs nothing, the scripted device among it.
+For those of eviction policies: `PolicyTests`, with the fixture ``policy``. These three need pytest:
+``pip install "tiered-kv[testing]"``. The rest needs nothing, the scripted device among it.
 """
 
 from importlib import import_module
@@ -22,6 +23,7 @@ from tiered_kv.testing.scripted import ScriptedDevice, ScriptedEvent, ScriptedSt
 
 if TYPE_CHECKING:
     from tiered_kv.testing.conformance import BackendTests
+    from tiered_kv.testing.policy_conformance import PolicyTests
     from tiered_kv.testing.slot_conformance import SlotBackendTests
 
 __all__ = [
@@ -40,10 +42,11 @@ __all__ = [
     "records_in_files",
 ]
 if find_spec("pytest") is not None:  # else who asks for them hears of the extra; `help` and ``import *`` ask for all
-    __all__ += ["BackendTests", "SlotBackendTests"]
+    __all__ += ["BackendTests", "PolicyTests", "SlotBackendTests"]
 
 _SUITES = {
     "BackendTests": "tiered_kv.testing.conformance",
+    "PolicyTests": "tiered_kv.testing.policy_conformance",
     "SlotBackendTests": "tiered_kv.testing.slot_conformance",
 }
 

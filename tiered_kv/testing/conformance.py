@@ -17,12 +17,12 @@ import pytest
 
 from tiered_kv.media.backend import Backend, Block, Outcome
 from tiered_kv.testing.helpers import GROUPS, block_key, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_bytes, assert_loop_goes_on, content
+from tiered_kv.testing.promises import ODD, SIZE, BackendPromises, assert_bytes, assert_loop_goes_on, content
 from tiered_kv.values.errors import LayoutMismatchError
 from tiered_kv.values.keys import BlockKey
 
 
-class BackendTests(Promises):
+class BackendTests(BackendPromises):
     """Promises of a `Backend`. Define the async fixture ``backend``: opened by `open_backend`, and empty."""
 
     survives_reopening: ClassVar[bool] = False

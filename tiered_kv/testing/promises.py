@@ -2,7 +2,8 @@
 
 import functools
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import pytest
@@ -47,7 +48,17 @@ async def assert_loop_goes_on(calls: Mapping[str, Callable[[], Awaitable[object]
 
 
 class Promises:
-    """Base of suites for backends: their tests run on asyncio, each with its promise in front of what was found."""
+    """Base of suites: a test that fails has its promise in front of what was found."""
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        for name, test in list(vars(cls).items()):
+            if name.startswith("test_") and inspect.isfunction(test) and test.__doc__:
+                setattr(cls, name, _with_promise(test))
+
+
+class BackendPromises(Promises):
+    """Base of suites for backends: their tests run on asyncio."""
 
     pytestmark = _ON_ASYNCIO
 
@@ -55,29 +66,36 @@ class Promises:
         """Read what the medium's `locate` has named, without the backend. Files are read as they are."""
         return records_in_files(spec)
 
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        for name, test in list(vars(cls).items()):
-            if name.startswith("test_") and inspect.iscoroutinefunction(test) and test.__doc__:
-                setattr(cls, name, _with_promise(test))
 
-
-def _with_promise(test: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+def _with_promise(test: Callable[..., Any]) -> Callable[..., Any]:
     promise = " ".join((inspect.getdoc(test) or "").partition("\n\n")[0].split())
 
     @functools.wraps(test)
-    async def run(*args: Any, **fixtures: Any) -> None:  # noqa: ANN401 - what pytest gives to a test
+    def run(*args: Any, **fixtures: Any) -> None:  # noqa: ANN401 - what pytest gives to a test
         __tracebackhide__ = True  # pytest shows the test itself
-        try:
-            await test(*args, **fixtures)
-        except AssertionError as error:
-            error.args = (f"{promise}\n{error}",)
-            raise
-        except pytest.fail.Exception as error:  # what should have been raised was not
-            error.msg = f"{promise}\n{error.msg}"
-            raise
-        except Exception as error:
-            error.add_note(f"The promise that was broken: {promise}")
-            raise
+        with _told(promise):
+            test(*args, **fixtures)
 
-    return run
+    @functools.wraps(test)
+    async def run_async(*args: Any, **fixtures: Any) -> None:  # noqa: ANN401 - likewise
+        __tracebackhide__ = True
+        with _told(promise):
+            await test(*args, **fixtures)
+
+    return run_async if inspect.iscoroutinefunction(test) else run
+
+
+@contextmanager
+def _told(promise: str) -> Iterator[None]:
+    __tracebackhide__ = True
+    try:
+        yield
+    except AssertionError as error:
+        error.args = (f"{promise}\n{error}",)
+        raise
+    except pytest.fail.Exception as error:  # what should have been raised was not
+        error.msg = f"{promise}\n{error.msg}"
+        raise
+    except Exception as error:
+        error.add_note(f"The promise that was broken: {promise}")
+        raise

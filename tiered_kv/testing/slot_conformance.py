@@ -10,11 +10,11 @@ import pytest
 from tiered_kv.media.backend import Block, Outcome, Recovered, SlotBackend
 from tiered_kv.media.record import verify
 from tiered_kv.testing.helpers import GROUPS, block_key, block_names, close_backend, make_block, open_context
-from tiered_kv.testing.promises import ODD, SIZE, Promises, assert_bytes, assert_loop_goes_on, content
+from tiered_kv.testing.promises import ODD, SIZE, BackendPromises, assert_bytes, assert_loop_goes_on, content
 from tiered_kv.values.errors import ConfigurationError, LayoutMismatchError
 
 
-class SlotBackendTests(Promises):
+class SlotBackendTests(BackendPromises):
     """Promises of a `SlotBackend`. Define the fixture ``backend``: opened by `open_backend`, empty, of 32 MiB."""
 
     survives_reopening: ClassVar[bool] = True

@@ -8,7 +8,18 @@ from hypothesis import strategies as st
 from tests.catalog.indexed import names_of
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, make_policy
+from tiered_kv.testing import PolicyTests
 from tiered_kv.values.errors import ConfigurationError
+
+
+class TestEachPolicy(PolicyTests):
+    """What every policy promises."""
+
+    @pytest.fixture(params=[LRUPolicy, ARCPolicy, MQPolicy, LHDPolicy])
+    def policy(self, request: pytest.FixtureRequest) -> type[Policy]:
+        """One after the other."""
+        chosen: type[Policy] = request.param
+        return chosen
 
 
 def ask(index: TierIndex, batch: list[int]) -> int:

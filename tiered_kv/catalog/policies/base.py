@@ -19,8 +19,10 @@ class Policy(ABC):
     (Another reason to keep a block from eviction, such as a copy below that is still to be written, is to keep it
     parked.)
 
-    Slots come and go in batches, without repeats, and but for `add` least recently used first. A call costs time
-    in the size of its batch, not of the tier, and looks at no clock.
+    Slots come and go in batches, without repeats, and but for `add` least recently used first. A policy changes none
+    that it is given. A call costs time in the size of its batch, not of the tier, and looks at no clock.
+
+    `tiered_kv.testing.PolicyTests` proves one.
     """
 
     def __init__(self, num_slots: int) -> None:
@@ -28,7 +30,11 @@ class Policy(ABC):
         self.num_slots = num_slots
 
     def resize(self, num_slots: int) -> None:
-        """Only the slots below ``num_slots`` hold blocks from now on; in those above it there are none any more."""
+        """Only the slots below ``num_slots`` hold blocks from now on.
+
+        In those above it there are none any more, but for what is parked there, or being filled and then added: that is
+        parked for good as soon as it is unparked.
+        """
         self.num_slots = num_slots
 
     @abstractmethod
@@ -44,7 +50,10 @@ class Policy(ABC):
 
     @abstractmethod
     def use(self, slots: Slots) -> None:
-        """These parked blocks, or none, were asked for and found. Each takes its new place when it is unparked."""
+        """These parked blocks, or none, were asked for and found. Each takes its new place when it is unparked.
+
+        One that was leased when it was removed, or the tier cleared, may be among them: that never is.
+        """
 
     def hint(self, slots: Slots, hint: ReuseHint, elapsed_s: float) -> None:  # noqa: B027 - a policy may do without
         """Take note of what a caller says of these parked blocks, until they are used again.
