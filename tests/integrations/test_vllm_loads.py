@@ -20,6 +20,7 @@ from tests.integrations.test_vllm_stores import (
     Counted,
     fall_silent,
     found,
+    hear_again,
     opened,
     serve,
     step_settled,
@@ -653,13 +654,14 @@ def test_a_load_that_is_lost_with_its_server_before_it_fails_has_failed(tmp_path
             step_settled(engine, 1)
         fall_silent(engine)
         engine.step()  # which hears that the job has ended
-        engine.scheduling.kv.flush()  # the server speaks again
+        hear_again(engine)
         if shape is None:
             engine.scheduling.kv.clear()
         copies.fail()
         engine.settle()
         engine.settle_copies()
         engine.step(2)
+        engine.scheduling.kv.flush()
         assert loads == [False]
         assert found(engine, two) == 6
 

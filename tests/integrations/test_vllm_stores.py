@@ -243,6 +243,12 @@ def fall_silent(engine: SmallVLLM) -> None:
     engine.scheduling.kv.call(look)
 
 
+def hear_again(engine: SmallVLLM) -> None:
+    """Wait until the server has said something: until then whatever it is asked has no answer."""
+    while engine.scheduling.kv.cache._connection.there.is_silent:  # noqa: SLF001 - as above
+        engine.settle_loop()
+
+
 def step_settled(engine: SmallVLLM, count: int) -> None:
     """Do so many steps, with plans there as soon as they can be."""
     for _ in range(count):
