@@ -146,7 +146,7 @@ class S3Backend(Backend):
                 names[at], offsets[at] = str(unit.pack), (unit.place + at - unit.start) * lengths[at]
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         ids = [numbers[name] for name in names]
-        return ObjectLoadStoreSpec(ids, [*numbers], offsets, lengths, self.settings.url, self.settings.endpoint or "")
+        return ObjectLoadStoreSpec(ids, [*numbers], offsets, lengths, self.settings.url, self.settings.address)
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
         """Fill the blocks: HIT, MISS, CORRUPT (another length) or FAILED each.

@@ -59,6 +59,10 @@ _LOGINS: Final = dict.fromkeys(_S3_SCHEMES, "AWS_ACCESS_KEY_ID and AWS_SECRET_AC
 }
 """What obstore reads in the environment; of all others Azure's."""
 _OF_S3: Final = ("endpoint", "region", "virtual_hosted", "access_key_id", "secret_access_key", "session_token")
+_ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
+"""What obstore calls a store's address among ``options``."""
+_PANIC = "PanicException"
+"""What the client raises, no `Exception`, of an option that it knows and its stores do not."""
 _LAST_CALLS_S = 0.3
 """How long the client's threads may take to let go of Python's objects after the last call."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.05, 1.0
@@ -124,16 +128,15 @@ class S3Settings(StorageTierSettings):
     @field_validator("endpoint")
     @classmethod
     def _is_an_endpoint(cls, endpoint: str | None) -> str | None:
-        if endpoint is None:
-            return None
-        parts = split_url(endpoint)
-        if parts.scheme not in {"http", "https"} or not parts.netloc:  # the client's panic is no error of Python's
-            raise ValueError("must be http://host[:port] or https://host[:port]")
-        if parts.query or parts.fragment:
-            raise ValueError("nothing comes behind the path of an endpoint: give settings beside it")
-        if parts.username or parts.password:
-            raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
-        return endpoint
+        return None if endpoint is None else _checked(endpoint)
+
+    @field_validator("options")
+    @classmethod
+    def _have_an_endpoint(cls, options: dict[str, SecretStr]) -> dict[str, SecretStr]:
+        for name, value in options.items():
+            if _ENDPOINT.fullmatch(name):
+                _checked(value.get_secret_value())
+        return options
 
     @model_validator(mode="after")
     def _is_of_its_store(self) -> Self:
@@ -146,7 +149,13 @@ class S3Settings(StorageTierSettings):
     @property
     def place(self) -> str:
         """The store for messages: URL and endpoint, no secrets."""
-        return f"{self.url} at {self.endpoint}" if self.endpoint else self.url
+        return f"{self.url} at {self.address}" if self.address else self.url
+
+    @property
+    def address(self) -> str:
+        """Where the store is: as ``endpoint`` or, which goes before it, one of the options says; empty if neither."""
+        given = [value.get_secret_value() for name, value in self.options.items() if _ENDPOINT.fullmatch(name)]
+        return next(iter(given), self.endpoint or "")
 
     @property
     def is_private(self) -> bool:
@@ -156,9 +165,21 @@ class S3Settings(StorageTierSettings):
     @property
     def secrets(self) -> list[str]:
         """What no message may hold, whatever a server repeats: of the settings and of the environment."""
-        own = (self.access_key_id, self.secret_access_key, self.session_token, *self.options.values())
+        options = [value for name, value in self.options.items() if not _ENDPOINT.fullmatch(name)]
+        own = (self.access_key_id, self.secret_access_key, self.session_token, *options)
         found = [value.get_secret_value() for value in own if value is not None]
         return found + [value for name in _ENVIRONMENT if (value := os.environ.get(name))]
+
+
+def _checked(endpoint: str) -> str:
+    parts = split_url(endpoint)
+    if parts.scheme not in {"http", "https"} or not parts.netloc:  # the client's panic is no error of Python's
+        raise ValueError("must be http://host[:port] or https://host[:port]")
+    if parts.query or parts.fragment:
+        raise ValueError("nothing comes behind the path of an endpoint: give settings beside it")
+    if parts.username or parts.password:
+        raise ValueError("secrets have no place in a URL: give access_key_id and secret_access_key")
+    return endpoint
 
 
 def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool = False) -> ObjectStore:
@@ -177,7 +198,7 @@ def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool
             return cast("ObjectStore", make(settings.url))
         request_s = settings.connect_timeout_s if is_probe else REQUEST_WITHIN * settings.timeout_s
         client: dict[str, object] = {
-            "allow_http": (settings.endpoint or "").startswith("http://"),
+            "allow_http": settings.address.startswith("http://"),
             "connect_timeout": timedelta(seconds=min(settings.connect_timeout_s, request_s)),
             "pool_max_idle_per_host": str(2 * settings.connections),
             "timeout": timedelta(seconds=request_s),
@@ -200,6 +221,12 @@ def make_store(settings: S3Settings, *, is_probe: bool = False, tries_once: bool
         advice = f": set {_login(settings)}" if "Account must be specified" in str(error) else ""
         what = f"no client for {settings.place}: {_reason(error)}{advice}"
         raise ConfigurationError(what) from None  # it may hold a secret
+    except BaseException as error:
+        if type(error).__name__ != _PANIC:
+            raise
+        names = ", ".join(settings.options)
+        what = f"no client for {settings.place}: options are those of its store, not of its HTTP client: {names}"
+        raise ConfigurationError(what) from None
 
 
 @functools.cache

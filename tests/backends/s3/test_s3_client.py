@@ -14,6 +14,8 @@ from obstore.exceptions import GenericError
 from tiered_kv_backends.s3 import S3Backend, collect_epochs
 from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate, translate_opening
 
+AZURE = {"account_name": "mine", "account_key": "a2V5"}
+
 
 def made(*, is_probe: bool = False, **settings: object) -> Any:  # noqa: ANN401 - obstore has a class a medium
     """Return a client of a server that nobody asks."""
@@ -43,6 +45,29 @@ def test_bodies_are_signed_where_it_is_asked_for() -> None:
 def test_nothing_goes_unencrypted_where_it_was_not_asked_for(endpoint: str, *, is_allowed: bool) -> None:
     """Only an endpoint that says http:// has its requests sent so, whatever a server redirects to."""
     assert made(endpoint=endpoint).client_options["allow_http"] == str(is_allowed).lower()
+
+
+@pytest.mark.parametrize(
+    ("url", "option"),
+    [("s3://bucket", "endpoint"), ("gs://bucket", "google_base_url"), ("az://bucket", "AZURE_STORAGE_ENDPOINT")],
+)
+def test_an_endpoint_among_the_options_is_one_too(url: str, option: str) -> None:
+    """Each store has its own name for it. One with http:// is asked so, is in messages, and goes before the other."""
+    login = AZURE if url == "az://bucket" else {}
+    at = {"endpoint": "https://elsewhere"} if url == "s3://bucket" else {}
+    settings = S3Settings.of({"url": url, "options": {option: "http://127.0.0.1:9", **login}, **at})
+    assert cast("Any", make_store(settings)).client_options["allow_http"] == "true"
+    assert settings.place == f"{url} at http://127.0.0.1:9"
+    with pytest.raises(ConfigurationError, match=r"options: must be http://host\[:port\] or https://"):
+        S3Settings.of({"url": url, "options": {option: "127.0.0.1:9", **login}})
+
+
+@pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://bucket"])
+def test_an_option_of_the_client_is_named(url: str) -> None:
+    """It is not of the store: what the client makes of that is no error of Python's."""
+    login = AZURE if url == "az://bucket" else {}
+    with pytest.raises(ConfigurationError, match="those of its store, not of its HTTP client: proxy_url"):
+        make_store(S3Settings.of({"url": url, "options": {"proxy_url": "http://p", **login}}))
 
 
 def test_as_many_connections_are_kept_as_may_be_in_use() -> None:
@@ -127,7 +152,7 @@ def test_an_account_that_azure_needs_is_asked_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
     with pytest.raises(ConfigurationError, match="Account must be specified: set AZURE_STORAGE_ACCOUNT_NAME and "):
         make_store(S3Settings(url="az://container/kv"))
-    settings = {"url": "az://container/kv", "options": {"account_name": "mine", "account_key": "a2V5"}}
+    settings = {"url": "az://container/kv", "options": AZURE}
     assert getattr(make_store(S3Settings.of(settings)), "prefix", None) == "kv"
 
 
