@@ -40,6 +40,8 @@ _TRANSPORT = re.compile(
     r"failed to lookup address|dns error|Connection refused|Connection reset|No route to host|IncompleteMessage"
     r"|BrokenPipe|kind: (Timeout)|TimedOut"
 )
+_WHAT_IT_DID = re.compile(r"Error performing \w+ \S+ in \S+ - ")
+"""Each time other words, and most of a message where the object's name is long; the reason comes after it."""
 _TLS = re.compile(r"(InvalidContentType)|InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+?)(?:Context)?\b")
 _TLS_FAILURES: Final = {
     "InvalidContentType": ("the server speaks no TLS", "use http://"),
@@ -296,7 +298,7 @@ def _reason(error: Exception) -> str:
         return _tls_failure(tls)[0]
     found = [pattern.search(text) for pattern in (_STATUS, _CODE, _TRANSPORT)]
     parts = dict.fromkeys(match.group(match.lastindex or 0).strip() for match in found if match)
-    return ", ".join(parts) or text.partition(" Debug source")[0][:300]
+    return ", ".join(parts) or _WHAT_IT_DID.sub("", text.partition(" Debug source")[0])[:300]
 
 
 def _tls_failure(found: re.Match[str]) -> tuple[str, str]:

@@ -147,6 +147,15 @@ def test_why_a_handshake_fails_is_said_with_what_helps(said: str, why: str, advi
     assert str(translate(error, "read", settings)).endswith(why)
 
 
+def test_the_reason_is_said_however_long_an_object_s_name_is() -> None:
+    """Where a store sends us to another region, nothing else says so; the same failure always has the same words."""
+    hint = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
+    asked = f"Generic S3 error: Error performing HEAD http://h/b/{'k' * 400}"
+    errors = [GenericError(f"{asked} in {took} - {hint}\n\nDebug source:") for took in ("358.34µs", "1.2ms")]
+    said = {str(translate(error, "ask", S3Settings(url="s3://bucket"))) for error in errors}
+    assert said == {f"ask of s3://bucket: Generic S3 error: {hint}"}
+
+
 def test_an_account_that_azure_needs_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the variable that names it, or by obstore's own option."""
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
