@@ -54,6 +54,14 @@ _TLS_FAILURES: Final = {
 """What the client says of a handshake: in words, and what helps."""
 _NO_CREDENTIALS = ("169.254.169.254", "metadata.google.internal", "MissingSecretAccessKey")
 _ABSENT = ("NoSuchBucket", "ContainerNotFound", "The specified bucket does not exist")
+_REFUSALS: Final = {
+    "RequestTimeTooSkewed": "look at the clock of this machine",
+    "ExpiredToken": "give a new session_token",
+    "InvalidToken": "check session_token",
+    "AuthorizationHeaderMalformed": "give the bucket's own region",
+    "Received redirect without LOCATION": "give the bucket's own region",
+}
+"""How it is said that keys, though they may be right, are not taken, and what helps."""
 _ENVIRONMENT = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AZURE_STORAGE_ACCOUNT_KEY")
 _AZURE: Final = ("az", "azure", "adl", "abfs", "abfss")
 _LOGINS: Final = dict.fromkeys(_S3_SCHEMES, "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY") | {
@@ -278,9 +286,10 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
             f"no credentials for {settings.place}: none are set, no role gives any ({reason}): set "
             f"{_login(settings)}, or give this machine a role that may use it"
         )
-    if isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        advice = "check the keys; to list is needed too (s3:ListBucket), or what is absent looks as what is forbidden"
-        return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice}")
+    advice = next((advice for said, advice in _REFUSALS.items() if said in text), "")
+    if advice or isinstance(error, PermissionDeniedError | UnauthenticatedError):
+        keys = "check the keys; to list is needed too (s3:ListBucket), or what is absent looks as what is forbidden"
+        return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice or keys}")
     if tls := _TLS.search(text):
         advice = _tls_failure(tls)[1]
         return ConfigurationError(f"{settings.place} fails the TLS handshake ({reason}): {advice}")

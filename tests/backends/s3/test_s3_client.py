@@ -147,6 +147,27 @@ def test_why_a_handshake_fails_is_said_with_what_helps(said: str, why: str, advi
     assert str(translate(error, "read", settings)).endswith(why)
 
 
+@pytest.mark.parametrize(
+    ("said", "advice"),
+    [
+        ("status code: 403 Forbidden: <Code>RequestTimeTooSkewed</Code>", "look at the clock of this machine"),
+        ("status code: 400 Bad Request: <Code>ExpiredToken</Code>", "give a new session_token"),
+        ("status code: 400 Bad Request: <Code>InvalidToken</Code>", "check session_token"),
+        ("status code: 400 Bad Request: <Code>AuthorizationHeaderMalformed</Code>", "give the bucket's own region"),
+        (
+            "Received redirect without LOCATION, this normally indicates an incorrectly configured region",
+            "give the bucket's own region",
+        ),
+    ],
+)
+def test_keys_that_are_not_taken_for_another_reason_come_with_what_helps(said: str, advice: str) -> None:
+    """They never will be: a store that says so is not away, and to look at the keys is of no use."""
+    opening = translate_opening(GenericError(f"Generic S3 error: {said}"), S3Settings(url="s3://bucket"))
+    assert isinstance(opening, ConfigurationError)
+    assert str(opening).startswith("s3://bucket refuses the credentials (")
+    assert str(opening).endswith(f"): {advice}")
+
+
 def test_the_reason_is_said_however_long_an_object_s_name_is() -> None:
     """Where a store sends us to another region, nothing else says so; the same failure always has the same words."""
     hint = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
