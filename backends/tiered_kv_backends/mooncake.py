@@ -248,7 +248,7 @@ class MooncakeBackend(Backend):
         """Leave the store, and take this process's segment out of it. If a call is stuck, the process's end does it."""
         store, self._store = self._store, None
         if store is not None and not self._running:
-            await self._threads.run(store.close)  # 12 s where the master is gone
+            await self._threads.run(store.close)  # up to 16 s where the master is gone
 
     def _leave(self, store: MooncakeDistributedStore, joining: "asyncio.Future[int]") -> None:
         """Leave what was joined too late, and take the memory out of it: opening again gives as much anew."""
