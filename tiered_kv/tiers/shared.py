@@ -369,7 +369,9 @@ class SharedTier(StorageTier):
     @override
     async def find_for_store(self, batch: Batch) -> Mask:
         # Where seals are refused, a block that is there may be one of those: only reading each would tell.
-        return np.zeros(len(batch), np.bool_) if self.suspects.refuses else await self.find(batch)
+        if self.suspects.refuses:
+            return np.zeros(len(batch), np.bool_)
+        return await self.find(batch) & ~self.missed(batch)  # an estimate may look past a hole that a load has met
 
     def _asked(self, name: bytes, asking: "_Question", _: object = None) -> None:
         if self._asking.get(name) is asking:
@@ -471,6 +473,8 @@ class SharedTier(StorageTier):
         def end(outcomes: list[Outcome], refused: Refusals) -> None:
             report = ReadReport.of(n, at, outcomes, refused)
             self.answers.doubt(batch.names[~report.right])
+            self.miss(batch.names[report.gone])
+            self.miss_no_more(batch.names[report.right])
             if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
                 self.tell_corrupted(broken)
             twice = self.suspects.saw(wanted.names, outcomes, refused)
