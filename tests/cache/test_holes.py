@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from tests.support.any_layout import AnyEngine, open_any, prompt
+from tiered_kv import KVGroup, KVLayout, Shard
 from tiered_kv.media.backend import Outcome
 from tiered_kv.values.keys import BlockKey
 from tiered_kv_backends.memory import MemoryBackend
@@ -41,5 +42,19 @@ async def test_a_hole_that_a_load_has_met_is_filled_by_the_next_store() -> None:
         [tier] = await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
         assert (tier.written, tier.present, medium.written) == (1, 11, [lost])
         engine.wipe()
+        assert (await kv.load(KEYS, engine.spec(ELSEWHERE))).num_blocks == 12
+        assert engine.count_right(KEYS, ELSEWHERE) == 12
+
+
+async def test_of_replicas_each_writes_its_share_of_a_medium_that_has_others_shares() -> None:
+    """However far apart in time: between them they leave no hole, and each loads what the others wrote."""
+    layout = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4, "MLA"),))
+    medium, engine = Estimating(), AnyEngine(layout)
+    for rank in range(3):
+        async with open_any(engine, medium, shard=Shard(rank, 3, replicated=True)) as kv:
+            [tier] = await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
+            assert tier.written == 4
+            engine.wipe()
+    async with open_any(engine, medium, shard=Shard(0, 3, replicated=True)) as kv:
         assert (await kv.load(KEYS, engine.spec(ELSEWHERE))).num_blocks == 12
         assert engine.count_right(KEYS, ELSEWHERE) == 12
