@@ -38,7 +38,7 @@ from tiered_kv.system import FolderEntry, files, system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.layout import PAGE_BYTES, blocks_within
 from tiered_kv.values.log import log
-from tiered_kv_backends.nvme.ledger import Ledger
+from tiered_kv_backends.nvme.ledger import Ledger, cut
 from tiered_kv_backends.paths import NVME_MARK, SHARED_FS_MARK
 
 OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -200,7 +200,8 @@ class Directory:
                     self.folder_fds.append(open_folder(self.fd, shape.folder))
                     opened.callback(files().close, self.folder_fds[-1])
                     _drop_old_format(self.folder_fds[-1])
-                    files().utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
+                    with contextlib.suppress(OSError):  # on a full disk: only an order depends on it
+                        files().utime(self.folder_fds[-1])  # the folder last used is the last to make room for others
                 self._foreign = _find_foreign(self.fd, {shape.folder for shape in groups})
             self.held = opened.pop_all()
 
@@ -273,7 +274,7 @@ class Directory:
                     files().ftruncate(fd, offset + num_bytes)  # a filesystem that cannot preallocate
                     break
                 if error.errno not in _FULL or not self._foreign:
-                    files().ftruncate(fd, offset)
+                    cut(fd, offset)
                     raise
                 self._reclaim_oldest()
         self._allocated_bytes += num_bytes

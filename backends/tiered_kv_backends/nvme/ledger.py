@@ -255,7 +255,7 @@ class Ledger:
     def shrink(self, num_slots: int) -> int:
         """Drop the entries of the slots from ``num_slots`` on; return how many bytes that frees."""
         num_dropped = max(0, self.num_slots - num_slots)
-        files().ftruncate(self._fd, self.num_bytes(self.num_slots - num_dropped))
+        cut(self._fd, self.num_bytes(self.num_slots - num_dropped))
         self.num_slots -= num_dropped
         return self.num_bytes(num_dropped)
 
@@ -332,6 +332,12 @@ def _runs(ascending: Slots) -> Iterator[slice]:
     for start, end in pairwise(bounds):
         for at in range(start, end, _CHUNK):
             yield slice(at, min(end, at + _CHUNK))
+
+
+def cut(fd: int, num_bytes: int) -> None:
+    """Have a file end there at the latest. One that does is let be: where writes copy, a full disk takes no call."""
+    if files().fstat(fd).st_size > num_bytes:
+        files().ftruncate(fd, num_bytes)
 
 
 def _write_all(fd: int, data: bytes, at: int) -> None:

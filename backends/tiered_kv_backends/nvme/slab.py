@@ -17,6 +17,7 @@ from tiered_kv.media.backend import Block, Outcome, RecordShape
 from tiered_kv.media.record import SIGNED_BYTES
 from tiered_kv.system import files
 from tiered_kv.values.layout import PAGE_BYTES
+from tiered_kv_backends.nvme.ledger import cut
 
 _MAX_CALL_BYTES = 8 << 20
 """Of one system call: longer ones are no faster and keep a load waiting behind a store."""
@@ -72,7 +73,7 @@ class Slab:
             num_whole = files().fstat(fd).st_size // shape.stride_bytes
             self.num_allocated = min(num_whole, num_slots)
             if may_cut:
-                files().ftruncate(fd, self.num_allocated * shape.stride_bytes)
+                cut(fd, self.num_allocated * shape.stride_bytes)
         except BaseException:  # nobody else has it yet
             files().close(fd)
             raise
@@ -99,7 +100,7 @@ class Slab:
 
     def cut_off(self) -> None:
         """Have the file end where its last slot does that has its place."""
-        files().ftruncate(self._fd, self.num_allocated * self.shape.stride_bytes)
+        cut(self._fd, self.num_allocated * self.shape.stride_bytes)
 
     def read(self, slots: list[int], into: Sequence[Block]) -> Moved:
         """Fill blocks from ascending slots: HIT, MISS where the file ends before, or FAILED each."""

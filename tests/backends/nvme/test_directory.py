@@ -546,6 +546,24 @@ async def test_a_disk_filled_by_others_keeps_nothing_closed(small_disk: Path) ->
         assert await tier.write({last: 1}) == [Outcome.STORED]
 
 
+async def test_a_full_disk_that_takes_no_write_over_another_keeps_nothing_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where writes copy, and a quota is reached: btrfs refuses to date a folder, or cut a file to its own length."""
+    async with open_tier(tmp_path) as tier:
+        await tier.write(count_up(8))
+
+    def full(*_: object) -> int:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    for name in ("pwrite", "pwritev", "ftruncate", "posix_fallocate", "utime"):
+        monkeypatch.setattr(os, name, full)
+    async with open_tier(tmp_path) as tier:
+        assert tier.recovered(8) == count_up(8)
+        assert await tier.verified(count_up(8)) == [Outcome.HIT] * 8
+        assert await tier.write({0: 8}) == [Outcome.FAILED]
+
+
 async def test_a_shrink_costs_no_later_write(tmp_path: Path) -> None:
     """After a smaller capacity the ledger is as short as for a new tier, and stays so whatever is written."""
     async with open_tier(tmp_path, capacity=64 * MIB) as tier:
@@ -636,6 +654,8 @@ async def test_a_tier_that_does_not_open_leaves_no_descriptor(tmp_path: Path, mo
     """It is tried again, for as long as it takes."""
     async with open_tier(tmp_path) as tier:
         await tier.write(count_up(3))
+    with slab_of(tmp_path).open("ab") as slab:
+        slab.write(b"to be cut off")
     cut = os.ftruncate
 
     def named(fd: int) -> str:
