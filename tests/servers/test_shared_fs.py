@@ -313,6 +313,41 @@ async def test_a_filesystem_that_takes_no_more_files_is_swept(
         assert await backend.lookup(keys) == [Outcome.MISS] * 2 + [Outcome.HIT] * 38
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "late"])
+async def test_a_filesystem_that_takes_no_write_over_another_is_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int, *, is_late: bool
+) -> None:
+    """Where writes copy, a full one has no room for the ledger either, nor for a date, until something is deleted.
+
+    Some have it only a while after that: what is counted then is too much, until the next sweep.
+    """
+    caplog.set_level("INFO")
+    keys, calls = keys_of(*range(40)), {name: getattr(os, name) for name in ("pwrite", "utime")}
+    async with opened(tmp_path) as backend:
+        for key in keys:
+            assert await store(backend, [key]) == [Outcome.STORED]
+
+    def unless_full(name: str) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:  # noqa: ANN401 - as the call has it
+            num_there = sum(each.name[0] != "." for each in files_in(tmp_path))
+            if num_there >= len(keys) or (is_late and "shared_fs.swept" not in caplog.text):
+                raise OSError(number, os.strerror(number))
+            return calls[name](*args, **more)
+
+        return call
+
+    for name in calls:
+        monkeypatch.setattr(os, name, unless_full(name))
+    async with opened(tmp_path) as backend:
+        with fail_after(60):
+            while await store(backend, keys_of(40)) == [Outcome.REFUSED]:  # noqa: ASYNC110 - a sweep tells nobody
+                await asyncio.sleep(0)
+        assert await load(backend, keys_of(40)) == [Outcome.HIT]
+        assert (await backend.lookup(keys)).count(Outcome.HIT) >= 36
+    assert "sweep_failed" not in caplog.text
+
+
 async def test_a_full_filesystem_is_swept_though_another_process_swept_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -35,7 +35,7 @@ from tiered_kv.media.backend import Block
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.log import log
 from tiered_kv_backends.shared_fs import files
-from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of
+from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of, unless_full
 
 LEDGER_NAME = "ledger"
 _NEXT_NAME = f"{LEDGER_NAME}.new"
@@ -172,18 +172,15 @@ class ByteLedger:
             now_ns = self._wall_clock_ns()
             entries = books.writers | {self._writer: (unwritten(), now_ns)}
             books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
-            try:
+            with unless_full():  # there is no room, which the sweep is to make
                 _write(file, books)
-            except OSError as error:
-                if error.errno not in files.FULL:  # for want of room, which the sweep is to make
-                    raise
             return books
 
     def end_sweep(self, begun: LedgerCounts, num_bytes: int) -> None:
         """Set right what is there, unless another sweep has: ``num_bytes`` were found and not deleted since ``begun``.
 
         Raises:
-            OSError: The filesystem fails; `BlockingIOError`: others have it locked.
+            OSError: The filesystem fails, and not for want of room; `BlockingIOError`: others have it locked.
         """
         with self._locked() as file:
             if (books := _read(file)) is None or books.num_sweeps != begun.num_sweeps:
@@ -191,7 +188,10 @@ class ByteLedger:
             unwritten = sum(each for each, _ in begun.writers.values())
             taken_since = books.total - begun.total
             total = num_bytes + unwritten + taken_since
-            _write(file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns()))
+            with unless_full():  # some have room a while after files are gone: the next sweep sets it right
+                _write(
+                    file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns())
+                )
 
     def _put(self, file: int, books: LedgerCounts, taken: int, unwritten: int) -> None:
         entry = {self._writer: (unwritten, self._wall_clock_ns())}

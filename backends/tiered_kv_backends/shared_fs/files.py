@@ -488,6 +488,16 @@ def _behind(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 @contextlib.contextmanager
+def unless_full() -> Iterator[None]:
+    """Go on where the filesystem takes no more: what was to be written over is as it was."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+
+
+@contextlib.contextmanager
 def _unless_gone() -> Iterator[None]:
     try:
         yield

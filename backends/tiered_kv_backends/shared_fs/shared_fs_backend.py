@@ -245,8 +245,13 @@ class SharedFSBackend(Backend):
             BackendUnavailableError: Every file failed, or the directory is gone.
         """
         self._check_open()
-        work = self._work(keys, blocks)
-        num_taken = await self._room.take(blocks, self._sweep_soon)
+        work, num_made_room = self._work(keys, blocks), self._num_made_room
+        try:
+            num_taken = await self._room.take(blocks, self._sweep_soon)
+        except BackendUnavailableError as error:
+            if not _is_full(error.__cause__):
+                raise
+            num_taken, self._is_full = 0, self._is_full or num_made_room == self._num_made_room
         writes = [self._write_share(each) for each in self._shares(work[:num_taken])]
         outcomes = self._outcomes(await each_of(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
         if Outcome.REFUSED in outcomes:
@@ -406,7 +411,7 @@ class SharedFSBackend(Backend):
         return swept
 
 
-def _is_full(moved: Moved) -> bool:
+def _is_full(moved: Moved | BaseException | None) -> bool:
     return isinstance(moved, OSError) and moved.errno in files.FULL
 
 

@@ -36,6 +36,7 @@ from tiered_kv_backends.shared_fs.files import (
     LOCK_NAME,
     free_bytes,
     open_own,
+    unless_full,
 )
 
 FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
@@ -186,7 +187,8 @@ class Sweeper:
 
     def _date(self, lock: int) -> None:
         self._dated_ns = self._wall_clock_ns()
-        os.utime(lock, ns=(self._dated_ns, self._dated_ns))
+        with unless_full():
+            os.utime(lock, ns=(self._dated_ns, self._dated_ns))
 
     def _visit(self, lock: int, visit: Callable[[int, str], bool]) -> None:
         for each in walk(self._root, FOLDERS, self._stopped):
