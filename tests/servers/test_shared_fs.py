@@ -690,7 +690,7 @@ async def test_a_writer_that_was_taken_for_dead_drops_its_block(
 
     monkeypatch.setattr(os, "replace", replace_late)
     async with opened(tmp_path, capacity=4 * RECORD) as backend:
-        with pytest.raises(BackendUnavailableError, match="taken for dead"):
+        with pytest.raises(BackendUnavailableError, match="taken for dead: do clocks differ"):
             await store(backend, keys_of(1))
         outcomes = await store(backend, keys_of(2, 3, 4, 5))
         assert outcomes.count(Outcome.STORED) == num_replaced - 1 == 3

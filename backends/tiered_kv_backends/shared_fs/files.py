@@ -455,7 +455,7 @@ def _write_file(folder: int, file: int, temporary: str, work: Work, direct: int)
             os.close(file)  # NFS sends what is left, and says what it could not: only then is the file whole
         os.replace(temporary, work.key.hash.hex(), src_dir_fd=folder, dst_dir_fd=folder)
     except FileNotFoundError as error:
-        raise OverdueError(errno.ETIMEDOUT, "its writer was taken for dead", temporary) from error
+        raise OverdueError(errno.ETIMEDOUT, "its writer was taken for dead: do clocks differ?", temporary) from error
     except BaseException:
         with contextlib.suppress(OSError):  # else the sweeper finds it
             os.unlink(temporary, dir_fd=folder)
