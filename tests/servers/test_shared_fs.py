@@ -1205,6 +1205,21 @@ async def test_a_cut_file_is_corrupt(tmp_path: Path) -> None:
         assert await load(backend, keys) == [Outcome.HIT, Outcome.HIT]
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+async def test_a_read_is_never_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+    """Whatever the filesystem says as a file is read or closed: no reader wants room, and no answer of it says so."""
+    async with opened(tmp_path) as backend:
+        await store(backend, keys_of(1, 2))
+
+        def fail(*_: object) -> int:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, "readv", fail)
+        with pytest.raises(BackendUnavailableError, match=os.strerror(number)):
+            await load(backend, keys_of(1, 2))
+        assert await load(backend, keys_of(1, 3)) == [Outcome.FAILED, Outcome.MISS]
+
+
 async def test_files_that_cannot_be_read_fail_one_by_one(tmp_path: Path) -> None:
     """What is wrong with one file leaves the others of its batch alone; if all fail, the tier has."""
     async with opened(tmp_path) as backend:

@@ -253,7 +253,8 @@ class SharedFSBackend(Backend):
                 raise
             num_taken, self._is_full = 0, self._is_full or num_made_room == self._num_made_room
         writes = [self._write_share(each) for each in self._shares(work[:num_taken])]
-        outcomes = self._outcomes(await each_of(writes)) + [Outcome.REFUSED] * (len(work) - num_taken)
+        written = self._outcomes(await each_of(writes), if_full=Outcome.REFUSED)
+        outcomes = written + [Outcome.REFUSED] * (len(work) - num_taken)
         if Outcome.REFUSED in outcomes:
             self._sweep_soon(is_full=True)
         return outcomes
@@ -322,9 +323,11 @@ class SharedFSBackend(Backend):
                 raise BackendUnavailableError(f"{self._root}: {text_of(each)}") from each
         return [each for each in results if not isinstance(each, Exception)]
 
-    def _outcomes(self, results: Sequence[list[Moved] | Exception]) -> list[Outcome]:
+    def _outcomes(self, results: Sequence[list[Moved] | Exception], if_full: Outcome | None = None) -> list[Outcome]:
         """Say what became of each block; if none of them could be moved, the medium has failed."""
-        moved = [Outcome.REFUSED if _is_full(each) else each for each in chain(*self._unless_failed(results))]
+        moved: list[Moved] = list(chain(*self._unless_failed(results)))
+        if if_full is not None:
+            moved = [if_full if _is_full(each) else each for each in moved]
         errors = [each for each in moved if not isinstance(each, Outcome)]
         if errors:
             why = f"{self._root}: {text_of(errors[-1])}"
