@@ -2,13 +2,12 @@
 
 import asyncio
 import hashlib
-import queue
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 from weakref import WeakSet
 
 import numpy as np
@@ -75,11 +74,7 @@ class ThreadWorkers:
     """`Workers` that are threads; `close` waits for them."""
 
     def __init__(self, num_threads: int) -> None:
-        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = queue.SimpleQueue()
-        self._closed = False
-        self._threads = [threading.Thread(target=self._serve, daemon=True) for _ in range(num_threads)]
-        for thread in self._threads:
-            thread.start()
+        self._threads = ThreadPoolExecutor(num_threads)
 
     def run(self, function: Callable[..., T], *args: object) -> "asyncio.Future[T]":
         """Run ``function(*args)`` in one of the threads, from now on.
@@ -87,10 +82,11 @@ class ThreadWorkers:
         Raises:
             RuntimeError: The threads have ended.
         """
-        if self._closed:
-            raise RuntimeError("the threads have ended")
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._calls.put((lambda: function(*args), future))
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()  # not the executor's: to cancel that may stop the call
+        self._threads.submit(function, *args).add_done_callback(
+            lambda call: loop.call_soon_threadsafe(_settle, future, call)
+        )
         return future
 
     def begin_each(self, calls: Sequence[Callable[[], T]], then: Callable[[Callable[[], list[T]]], object]) -> None:
@@ -101,27 +97,14 @@ class ThreadWorkers:
 
     def close(self) -> None:
         """End the threads after the calls they have got."""
-        self._closed = True
-        for _ in self._threads:
-            self._calls.put(None)
-        for thread in self._threads:
-            thread.join()
-
-    def _serve(self) -> None:
-        while (call := self._calls.get()) is not None:
-            function, future = call
-            try:
-                result, error = function(), None
-            except BaseException as caught:  # noqa: BLE001 - the awaiting task's to handle
-                result, error = None, caught
-            future.get_loop().call_soon_threadsafe(_settle, future, result, error)
+        self._threads.shutdown()
 
 
-def _settle(future: "asyncio.Future[Any]", result: object, error: BaseException | None) -> None:
+def _settle(future: "asyncio.Future[T]", call: Future[T]) -> None:
     if future.done():  # its task was cancelled
         return
-    if error is None:
-        future.set_result(result)
+    if (error := call.exception()) is None:
+        future.set_result(call.result())
     else:
         future.set_exception(error)
 
