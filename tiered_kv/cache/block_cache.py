@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -738,9 +737,7 @@ class BlockCache(ABC):
             BackendUnavailableError: Something that it needs cannot be reached.
         """
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @abstractmethod

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Final, NoReturn, Self
 
 import torch
@@ -266,9 +265,7 @@ class _FarLease(AbstractAsyncContextManager[HostLease]):
         self._held = there, answer.id
         return HostLease(_views(there, answer))
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         held, self._held = self._held, None
         if held is not None:
             there, number = held

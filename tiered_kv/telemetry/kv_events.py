@@ -4,7 +4,6 @@ This checks what is given, and needs no extra to be imported; `router_feed` does
 """
 
 from collections.abc import Mapping, Sequence
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Literal, Self
 
 import numpy as np
@@ -133,9 +132,7 @@ class KVEventPublisher:
         self._open = router_feed.RouterFeed(self._kv, changes, books, socket)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:

@@ -6,7 +6,6 @@ import selectors
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextvars import Context
-from types import TracebackType
 from typing import Any, Generic, TypeVar, TypeVarTuple
 
 from anyio._backends._asyncio import _task_states
@@ -109,9 +108,7 @@ class SimulatedLock:
         self._depth += 1
         return True
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._depth -= 1
         if not self._depth:
             self._owner = None
