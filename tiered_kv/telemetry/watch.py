@@ -14,13 +14,13 @@ import asyncio
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise, starmap
-from typing import TYPE_CHECKING, Final, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self, TypeVar
 
 from tiered_kv.telemetry.block_sample import LifeCounts, SampledLives
 from tiered_kv.telemetry.prompts import Asked, Prompts
@@ -45,7 +45,7 @@ _POINTS: Final = 60
 Count = Callable[[], tuple[CacheStatistics, Asked]]
 _PATIENCE_S: Final = 1.0
 """How long a reader waits for the event loop; then it gets what it got before, and learns that the loop is busy."""
-Explain = Callable[[BlockKeys], Awaitable[Sequence[object]]]
+Explain = Callable[[BlockKeys], Coroutine[Any, Any, Sequence[object]]]
 
 
 @dataclass
@@ -422,7 +422,7 @@ class Watch:
         """
         return await self.ask(partial(self._explain, keys))
 
-    async def ask(self, ask: Callable[[], Awaitable[T]]) -> T:
+    async def ask(self, ask: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Have something awaited on the cache's event loop, from any other.
 
         Raises:
@@ -431,7 +431,7 @@ class Watch:
         assert self._loop is not None  # noqa: S101 - begun by the cache
         if asyncio.get_running_loop() is self._loop:
             return await ask()
-        asking = _awaiting(ask)
+        asking = ask()
         try:
             asked = asyncio.run_coroutine_threadsafe(asking, self._loop)
         except RuntimeError as error:
@@ -474,7 +474,3 @@ class Watch:
             prefill_saved_s=saved_s,
         )
         return self._last
-
-
-async def _awaiting(ask: Callable[[], Awaitable[T]]) -> T:
-    return await ask()
