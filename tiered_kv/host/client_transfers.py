@@ -483,10 +483,7 @@ class FarStore(Moving[StoreCall, StoreResult]):
 
     def lose(self) -> None:
         """See `Transferring.lose`: nobody keeps what is copied from now on."""
-        if not self._settled.done():
-            self._settled.set_result(())
-        if self.ended.done():
-            return
+        self._settle(())
         self._stop(Reason.SERVER_AWAY)
 
     def _move_part(self, rows: Any, slots: Ids, pages: Ids, layers: slice | None) -> None:  # noqa: ANN401 - a Tensor
@@ -508,10 +505,13 @@ class FarStore(Moving[StoreCall, StoreResult]):
                     )
                 )
             case protocol.Settled(tiers=tiers):
-                if not self._settled.done():
-                    self._settled.set_result(tiers)
+                self._settle(tiers)
                 if self._there is not None:
                     self._there.transfers.pop(self._number, None)
+
+    def _settle(self, tiers: tuple[TierStore, ...]) -> None:
+        if not self._settled.done():
+            self._settled.set_result(tiers)
 
     def _forget(self, there: Attachment) -> None:
         """The server has yet to say what became of the blocks."""
@@ -519,8 +519,7 @@ class FarStore(Moving[StoreCall, StoreResult]):
             super()._forget(there)
 
     def _result_here(self) -> StoreResult:
-        if not self._settled.done():
-            self._settled.set_result(())
+        self._settle(())
         n = len(self._keys)
         dropped = {self._why: n} if n and self._why is not None else {}
         return StoreResult(n, 0, 0, n, dropped, 0, self._seconds, self.settled)
