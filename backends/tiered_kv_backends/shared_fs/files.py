@@ -291,7 +291,7 @@ class _Folders:
         try:
             yield folders
         finally:
-            folders._leave()
+            folders.leave()
             os.close(folders._root_fd)
 
     def has(self, key: BlockKey) -> bool:
@@ -324,7 +324,7 @@ class _Folders:
         namespace = key.namespace.path
         if namespace == self._namespace:
             return
-        self._leave()
+        self.leave()
         at = os.dup(self._root_fd)
         for name in namespace.split("/"):
             try:
@@ -334,7 +334,8 @@ class _Folders:
             at = below
         self._fd, self._namespace = at, namespace
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Close the folder of the namespace: it is opened anew for the next block."""
         if self._namespace:
             os.close(self._fd)
             self._namespace = ""
@@ -349,10 +350,6 @@ class _Folders:
         with contextlib.suppress(FileExistsError):
             os.mkdir(name, 0o700, dir_fd=parent)
         return os.open(name, os.O_PATH | FOLDER_FLAGS, dir_fd=parent)
-
-    def forget(self) -> None:
-        """Open the folders anew: one was removed meanwhile."""
-        self._leave()
 
 
 _Move = Callable[[_Folders, Work, int], Outcome]
@@ -420,7 +417,7 @@ def _write(folders: _Folders, work: Work, direct: int) -> Outcome:
                 file = _make_file(folder, temporary, direct)
                 return _write_file(folder, file, temporary, work, direct)
         except FileNotFoundError:
-            folders.forget()
+            folders.leave()
             if not left:
                 raise
         except OSError as error:
