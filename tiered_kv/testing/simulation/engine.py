@@ -31,9 +31,9 @@ FRESH_SALT: Final = "fresh"
 _POISON: Final = 0xEE
 
 
-def _prompt(n: int, seed: int, salt: str = "", group: int = 0) -> BlockKeys:
+def _prompt(n: int, seed: int, group: int = 0) -> BlockKeys:
     size = LAYOUT.groups[group].block_size
-    return hash_blocks(np.arange(n * size) + seed * 1_000_000, block_size=size, group=group, salt=salt)
+    return hash_blocks(np.arange(n * size) + seed * 1_000_000, block_size=size, group=group)
 
 
 _FIRST: Final = _prompt(N, 0)

@@ -131,8 +131,7 @@ async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
     if numbers[0] % 3 == 0:
         await requests.evict(numbers[0])
     if numbers[0] % 2:
-        requests.world.end_trouble()
-        await asyncio.sleep(WELL_S)
+        await requests.well()
     await requests.do("drain", (0, 0, 0, 0))
     if numbers[3] % 2:
         await requests.die(numbers)
@@ -141,8 +140,7 @@ async def drain_and_end(requests: "Requests", numbers: "Numbers") -> None:
 @scene(lambda shape: shape.keeps_all)
 async def sync_and_lose_power(requests: "Requests", numbers: "Numbers") -> None:
     """What a flush has synced is there when the machine is back."""
-    requests.world.end_trouble()
-    await asyncio.sleep(WELL_S)
+    await requests.well()
     await requests.store(*(numbers[0] + prompt for prompt in range(1 + numbers[1] % 3)))
     await requests.flush(sync=True)
     await requests.do("power", (0, 0, 0, numbers[3] % 40))
@@ -329,8 +327,7 @@ async def load_before_prefetches(requests: "Requests", _: "Numbers") -> None:
     """Much is being brought ahead from a slow store: a load that comes later goes before it."""
     world, kv, is_alone = requests.world, requests.kv, requests.is_alone
     mine, *ahead = [fresh(world.number())[:1] for _ in range(1 + _AHEAD)]
-    world.end_trouble()
-    await asyncio.sleep(WELL_S)
+    await requests.well()
     for keys in (mine, *ahead):
         await requests.put(keys)
     await requests.flush()
