@@ -55,6 +55,8 @@ _MOST_UNSENT: Final = 1 << 22
 _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
 Begun = tuple[socket.socket, Attached, list[int]]
+Begin = Callable[[str, Attach, float], tuple[socket.socket, Opened, list[int]]]
+"""Does what `handshake.begin` does, perhaps by other means than a socket."""
 
 
 class Follower(Protocol):
@@ -176,6 +178,8 @@ class Connection:
         opening: Attach,
         make_side: Callable[[Attached, LoopCalls], FarSide],
         timeout_s: float,
+        *,
+        begin: Begin = handshake.begin,
     ) -> None:
         """Prepare a connection; `open` comes next.
 
@@ -184,12 +188,14 @@ class Connection:
             opening: Who attaches.
             make_side: Makes what the client has in this process, when the first server says how it keeps blocks.
             timeout_s: See the attribute.
+            begin: Connects, and says who attaches.
         """
         self.path = path
         self.timeout_s = timeout_s
         self.there: Attachment | None = None
         self._opening = opening
         self._make_side = make_side
+        self._begin = begin
         self._here: FarSide | None = None
         self._is_opening = False
         self._closing: asyncio.Task[None] | None = None
@@ -266,7 +272,7 @@ class Connection:
         check_asyncio()
         self._is_opening = True
         loop_calls = LoopCalls(asyncio.get_running_loop())
-        self._attempts = Attempts(self.path, self._opening, self.timeout_s, loop_calls)
+        self._attempts = Attempts(self.path, self._opening, self.timeout_s, loop_calls, begin=self._begin)
         try:
             begun = await self._attempts.begin_in_time()
             try:
@@ -364,9 +370,12 @@ class Connection:
 class Attempts:
     """The attempts of one client to attach to a server, one at a time. For the event loop's thread."""
 
-    def __init__(self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls) -> None:
+    def __init__(
+        self, path: str, opening: Attach, timeout_s: float, loop_calls: LoopCalls, *, begin: Begin = handshake.begin
+    ) -> None:
         """Say ``opening`` to whoever listens at ``path``; each attempt may take ``timeout_s``."""
         self._said = path, opening, timeout_s
+        self._begin = begin
         self._thread = WorkerPool("attach", 1, loop_calls)
 
     async def begin(self) -> Begun:
@@ -376,7 +385,7 @@ class Attempts:
             ConfigurationError: The server refuses this client, or is of another version.
             BackendUnavailableError: There is none, or it does not answer.
         """
-        attempt = _Attempt()
+        attempt = _Attempt(self._begin)
         try:
             connection, attached, descriptors = await self._thread.run(attempt.make, *self._said)
         except asyncio.CancelledError:
@@ -413,14 +422,15 @@ class Attempts:
 class _Attempt:
     """An attempt to attach. When it ends, who awaited it may have gone, and the event loop too."""
 
-    def __init__(self) -> None:
+    def __init__(self, begin: Begin) -> None:
+        self._begin = begin
         self._lock = threading.Lock()
         self._begun: tuple[socket.socket, Opened, list[int]] | None = None
         self._is_given_up = False
 
     def make(self, path: str, opening: Attach, timeout_s: float) -> tuple[socket.socket, Opened, list[int]]:
         """Connect, and say who attaches; in a thread."""
-        begun = handshake.begin(path, opening, timeout_s)
+        begun = self._begin(path, opening, timeout_s)
         with self._lock:
             self._begun, is_wanted = begun, not self._is_given_up
         if not is_wanted:

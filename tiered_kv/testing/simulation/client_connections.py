@@ -1,22 +1,18 @@
 """A simulated client's end of its connections to a server, and what its planner asks of them, in memory."""
 
-import asyncio
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.connection import FarSide, Follower
+from tiered_kv.testing.scripted import ScriptedDevice
 from tiered_kv.testing.simulation.world import World
-from tiered_kv.values.errors import ClosedError
 from tiered_kv.values.plan import SlabHandle
 
 if TYPE_CHECKING:
     from tiered_kv.testing.simulation.clients import ServerStream
 
-LOOK_S: Final = 0.25
 PATIENCE_S: Final = 1.0
-"""How long a server may say nothing, and how often it is looked whether it does."""
+"""How long a server may say nothing."""
 
 
 class ClientSocket:
@@ -57,6 +53,9 @@ class ClientSocket:
     def is_readable(self) -> bool:
         """Whether something has come, or the end."""
         return not self.is_held and (bool(self._came) or self._has_ended)
+
+    def settimeout(self, seconds: float) -> None:
+        """It never blocks."""
 
     def fileno(self) -> int:
         """Return a number that no descriptor has."""
@@ -110,59 +109,7 @@ class GivenSlab(SlabHandle):
         return os.dup(self.fd), False
 
 
-class NoGPU:
+class NoGPU(ScriptedDevice):
     """The client's process copies nothing itself."""
 
     kind = "cpu"
-
-
-class PlannersConnection:
-    """What a planner asks of `tiered_kv.host.connection.Connection`: its servers are there when it is told of them."""
-
-    path = "/sim/kv.sock"
-    timeout_s = PATIENCE_S
-
-    def __init__(self, side: FarSide) -> None:
-        self.there: Attachment | None = None
-        self._side = side
-        self._followers: list[Follower] = []
-        self._is_open = True
-
-    def here(self, *, anywhere: bool = False) -> FarSide:
-        """See `Connection.here`."""
-        if not self._is_open:
-            raise ClosedError("this client is closed")
-        self._side.check_loop(anywhere=anywhere)
-        return self._side
-
-    def follow(self, follower: Follower) -> None:
-        """See `Connection.follow`."""
-        self._followers.append(follower)
-
-    def attach(self, there: Attachment) -> None:
-        """Attach to another server."""
-        self.there = there
-        for follower in self._followers:
-            follower.attached(there)
-
-    def lost(self, there: Attachment) -> None:
-        """Take note that a server is lost."""
-        if self.there is there:
-            self.there = None
-
-    async def look(self) -> None:
-        """Notice a server that says nothing, until this is closed."""
-        while self._is_open:
-            if self.there is not None:
-                self.there.look(LOOK_S)
-            await asyncio.sleep(LOOK_S)
-
-    async def aclose(self) -> None:
-        """Say goodbye."""
-        self._is_open = False
-        for follower in self._followers:
-            follower.close()
-        if self.there is not None:
-            self.there.end()
-        await self._side.tasks.aclose(1.0)
-        await self._side.lifetime.aclose()

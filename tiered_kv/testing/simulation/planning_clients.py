@@ -6,7 +6,8 @@ The planner and its loop are one process, the worker another.
 import asyncio
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final, cast
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,23 +18,17 @@ from tiered_kv.host import protocol
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_planner import FarPlanner, Introducing
 from tiered_kv.host.client_transfers import Starts
-from tiered_kv.host.connection import FarSide
-from tiered_kv.memory.device import Device
+from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.memory.host import HostSlab
-from tiered_kv.testing.simulation.client_connections import (
-    PATIENCE_S,
-    ClientSocket,
-    GivenSlab,
-    NoGPU,
-    PlannersConnection,
-)
+from tiered_kv.system import Queue, system
+from tiered_kv.testing.simulation.client_connections import PATIENCE_S, ClientSocket, GivenSlab, NoGPU
 from tiered_kv.testing.simulation.engine import LAYOUT, Memory, span
 from tiered_kv.testing.simulation.known import within
 from tiered_kv.testing.simulation.planned_jobs import PLANNED_S, Planning, WorkerProcess
 from tiered_kv.testing.simulation.threads import SimulatedProcess
 from tiered_kv.testing.simulation.world import LIMITS, LONGEST_S
 from tiered_kv.values.errors import ClosedError, ConfigurationError, Reason
-from tiered_kv.values.keys import BlockKeys, Shard, epoch_digest
+from tiered_kv.values.keys import BlockKeys, ModelIdentity, Shard, epoch_digest
 from tiered_kv.values.loop_calls import LoopCalls
 from tiered_kv.values.plan import JobResult, SlabHandle
 
@@ -109,6 +104,7 @@ class PlanningClient:
         self._weights = requests.weights
         self._introducing = introducing
         self.slabs: tuple[GivenSlab, ...] = ()
+        self._begun: Queue[tuple[ClientSocket, protocol.Attached, list[int]]] = system().queue()
         self.worker = WorkerProcess(self._world, "a client's worker", Memory(), late_s=_LATE_S)
         self._planning: _ClientsPlanning | None = None
         self.process = self._world.start_process(f"planning client {self._world.number()}", self._main)
@@ -118,8 +114,15 @@ class PlanningClient:
 
     def attach(self, socket: ClientSocket, token: bytes, slabs: Sequence[HostSlab]) -> None:
         """Have a connection; in the server's process."""
+        said = tuple(
+            protocol.Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, 0)
+            for group, slab in enumerate(slabs)
+        )
+        attached = protocol.Attached(
+            token, said, "none", (), (), LIMITS.load_timeout_s, LIMITS.store_timeout_s, 0, 1 << 20, is_read_only=False
+        )
         self.sockets.append(socket)
-        self._calls.call(self._attached, socket, token, slabs)
+        self._begun.put((socket, attached, [slab.fd for slab in slabs]))
 
     def may_leave(self) -> None:
         """Let the client end, with what it has planned."""
@@ -135,14 +138,16 @@ class PlanningClient:
 
     async def _main(self, process: SimulatedProcess) -> None:
         self._world.bury(asyncio.current_task())
-        self._process = process
         self._calls = LoopCalls(asyncio.get_running_loop())
-        self._leaving, self._opened = asyncio.Event(), asyncio.Event()
-        self._connection: PlannersConnection | None = None
+        self._leaving = asyncio.Event()
         self.is_begun = True
-        await self._opened.wait()
-        connection = cast(Any, self._connection)
-        looking = asyncio.ensure_future(connection.look())
+        shards, device = (Shard(0, 1),), NoGPU()
+        opening = protocol.Attach.of(process.name, ModelIdentity("model", self._weights), LAYOUT, shards)
+        make_side = partial(FarSide, device, LAYOUT, shards, lambda _: None)
+        connection = Connection("/sim/kv.sock", opening, make_side, PATIENCE_S, begin=self._begin)
+        self._world.bury(device, connection)
+        connection.follow(self)
+        await connection.open()
         starts = Starts(connection, epoch_digest(self._weights), lambda _: None)
         planning = self._planning = _ClientsPlanning(
             self, self._requests, FarPlanner(connection, starts, introducing=self._introducing)
@@ -157,40 +162,27 @@ class PlanningClient:
         await connection.aclose()
         await within(LONGEST_S, "the end of what a client has planned", driving)
         self.is_done = True
-        await looking
 
-    def _attached(self, socket: ClientSocket, token: bytes, slabs: Sequence[HostSlab]) -> None:
-        said = tuple(
-            protocol.Slab(slab.name, slab.num_slots, slab.stride_bytes, slab.payload_bytes, group, 0)
-            for group, slab in enumerate(slabs)
-        )
-        limits = LIMITS
-        attached = protocol.Attached(
-            token, said, "none", (), (), limits.load_timeout_s, limits.store_timeout_s, 0, 1 << 20, is_read_only=False
-        )
-        loop_calls = self._calls
-        if self._connection is None:
-            device = self._world.device(self._process)
-            side = FarSide(device, LAYOUT, (Shard(0, 1),), lambda _: None, attached, loop_calls)
-            self._connection = PlannersConnection(side)
-            self._world.bury(device, side, self._connection)
-        connection = self._connection
-        descriptors = [os.dup(slab.fd) for slab in slabs]
-        there = Attachment(
-            connection.path, cast(Any, socket), attached, descriptors, cast(Device, NoGPU()), loop_calls,
-            connection.lost, PATIENCE_S, emit=lambda _: None,
-        )  # fmt: skip
+    def _begin(self, *_: object) -> tuple[Any, protocol.Attached, list[int]]:
+        """Do as `tiered_kv.host.handshake.begin`, in a thread of the client's, once there is a server."""
+        socket, attached, descriptors = self._begun.get()
+        self._descriptors = descriptors
+        return socket, attached, [os.dup(fd) for fd in descriptors]
+
+    def attached(self, there: Attachment) -> None:
+        """See `Follower.attached`: the worker uses this server's memory from now on."""
         self._world.bury(there)
         self.slabs = tuple(
             GivenSlab(
                 each.num_slots, each.stride_bytes, each.payload_bytes, there.pool_of(each.name), each.group, 0, "none",
-                LAYOUT.groups[each.group], slab.fd,
+                LAYOUT.groups[each.group], fd,
             )
-            for each, slab in zip(said, slabs, strict=True)
+            for each, fd in zip(there.attached.slabs, self._descriptors, strict=True)
         )  # fmt: skip
-        connection.attach(there)
         self.worker.attach(self.slabs)
-        self._opened.set()
+
+    def close(self) -> None:
+        """See `Follower.close`: nothing waits here."""
 
     async def _drive(self, planning: _ClientsPlanning) -> None:
         tape = self._world.tape
