@@ -8,11 +8,12 @@ deleted again. A tier that a cache owns may be open: a folder beside it is measu
 import asyncio
 import os
 import tempfile
-import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Final, Literal
@@ -315,18 +316,15 @@ def _plain_files(
         aligned = memory[-memory.ctypes.data % PAGE_BYTES :][: work.num_blocks * stride]
         aligned = aligned.reshape(work.num_blocks, stride)
 
-        def some(first: int, call: Callable[[int, list[Any], int], int]) -> None:
+        def some(call: Callable[[int, list[Any], int], int], first: int) -> None:
             for number in range(first, work.num_blocks, _THREADS):
                 call(fds[number % len(fds)], [aligned[number]], number // len(fds) * stride)
 
         def move(direction: Direction) -> float:
             call: Any = os.pwritev if direction == "store" else os.preadv
-            threads = [threading.Thread(target=some, args=(first, call)) for first in range(_THREADS)]
             started = time.perf_counter()
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
+            with ThreadPoolExecutor(_THREADS) as threads:
+                list(threads.map(partial(some, call), range(_THREADS)))  # which raises what one of them raises
             return time.perf_counter() - started
 
         yield f"{what}, direct I/O" if direct else what, move
