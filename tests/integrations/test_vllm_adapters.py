@@ -220,7 +220,7 @@ async def test_after_a_fault_in_the_books_routers_are_told_everything_anew(monke
         return len(told) == number
 
     async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
-        events = VLLM.tier_events.TierEvents.open(kv)
+        events = VLLM.tier_events.TierEvents(kv)
         try:
             events.describe(request, keys, [bytes(31) + bytes([at]) for at in range(3)])
             await keep(kv, engine, keys)
@@ -253,7 +253,7 @@ async def test_after_a_fault_on_the_way_to_vllm_routers_know_nothing_that_is_gon
         return known == hashes
 
     async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
-        events = VLLM.tier_events.TierEvents.open(kv)
+        events = VLLM.tier_events.TierEvents(kv)
         try:
             events.describe(request, keys, [bytes(31) + bytes([at]) for at in range(3)])
             await keep(kv, engine, keys)
@@ -279,7 +279,7 @@ async def test_routers_hear_of_an_adapters_blocks() -> None:
         return bool(told)
 
     async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, engine=engine) as kv:
-        events = VLLM.tier_events.TierEvents.open(kv)
+        events = VLLM.tier_events.TierEvents(kv)
         try:
             events.describe(request, keys, hashes)
             await keep(kv, engine, keys)

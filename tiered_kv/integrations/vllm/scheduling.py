@@ -125,7 +125,7 @@ class SchedulingSide:
         self._storing.use_pool(self._pool)
         self._loop_calls = LoopCalls(self._kv.call(asyncio.get_running_loop))
         if wanted.tells_events:
-            self._events = self._kv.call(TierEvents.open, cache)
+            self._events = self._kv.call(TierEvents, cache)
             self._stack.callback(self._kv.call, self._events.aclose)
         for hello in hellos:
             planner.register_worker(rank=hello.rank, pid=hello.pid)

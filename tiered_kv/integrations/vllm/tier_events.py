@@ -32,23 +32,28 @@ _MOST_WAITING: Final = 1 << 12
 
 
 class TierEvents:
-    """What vLLM's ``take_events`` gives. The event loop calls `open` and `aclose`, the scheduler's thread the rest."""
+    """What vLLM's ``take_events`` gives. The event loop makes it and calls `aclose`, the scheduler's thread the rest.
 
-    def __init__(self, feed: RouterFeed, books: RouterBooks, queue: "EventQueue") -> None:
-        """Made by `open` only."""
-        self._feed = feed
-        self._books = books
-        self._queue = queue
+    It is what takes the place of a publisher's sockets: vLLM publishes, and keeps for replays, what is taken from here.
+    In vLLM's stream ``AllBlocksCleared`` is said of its GPU as well; so it is never said here, but block by block.
+    """
 
-    @classmethod
-    def open(cls, cache: BlockCache) -> "TierEvents":
+    def __init__(self, cache: BlockCache) -> None:
         """Begin with what is in the tiers now; of tiers that others use too nothing is told."""
+        self._is_incomplete = False  # after an error, which may have cost some of it
+        self._told_again_s = -math.inf
+        self.num_batches = self.num_snapshots = 0
+        self._work: deque[Work] = deque()
+        self._events: deque[KVCacheEvent] = deque()
+        self._told: dict[tuple[EventMedium, int], set[int]] = {}
+        self._changed = threading.Condition()
+        self._is_stopping = False
+        self._seldom = Seldom()
         changes = cache.events()
         storage = EventMedium("STORAGE", "LOCAL")
         media = {tier: EventMedium("CPU", None) for tier, medium in cache.media.items() if medium == "cpu"}
-        books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
-        queue = EventQueue(books.everything)
-        return cls(RouterFeed(cache, changes, books, queue), books, queue)
+        self._books = RouterBooks(changes.places, {tier: media.get(tier, storage) for tier, _, _ in changes.places}, {})
+        self._feed = RouterFeed(cache, changes, self._books, self)
 
     def describe(self, request: Any, keys: BlockKeys, hashes: Sequence[bytes]) -> None:
         """Say what blocks of a request are: of others nothing is told.
@@ -72,41 +77,22 @@ class TierEvents:
                 extra_keys=_extra_keys(request, first, stop, size),
             )
 
-    def take(self) -> Iterable[KVCacheEvent]:
+    def take(self) -> list[KVCacheEvent]:
         """Return the events since the last time."""
-        return self._queue.take()
+        if not self._events:
+            return []
+        with self._changed:
+            taken, self._events = self._events, deque()
+            self._changed.notify_all()
+        return list(taken)
 
     def tell_again(self) -> None:
         """Tell of everything anew, soon: to routers that have just heard that all blocks are cleared."""
-        self._queue.put(self._everything)
-
-    def _everything(self) -> Iterable[Batch]:
-        self._queue.forget()
-        return self._books.everything()
+        self.put(self._everything)
 
     async def aclose(self) -> None:
         """End the thread."""
         await self._feed.aclose()
-
-
-class EventQueue:
-    """What takes the place of a publisher's sockets: vLLM publishes, and keeps for replays, what is taken from here.
-
-    In vLLM's stream ``AllBlocksCleared`` is said of its GPU as well; so it is never said here, but block by block.
-    """
-
-    def __init__(self, everything: Work) -> None:
-        """Begin with nothing told; ``everything`` is told anew after an error, which may have cost some of it."""
-        self._everything = everything
-        self._is_incomplete = False
-        self._told_again_s = -math.inf
-        self.num_batches = self.num_snapshots = 0
-        self._work: deque[Work] = deque()
-        self._events: deque[KVCacheEvent] = deque()
-        self._told: dict[tuple[EventMedium, int], set[int]] = {}
-        self._changed = threading.Condition()
-        self._is_stopping = False
-        self._seldom = Seldom()
 
     def start(self, on_end: Callable[[], None]) -> None:
         """Start the thread; it calls ``on_end`` when it has ended."""
@@ -124,19 +110,6 @@ class EventQueue:
             self._is_stopping = True
             self._changed.notify_all()
 
-    def forget(self) -> None:
-        """Believe that routers know nothing. In the thread's work only."""
-        self._told.clear()
-
-    def take(self) -> list[KVCacheEvent]:
-        """Return what there is."""
-        if not self._events:
-            return []
-        with self._changed:
-            taken, self._events = self._events, deque()
-            self._changed.notify_all()
-        return list(taken)
-
     def _run(self, on_end: Callable[[], None]) -> None:
         try:
             while (work := self._next()) is not None:
@@ -149,6 +122,10 @@ class EventQueue:
         finally:
             on_end()
 
+    def _everything(self) -> Iterable[Batch]:
+        self._told.clear()
+        return self._books.everything()
+
     def _next(self) -> Work | None:
         with self._changed:
             while not self._is_stopping:
@@ -158,7 +135,7 @@ class EventQueue:
                     if wait_s <= 0:
                         self._is_incomplete, self._told_again_s = False, now_s
                         self.num_snapshots += 1
-                        return self._everything
+                        return self._books.everything
                 if has_room and self._work:
                     return self._work.popleft()
                 self._changed.wait(wait_s)
