@@ -2,7 +2,8 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any, Final
 
@@ -83,49 +84,36 @@ class HostMetrics:
         return []
 
     def collect(self) -> Iterator["Metric"]:
-        """Yield all, as prometheus_client asks."""
-        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily  # noqa: PLC0415 - an extra
+        """Yield all, as prometheus_client asks. Clients, or models, of one name are added up."""
+        from prometheus_client.core import CounterMetricFamily  # noqa: PLC0415 - an extra
 
-        shares, clients = self._shares(), self._clients()
-        models = sorted({share.name for share in shares if share.cache is not None})
-        attached = GaugeMetricFamily("tiered_kv_host_clients", "Clients that are attached.", labels=["model"])
-        for model in models:
-            attached.add_metric([model], sum(name == model for name, _ in clients))
-        yield attached
+        clients, shares = self._clients(), [share for share in self._shares() if share.cache is not None]
+        models = sorted({share.name for share in shares})
+        attached = [([model], sum(name == model for name, _ in clients)) for model in models]
+        yield _gauge("clients", "Clients that are attached.", ["model"], attached)
         for count in _COUNTS:
-            name, what = f"tiered_kv_host_{count}", f"{count.capitalize()} of clients."
-            under_way = GaugeMetricFamily(name, what, labels=["model"])
-            for model in models:
-                under_way.add_metric([model], sum(counts[count] for of, counts in clients if of == model))
-            yield under_way
-        labels = ["model", "client"]
-        held = GaugeMetricFamily("tiered_kv_host_client_bytes", "Held by transfers, leases and jobs.", labels=labels)
-        for (model, client), size in _held(clients).items():
-            held.add_metric([model, client], size)
-        yield held
+            under_way = [([model], sum(counts[count] for of, counts in clients if of == model)) for model in models]
+            yield _gauge(count, f"{count.capitalize()} of clients.", ["model"], under_way)
+        held = Counter[tuple[str, str]]()
+        for model, counts in clients:
+            held[model, counts["name"]] += counts["bytes"]
+        yield _gauge("client_bytes", "Held by transfers, leases and jobs.", ["model", "client"], held.items())
         for field, what in (("given", "share_bytes"), ("right", "share_right_bytes")):
-            parts = GaugeMetricFamily(f"tiered_kv_host_{what}", "Of a tier, a model's.", labels=["model", "tier"])
-            for (model, tier), size in _sizes(shares, field).items():
-                parts.add_metric([model, tier], size)
-            yield parts
+            sizes = Counter[tuple[str, str]]()
+            for share in shares:
+                for tier, size in getattr(share, field).items():
+                    sizes[share.name, tier] += size
+            yield _gauge(what, "Of a tier, a model's.", ["model", "tier"], sizes.items())
         yield CounterMetricFamily("tiered_kv_host_refused", "Clients that were refused.", value=self._refused())
 
 
-def _held(clients: Sequence[Client]) -> dict[tuple[str, str], int]:
-    """Add up what clients of one name hold of a model: a process may be attached to it twice."""
-    held: dict[tuple[str, str], int] = {}
-    for model, counts in clients:
-        held[model, counts["name"]] = held.get((model, counts["name"]), 0) + counts["bytes"]
-    return held
+def _gauge(name: str, text: str, labels: list[str], values: Iterable[tuple[Sequence[str], int]]) -> "Metric":
+    from prometheus_client.core import GaugeMetricFamily  # noqa: PLC0415 - an extra
 
-
-def _sizes(shares: Sequence[Share], field: str) -> dict[tuple[str, str], int]:
-    """Add up the shares of models of one name."""
-    sizes: dict[tuple[str, str], int] = {}
-    for share in shares:
-        for tier, size in getattr(share, field).items() if share.cache is not None else ():
-            sizes[share.name, tier] = sizes.get((share.name, tier), 0) + size
-    return sizes
+    family = GaugeMetricFamily(f"tiered_kv_host_{name}", text, labels=labels)
+    for each, value in values:
+        family.add_metric(each, value)
+    return family
 
 
 def _exposed() -> bytes:
