@@ -22,7 +22,7 @@ from tiered_kv.cache.planner import Planner
 from tiered_kv.host import handshake, wire
 from tiered_kv.host.attachment import Attachment
 from tiered_kv.host.client_transfers import Starts
-from tiered_kv.host.connection import Connection
+from tiered_kv.host.connection import Begin, Connection
 from tiered_kv.host.protocol import (
     BindJob,
     Cancel,
@@ -40,6 +40,7 @@ from tiered_kv.host.protocol import (
     PlanJob,
     Reply,
 )
+from tiered_kv.system import files
 from tiered_kv.tiers.tasks import in_a_thread
 from tiered_kv.transfers.job_state import bind
 from tiered_kv.transfers.jobs import Job, JobBook, named_of, with_a_worker
@@ -148,8 +149,6 @@ class FarJob:
         return JobResult(self.job.number, 0, errors, seconds=seconds, planned_s=self._planned - self._begun, mask=mask)
 
 
-Introducing = Callable[[str, bytes, WorkerProcesses, Sequence[Process], float], None]
-"""Does what `introduce` does, perhaps by other means than a socket."""
 _MAP_S: Final = 10.0
 
 
@@ -183,7 +182,7 @@ class ServedSlab(SlabHandle):
 
 
 def introduce(
-    path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
+    begin: Begin, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
 ) -> None:
     """Have the server watch the processes that work for ranks of a client; blocks the thread.
 
@@ -194,26 +193,23 @@ def introduce(
     ranks = tuple((process.rank, process.pid) for process in processes)
     pidfds = workers.descriptors(processes)
     try:
-        connection, _, came = handshake.begin(path, Introduce(token, ranks), timeout_s, given=pidfds)
+        connection, _, came = begin(path, Introduce(token, ranks), timeout_s, given=pidfds)
         handshake.give_back(connection, came)
     finally:
         for each in pidfds:
-            os.close(each)
+            files().close(each)
 
 
 class FarJobs(JobBook):
     """The jobs of one client's planner. Any thread may call what does not say otherwise."""
 
-    def __init__(
-        self, connection: Connection, starts: Starts, num_workers: int, introducing: Introducing | None
-    ) -> None:
+    def __init__(self, connection: Connection, starts: Starts, num_workers: int) -> None:
         """Take jobs from now on. In the event loop's thread."""
         here = connection.here()
         super().__init__(num_workers, here.loop_calls)
         self._workers = WorkerProcesses(self.num_ranks, here.loop_calls, lambda _rank, _pid: self._lose_unbound())
         self._connection = connection
         self._starts = starts
-        self._introducing = introducing
         self._here = here
         self._underway: dict[Job, FarJob] = {}
         # The event loop's thread alone changes these.
@@ -423,7 +419,7 @@ class FarJobs(JobBook):
         try:
             while (there := self._connection.there) is not None and (strangers := self._workers.unlike(self._known)):
                 said = there.path, there.attached.token, self._workers, strangers, self._connection.timeout_s
-                await in_a_thread(self._loop_calls, self._introducing or introduce, *said)
+                await in_a_thread(self._loop_calls, introduce, self._connection.begin, *said)
                 if self._connection.there is there:
                     self._known.update(strangers)
         except Exception as error:  # noqa: BLE001 - whatever it is, e.g. no descriptor is left: who waits hears of it
@@ -441,10 +437,8 @@ class FarJobs(JobBook):
 class FarPlanner(Planner):
     """The planner of a client, made by `ConnectedKV`. While no server is there jobs end at once: ``"server away"``."""
 
-    def __init__(
-        self, connection: Connection, starts: Starts, num_workers: int = 1, introducing: Introducing | None = None
-    ) -> None:
-        self._far_jobs = FarJobs(connection, starts, num_workers, introducing)
+    def __init__(self, connection: Connection, starts: Starts, num_workers: int = 1) -> None:
+        self._far_jobs = FarJobs(connection, starts, num_workers)
         super().__init__(self._far_jobs)
         self._connection = connection
         self._starts = starts

@@ -55,7 +55,7 @@ _MOST_UNSENT: Final = 1 << 22
 _NOW_S: Final = 1.0
 """What a call that blocks its thread may take at most."""
 Begun = tuple[socket.socket, Attached, list[int]]
-Begin = Callable[[str, Attach, float], tuple[socket.socket, Opened, list[int]]]
+Begin = Callable[..., tuple[socket.socket, Opened, list[int]]]
 """Does what `handshake.begin` does, perhaps by other means than a socket."""
 
 
@@ -170,6 +170,7 @@ class Connection:
         path: Of the server's socket.
         timeout_s: What a question without a time of its own may take.
         there: The attachment to the server that is there, if one is. Any thread may look.
+        begin: Begins each connection to a server. Any thread may call.
     """
 
     def __init__(
@@ -188,14 +189,14 @@ class Connection:
             opening: Who attaches.
             make_side: Makes what the client has in this process, when the first server says how it keeps blocks.
             timeout_s: See the attribute.
-            begin: Connects, and says who attaches.
+            begin: See the attribute.
         """
         self.path = path
         self.timeout_s = timeout_s
         self.there: Attachment | None = None
         self._opening = opening
+        self.begin = begin
         self._make_side = make_side
-        self._begin = begin
         self._here: FarSide | None = None
         self._is_opening = False
         self._closing: asyncio.Task[None] | None = None
@@ -272,7 +273,7 @@ class Connection:
         check_asyncio()
         self._is_opening = True
         loop_calls = LoopCalls(asyncio.get_running_loop())
-        self._attempts = Attempts(self.path, self._opening, self.timeout_s, loop_calls, begin=self._begin)
+        self._attempts = Attempts(self.path, self._opening, self.timeout_s, loop_calls, begin=self.begin)
         try:
             begun = await self._attempts.begin_in_time()
             try:

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
+from tiered_kv.host import protocol
 from tiered_kv.settings.tier_settings import HostSettings
 from tiered_kv.system import Queue, files, system
 from tiered_kv.testing.simulation.acting import scene
@@ -17,7 +18,6 @@ from tiered_kv.testing.simulation.clients import Served
 from tiered_kv.testing.simulation.engine import STRIDE
 from tiered_kv.testing.simulation.planning_clients import PlanningClient
 from tiered_kv.testing.simulation.world import LONGEST_S
-from tiered_kv.transfers.workers import Process, WorkerProcesses
 from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError, TieredKVError
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class _Planned:
     def __init__(self, requests: "Requests") -> None:
         self._requests = requests
         self._loop = asyncio.get_running_loop()
-        self._client = PlanningClient(requests, self._introduce)
+        self._client = PlanningClient(requests, self._introduced)
         self._served: dict[bytes, Served] = {}  # by token, the last one last
 
     async def serve(self) -> None:
@@ -121,37 +121,28 @@ class _Planned:
         self._served[token] = served
         client.attach(socket, token, self._requests.slabs())
 
-    def _introduce(
-        self, path: str, token: bytes, workers: WorkerProcesses, processes: Sequence[Process], timeout_s: float
-    ) -> None:
-        """Do as `tiered_kv.host.client_planner.introduce`, in a thread of the client's."""
-        del path, timeout_s
-        ranks = [(process.rank, process.pid) for process in processes]
-        given = workers.descriptors(processes)
+    def _introduced(self, opening: protocol.Introduce, given: Sequence[int]) -> None:
+        """Have the server hear of a client's workers, and wait for its answer, in a thread of the client's."""
         answers: Queue[Exception | None] = system().queue()
         sent, late_s = [files().dup(each) for each in given], 0.0
-        for each in given:
-            files().close(each)
         if is_late := self._requests.world.tape.chance("plan", _UNHEARD):
             self._requests.world.tape.num_faults += 1
             late_s = self._requests.world.tape.pick("plan", _WHEN_S)
-        self._loop.call_soon_threadsafe(self._loop.call_later, late_s, self._watch, token, ranks, sent, answers)
+        self._loop.call_soon_threadsafe(self._loop.call_later, late_s, self._watch, opening, sent, answers)
         if is_late:
             raise BackendUnavailableError("nobody has heard the answer")
         if (answer := answers.get()) is not None:
             raise answer
 
-    def _watch(
-        self, token: bytes, ranks: Sequence[tuple[int, int]], given: Sequence[int], answers: Queue[Exception | None]
-    ) -> None:
+    def _watch(self, opening: protocol.Introduce, given: Sequence[int], answers: Queue[Exception | None]) -> None:
         """Do in the server what it does with an introduction."""
-        served = self._served.get(token)
+        served = self._served.get(opening.token)
         try:
             if served is None or served.stream.is_closing():
                 for each in given:
                     files().close(each)
                 raise BackendUnavailableError("no client has this token: attach again")
-            served.session.jobs.watch(ranks, given)
+            served.session.jobs.watch(opening.ranks, given)
         except TieredKVError as error:
             answers.put(ConfigurationError(str(error)))
         else:

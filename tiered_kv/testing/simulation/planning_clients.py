@@ -5,7 +5,7 @@ The planner and its loop are one process, the worker another.
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from typing_extensions import override
 
 from tiered_kv.cache.planner import Planner
-from tiered_kv.host import protocol
+from tiered_kv.host import protocol, wire
 from tiered_kv.host.attachment import Attachment
-from tiered_kv.host.client_planner import FarPlanner, Introducing
+from tiered_kv.host.client_planner import FarPlanner
 from tiered_kv.host.client_transfers import Starts
 from tiered_kv.host.connection import Connection, FarSide
 from tiered_kv.memory.host import HostSlab
@@ -96,13 +96,13 @@ class PlanningClient:
         slabs: The memory of its server, as a worker is given it.
     """
 
-    def __init__(self, requests: "Requests", introducing: Introducing) -> None:
+    def __init__(self, requests: "Requests", introduced: Callable[[protocol.Introduce, Sequence[int]], None]) -> None:
         self.sockets: list[ClientSocket] = []
         self.is_begun = self.is_done = self.leaves_early = False
         self._requests = requests
         self._world = requests.world
         self._weights = requests.weights
-        self._introducing = introducing
+        self._introduced = introduced
         self.slabs: tuple[GivenSlab, ...] = ()
         self._begun: Queue[tuple[ClientSocket, protocol.Attached, list[int]]] = system().queue()
         self.worker = WorkerProcess(self._world, "a client's worker", Memory(), late_s=_LATE_S)
@@ -149,9 +149,7 @@ class PlanningClient:
         connection.follow(self)
         await connection.open()
         starts = Starts(connection, epoch_digest(self._weights), lambda _: None)
-        planning = self._planning = _ClientsPlanning(
-            self, self._requests, FarPlanner(connection, starts, introducing=self._introducing)
-        )
+        planning = self._planning = _ClientsPlanning(self, self._requests, FarPlanner(connection, starts))
         driving: asyncio.Future[Any] = asyncio.gather(*(self._drive(planning) for _ in range(_DRIVERS)))
         leaving: asyncio.Future[Any] = asyncio.ensure_future(self._leaving.wait())
         await asyncio.wait({driving, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -163,8 +161,15 @@ class PlanningClient:
         await within(LONGEST_S, "the end of what a client has planned", driving)
         self.is_done = True
 
-    def _begin(self, *_: object) -> tuple[Any, protocol.Attached, list[int]]:
-        """Do as `tiered_kv.host.handshake.begin`, in a thread of the client's, once there is a server."""
+    def _begin(
+        self, path: str, opening: wire.Message, timeout_s: float, *, given: Sequence[int] = ()
+    ) -> tuple[Any, protocol.Opened, list[int]]:
+        """Do as `tiered_kv.host.handshake.begin`, in a thread of the client's; attach once there is a server."""
+        if isinstance(opening, protocol.Introduce):
+            self._introduced(opening, given)
+            ended = ClientSocket(self._world)
+            ended.hold(is_mute=True)
+            return ended, protocol.Introduced(), []
         socket, attached, descriptors = self._begun.get()
         self._descriptors = descriptors
         return socket, attached, [os.dup(fd) for fd in descriptors]
