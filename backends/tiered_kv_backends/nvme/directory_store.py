@@ -252,11 +252,11 @@ class DirectoryStore:
 
     def checkpoint(
         self, group: int, names: Names, slots: Slots, sequences: NDArray[np.uint64], *, sync: bool = False
-    ) -> Coroutine[Any, Any, None]:
+    ) -> Callable[[], Coroutine[Any, Any, None]]:
         """Remember exactly these blocks, used in this order; with ``sync``, survive a loss of power.
 
-        It begins when this is called: what is written to one of the slots from then on is entered behind. A block
-        whose write begins before it has ended may be remembered too.
+        It begins when this is called, and goes on with what this returns: what is written to one of the slots from the
+        call on is entered behind. A block whose write begins before it has ended may be remembered too.
 
         Raises:
             BackendUnavailableError: The disk did not take it. Any of these and of those remembered before may be.
@@ -275,7 +275,7 @@ class DirectoryStore:
                     await self._run(self._writers, files.slab.sync)
                     await self._run(self._clerk, self._files.sync, files.ledger)
 
-        return checkpoint()
+        return checkpoint
 
     async def resize(self, num_blocks: int) -> None:
         """See `SlotBackend.resize`: what is given up is free on the disk when this returns.

@@ -7,6 +7,7 @@ are moved at once.
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,7 +231,7 @@ class NVMeBackend(RecordBackend):
         def resized(num_blocks: int) -> Iterator[tuple[Disk, Coroutine[Any, Any, None]]]:
             for disk in disks:
                 if (store := disk.store) is not None:
-                    yield disk, self._change(disk, store, store.resize(num_blocks))
+                    yield disk, self._change(disk, store, partial(store.resize, num_blocks))
 
         try:
             await disks.each(resized(disks.num_blocks))
@@ -308,7 +309,7 @@ class NVMeBackend(RecordBackend):
         return Recovered(num_slots, latest.names, latest.slots, max_slots)
 
     async def _forget(self, group: int, slots: Slots) -> None:
-        await self._on_each(slots, lambda store, _, local: store.forget(group, local))
+        await self._on_each(slots, lambda store, _, local: partial(store.forget, group, local))
 
     def _shares(self, slots: Slots) -> list[tuple[Disk, Slots, Slots]]:
         """Say which positions of a batch are whose, and their slots there."""
@@ -344,27 +345,31 @@ class NVMeBackend(RecordBackend):
     async def _on_each(
         self,
         slots: Slots,
-        call: Callable[[DirectoryStore, Slots, Slots], Awaitable[None]],
+        begin: Callable[[DirectoryStore, Slots, Slots], Callable[[], Awaitable[None]]],
         *,
         everywhere: bool = False,
     ) -> None:
-        """Make a call that changes what is remembered; a directory that is away needs none: it will come back empty."""
+        """Make a call that changes what is remembered; a directory that is away needs none: it will come back empty.
+
+        Args:
+            slots: That it is about.
+            begin: Does what has to be done before anything else is, and returns what does the rest.
+            everywhere: Whether directories hear of it that have none of them.
+        """
         disks = self._disks
         shares = [share for share in self._shares(slots) if everywhere or len(share[1])]
         await disks.each(
-            [
-                (disk, self._change(disk, store, call(store, at, local)))
-                for disk, at, local in shares
-                if (store := disk.store) is not None
-            ]
+            (disk, self._change(disk, store, begin(store, at, local)))
+            for disk, at, local in shares
+            if (store := disk.store) is not None
         )
         if any(disk.store is None for disk, _, _ in shares):  # also one that was let go of meanwhile
             await disks.until_settled()
 
-    async def _change(self, disk: Disk, store: DirectoryStore, call: Awaitable[None]) -> None:
-        """Wait for a call; where that fails with its whole directory, and there are others, let go of this one."""
+    async def _change(self, disk: Disk, store: DirectoryStore, call: Callable[[], Awaitable[None]]) -> None:
+        """Make a call; where that fails with its whole directory, and there are others, let go of this one."""
         try:
-            await call
+            await call()  # made here: who is cancelled before this has left no coroutine that nobody awaits
         except (BackendUnavailableError, ClosedError):
             if len(self._disks) > 1 and (problem := await store.problem()):
                 await self._disks.lose(disk, store, problem)

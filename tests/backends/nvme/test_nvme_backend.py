@@ -1,4 +1,6 @@
+import asyncio
 import errno
+import gc
 import hashlib
 import os
 import shutil
@@ -61,6 +63,29 @@ async def test_a_flipped_byte_is_never_a_hit(tmp_path: Path, offset: int) -> Non
         assert (first, last) == (Outcome.HIT, Outcome.HIT)
         # The unused rest of a header is covered by no checksum: nothing there is ever read.
         assert flipped is (Outcome.HIT if offset == 4090 else Outcome.CORRUPT)
+
+
+@pytest.mark.parametrize("what", ["forget", "resize", "checkpoint"])
+async def test_a_call_that_is_cancelled_before_it_begins_leaves_nothing_to_await(tmp_path: Path, what: str) -> None:
+    """As a loop that ends cancels its tasks: Python warns of a coroutine that nobody has awaited, an error here."""
+    async with open_tier((tmp_path / "0", tmp_path / "1")) as tier:
+        before = asyncio.all_tasks()
+        backend, slots = tier.backend, slots_of(count_up(4))
+        calls = {
+            "forget": lambda: backend.forget(0, slots),
+            "resize": lambda: backend.resize(1),
+            "checkpoint": lambda: backend.checkpoint(0, block_names([key_of(n) for n in range(4)]), slots),
+        }
+        call = asyncio.ensure_future(calls[what]())
+        await asyncio.sleep(0)
+        begun = asyncio.all_tasks() - before - {call}
+        assert begun
+        for task in begun:
+            task.cancel()
+        await asyncio.wait({call})
+        assert call.cancelled()
+        del call, calls, begun, task
+        gc.collect()
 
 
 async def test_a_batch_is_shared_among_the_threads_that_are_free(tmp_path: Path) -> None:
