@@ -226,8 +226,10 @@ class TieredCache(DynamicCache):
         wanted = torch.arange(length, length + positions.shape[-1]) - torch.tensor(self._pads)[:, None]
         if bool(((positions != wanted) & (wanted >= 0)).any()):
             raise ConfigurationError(
-                "position_ids of these tokens are not 0, 1, 2 and so on, and blocks are named by tokens alone: leave "
-                "them out, or generate without a TieredCache"
+                f"position_ids of these tokens begin with {int(positions.flatten()[0])}, and are not {length}, "
+                f"{length + 1} and so on, though the cache has {length} tokens and blocks are named by tokens alone: "
+                "leave them out. Another answer to the same prompts begins from another past(), or a copy.deepcopy of "
+                "one"
             )
 
     def rest(self, given: dict[str, Any]) -> dict[str, Any]:
