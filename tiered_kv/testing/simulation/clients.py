@@ -313,7 +313,7 @@ class _ClientThread:
             self._look(reply)
         elif isinstance(reply, protocol.Stored):
             each = self._asked.pop(reply.id)
-            may_be_lost = self._requests.may_be_lost()
+            may_be_lost = self._requests.may_be_lost(is_planned=True)  # nor does it hear what became of them below
             known.store_ends(each.names, now, is_whole=not reply.dropped, may_be_lost=may_be_lost)
         elif isinstance(reply, protocol.Failed):
             each = self._asked.pop(reply.id)

@@ -115,7 +115,7 @@ class Requester:
         """Whether what a store kept in memory may be lost on its way down, and who stored it is not told of that.
 
         It is while media may fail, where what waits for the cleaner fills the memory that it has to pass, and, of a
-        plan, where the queue of stores is short: no `settled()` says what that has dropped.
+        plan or a client of the wire, where the queue of stores is short: no `settled()` says what that has dropped.
         """
         is_short = self.shape.writes_back and not self.shape.keeps_in_memory
         is_dropped = is_planned and self.shape.has_short_queue
