@@ -32,6 +32,8 @@ RECORD_BYTES: Final = 8192
 _ENTRY_BYTES: Final = 64
 """Of one slot in the ledger beside it."""
 _NAME_IN_ENTRY: Final = slice(8, 40)
+_NO_NAME: Final = b"TKVEMPTY" * 4
+"""What stands there where nothing is."""
 
 
 @dataclass
@@ -157,6 +159,8 @@ class SimulatedDisk:
         self.unentered: dict[tuple[int, int], bytes] = {}
         self.half_written: set[tuple[int, int]] = set()
         """Slots to which a write has begun and not ended: a checkpoint may enter them before it has."""
+        self.unwritten = set[tuple[int, int]]()
+        """Slots that a checkpoint has entered though the write to them has yet to begin."""
         self.entered: dict[tuple[int, int], bytes] = {}
         """Under which name the ledger has the record of a slot."""
         self.root = _Node(1, {})
@@ -540,6 +544,7 @@ class SimulatedFiles(Files):
             name = self._entered(each, slot[1])
             disk.unentered.setdefault(slot, name if disk.entered.get(slot) == name else b"")
         disk.half_written |= slots
+        disk.unwritten -= slots
         try:
             moved = self._write(each, buffers, offset)
         except OSError:  # and not where the process has ended meanwhile
@@ -575,10 +580,15 @@ class SimulatedFiles(Files):
         moved = self._move(each, buffers, offset, is_read=False)
         if each.name == "ledger":
             for slot in self._slots(each, offset, moved, _ENTRY_BYTES):
-                name = self._entered(each, slot[1])
-                if each.disk.unentered.get(slot, name) != name and slot not in each.disk.half_written:
-                    del each.disk.unentered[slot]
-                    each.disk.entered[slot] = name
+                name, disk = self._entered(each, slot[1]), each.disk
+                disk.unwritten.discard(slot)
+                if slot in disk.half_written:
+                    continue
+                if disk.unentered.get(slot, name) != name:
+                    del disk.unentered[slot]
+                    disk.entered[slot] = name
+                elif name.strip(b"\0") and name not in (_NO_NAME, disk.entered.get(slot, disk.unentered.get(slot))):
+                    disk.unwritten.add(slot)
         return moved
 
     @staticmethod

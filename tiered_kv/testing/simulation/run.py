@@ -170,7 +170,7 @@ def _end(world: World, process: SimulatedProcess) -> None:
         world.may_come_back_old(disk)
     if not process.has_ended or trouble.is_stale:
         world.known.restarted(lost_power=lost_power or trouble.is_stale)
-    trouble.has_unentered |= not process.has_ended and any(disk.unentered for disk in world.disks)
+    trouble.has_unentered |= not process.has_ended and any(disk.unentered or disk.unwritten for disk in world.disks)
     trouble.has_rot |= lost_power  # what is torn is lost, and nobody can say which it is
     trouble.lost_power = trouble.is_stale = trouble.since_told = False  # who begins owes media nothing
 

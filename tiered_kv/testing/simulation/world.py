@@ -86,8 +86,8 @@ class Trouble:
         has_rot: Whether a bit was ever changed: the block there is lost, whatever is promised of it.
         has_lied: Whether a medium ever answered something else than the truth.
         is_stale: Whether a disk is another than the one that was opened.
-        has_unentered: Whether a process was killed between a record and its entry in the ledger: what is half written,
-            or whole, is in a slot that another block had.
+        has_unentered: Whether a process was killed between a record and its entry in the ledger, whichever came first:
+            what is half written, or whole, is in a slot that another block had, or nothing in one that has an entry.
     """
 
     is_on: bool = False
