@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import random
+import re
 import resource
 import threading
 from collections.abc import Iterator
@@ -791,6 +792,24 @@ def test_storage_is_written_by_windows_unless_somebody_says_when() -> None:
     ):
         assert [tier.write for tier in below_of(said).settings.tiers] == ["through"] * 3
     assert below_of({"connect": "unix:///run/kv.sock"}).settings is None
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ({"tier": []}, ": did you mean 'tiers'?"),
+        ({"tires": []}, ": did you mean 'tiers'?"),
+        ({"conect": "unix:///run/kv.sock"}, ": did you mean 'connect'?"),
+        ({"store_generate": False}, ": did you mean 'store_generated'?"),
+        ({"clean_after_s": 1}, ": did you mean 'limits.clean_after_s'?"),
+        ({"write": "back"}, ": known are codec, connect, hint_share, limits, "),
+    ],
+)
+def test_who_misspells_a_setting_reads_which_was_meant(given: dict[str, object], meant: str) -> None:
+    """Of the cache below, and of the connector; and what may be there is all of both."""
+    with pytest.raises(ConfigurationError, match=re.escape(f"{next(iter(given))}: there is no such setting")) as raised:
+        VLLM.configuration.settings_of(given)
+    assert meant in str(raised.value)
 
 
 def test_tokens_that_are_in_place_are_counted_beside_those_that_were_found() -> None:

@@ -22,8 +22,8 @@ from vllm.v1.kv_cache_interface import (
 from tiered_kv.integrations.identity import CONNECT, TOKENS_PER_STATE, Below, in_all_texts
 from tiered_kv.integrations.vllm.compatibility import VERSION
 from tiered_kv.integrations.vllm.model_identity import model_identity
-from tiered_kv.settings.setting_errors import Checked
-from tiered_kv.settings.settings import Seconds
+from tiered_kv.settings.setting_errors import Checked, hint
+from tiered_kv.settings.settings import CacheLimits, Seconds
 from tiered_kv.settings.tier_settings import StorageTierSettings
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.hints import StoreWhen
@@ -175,10 +175,10 @@ class Configuration:
         _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
         extra = in_all_texts(dict(transfer.kv_connector_extra_config), RANK, str(parallel.data_parallel_index))
-        connector = ConnectorSettings(**{key: extra[key] for key in extra if key not in CACHE_SETTINGS})
+        connector, below = settings_of(extra)
         return cls(
             connector=connector,
-            below=below_of({key: extra[key] for key in extra if key in CACHE_SETTINGS}),
+            below=below,
             model=model_identity(vllm_config, connector.weights),
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             num_stages=parallel.pipeline_parallel_size,
@@ -296,6 +296,22 @@ class Configuration:
     def main(self) -> EngineGroup:
         """The group whose blocks are counted: one that needs them all, if there is one."""
         return next((group for group in self.groups if group.is_whole), self.groups[0])
+
+
+def settings_of(given: Mapping[str, Any]) -> tuple[ConnectorSettings, Below]:
+    """Read ``kv_connector_extra_config``: how the connector behaves, and what is below it.
+
+    Raises:
+        ConfigurationError: A setting is unknown, or cannot work.
+    """
+    known = {*CACHE_SETTINGS, *ConnectorSettings.model_fields}
+    if unknown := sorted(given.keys() - known):
+        word = unknown[0]
+        is_limit = word in CacheLimits.model_fields
+        meant = f": did you mean 'limits.{word}'?" if is_limit else hint(word, known)
+        raise ConfigurationError(f"{word}: there is no such setting of the connector{meant}")
+    connector = ConnectorSettings(**{key: given[key] for key in given if key not in CACHE_SETTINGS})
+    return connector, below_of({key: given[key] for key in given if key in CACHE_SETTINGS})
 
 
 def below_of(given: Mapping[str, Any]) -> Below:
