@@ -708,6 +708,18 @@ def test_each_stage_of_a_pipeline_has_parts_of_its_own(monkeypatch: pytest.Monke
             VLLM.scheduling.SchedulingSide(wanted).open(others)
 
 
+def test_what_another_connector_has_said_of_its_workers_is_refused() -> None:
+    """VLLM's MultiConnector hands all of its connectors what the first has to say: ours names whose that is."""
+
+    class Handshake:
+        pass
+
+    with opened(ROOMY) as engine:
+        wanted = engine.workers[0]._configuration  # noqa: SLF001 - ours
+        with pytest.raises(ConfigurationError, match="have said Handshake of another connector: MultiConnector"):
+            VLLM.scheduling.SchedulingSide(wanted).open([Handshake()])
+
+
 def test_a_request_whose_copies_have_ended_leaves_at_once() -> None:
     """Its blocks are vLLM's again in the step that ends it: a reset of vLLM's cache then finds nothing in use."""
     with opened(ROOMY) as engine:

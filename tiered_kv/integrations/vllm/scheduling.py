@@ -103,6 +103,11 @@ class SchedulingSide:
 
     def _open(self, hellos: Collection[Hello]) -> None:
         wanted = self._configuration
+        if others := sorted({type(hello).__name__ for hello in hellos if not isinstance(hello, Hello)}):
+            raise ConfigurationError(
+                f"the workers of this vLLM have said {', '.join(others)} of another connector: MultiConnector hands on "
+                "what one of its connectors has to say, so that no two that have something can be in it"
+            )
         layouts = {hello.layout for hello in hellos}
         if len(layouts) > 1 and wanted.num_stages > 1:
             layers = [[len(group.layer_names) for group in hello.groups] for hello in hellos]
