@@ -411,7 +411,7 @@ class Recovered:
 
 @dataclass(frozen=True, eq=False)
 class Missing:
-    """The part of a `SlotBackend` that cannot be used for now, and has lost its blocks.
+    """The part of a `SlotBackend` that cannot be used for now, and has lost what blocks it had.
 
     Attributes:
         slots: ``(n,)``, of each slot whether it belongs to it; ``n`` is `Recovered.max_slots`.
@@ -530,7 +530,7 @@ class SlotBackend(_Tier):
         """Say which slots cannot be used for now; None: all can. The same object until that changes.
 
         Asked after calls, and once a second. No block is put there until they are not missing any more, and hold
-        nothing. Only a medium of several parts has such.
+        nothing. Only a medium of several parts has such, or one that may find no place for all of its slots.
         """
         return None
 

@@ -421,7 +421,7 @@ class TierStatistics:
             ``"locates"``.
         hits: Blocks loaded that this tier had before any promotion: each block loaded counts in one tier.
         dirty: Blocks that wait here to be written below.
-        withheld: Slots that no block is put in for now: their disk is away.
+        withheld: Slots that no block is put in for now: their disk is away, or full.
         written: Blocks that were stored or written down to here.
         promoted: Blocks that a load or prefetch has copied up to here.
         evicted: Blocks that had to go as others needed their room.

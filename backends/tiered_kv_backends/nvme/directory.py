@@ -142,7 +142,7 @@ class _Foreign:
 
 NO_DESCRIPTOR: Final = frozenset({errno.EMFILE, errno.ENFILE})
 """What an error says then of the process, or the machine, and of no disk."""
-_FULL: Final = {errno.ENOSPC, errno.EDQUOT}
+FULL: Final = {errno.ENOSPC, errno.EDQUOT}
 """What a disk says that has no more room, of its own or for whoever this is."""
 
 
@@ -273,7 +273,7 @@ class Directory:
                 if error.errno in {errno.EOPNOTSUPP, errno.EINVAL}:
                     files().ftruncate(fd, offset + num_bytes)  # a filesystem that cannot preallocate
                     break
-                if error.errno not in _FULL or not self._foreign:
+                if error.errno not in FULL or not self._foreign:
                     cut(fd, offset)
                     raise
                 self._reclaim_oldest()
@@ -574,7 +574,7 @@ def explained(
     except OSError as error:
         if error.errno in NO_DESCRIPTOR:
             advice = "raise the limit of open files (ulimit -n)"
-        elif error.errno in _FULL:
+        elif error.errno in FULL:
             advice = "make room there, or choose a directory that has some"
         name = f"{path}" if error.filename in {None, str(path)} else f"{path / str(error.filename)}"
         if error.errno in {errno.EACCES, errno.EROFS} and name != str(path):
@@ -634,7 +634,7 @@ def page_problem(folder_fd: int, flags: int, spare: str) -> str:
             finally:
                 files().close(fd)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             return _read_problem(folder_fd, flags, spare)
     except OSError as error:

@@ -101,10 +101,19 @@ class DirectoryStore:
         settings: The tier's.
         threads: Of this directory.
         order: Of all that is written to the tier.
+        on_room: Is called on the event loop once there is no room for some slots, or room again.
     """
 
-    def __init__(self, path: Path, settings: NVMeSettings, threads: DirectoryThreads, order: Order) -> None:
+    def __init__(
+        self,
+        path: Path,
+        settings: NVMeSettings,
+        threads: DirectoryThreads,
+        order: Order,
+        on_room: Callable[[], object] = lambda: None,
+    ) -> None:
         self.path = path
+        self._on_room = on_room
         self.settings = settings
         self._order = order
         self._readers, self._writers, self._clerk = threads.readers, threads.writers, threads.clerk
@@ -235,6 +244,7 @@ class DirectoryStore:
     def _written(self, write: "_Write", outcomes: list[Outcome]) -> list[Outcome]:
         """Return the outcomes of a write; of one that could not be entered none of it is to be found again."""
         self._last_error = write.problem or self._last_error
+        self._see_room(write.files)
         return self._seen([Outcome.FAILED] * len(outcomes), write.error) if write.error else outcomes
 
     async def forget(self, group: int, slots: Slots) -> None:
@@ -298,6 +308,28 @@ class DirectoryStore:
     def _cut_off(self, _: "asyncio.Future[None]") -> None:
         """Have files end with their slots again: something was erased behind these. If it fails the next start does."""
         self._run(self._clerk, self._files.cut_off)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether its disk had no room for some slots when it was asked last."""
+        return any(files.was_full for files in self._groups)
+
+    def num_with_room(self, group: int) -> int | None:
+        """Return how many slots have room, the first of all; None if all may have."""
+        files = self._groups[group] if self._groups else None
+        return None if files is None or not files.was_full else files.slab.num_allocated
+
+    def find_room(self) -> None:
+        """Look whether a disk that was full has room for another slot by now; nobody waits for it."""
+        for files in self._groups:
+            if files.was_full:
+                looked = self._run(self._clerk, self._files.grow, files.slab, files.slab.num_allocated + 1)
+                looked.add_done_callback(partial(self._see_room, files))
+
+    def _see_room(self, files: Group, _: object = None) -> None:
+        if files.slab.is_full != files.was_full:
+            files.was_full = files.slab.is_full
+            self._on_room()
 
     async def problem(self) -> str:
         """Say why the disk does not work at all, by a page written and read back; empty if it does."""
@@ -461,6 +493,7 @@ class _Write:
     While a part hangs a restart finds none of the batch, as nobody could have the others forgotten.
 
     Attributes:
+        files: Of its KV group.
         enters: Whether a thread that writes enters it; else whoever has waited for it does.
         problem: Why not all of its slots have a place on the disk, if they have not.
         error: Why it could not be entered: it is written, but not to be found again.
@@ -483,7 +516,7 @@ class _Write:
         self._opened, self._calls = opened, calls
         self._end = int(np.maximum.reduce(slots)) + 1 if len(slots) else 0
         self.error: OSError | None = None
-        self._files = files
+        self.files = files
         self._slots, self._names, self._sequences = slots, names, sequences
         self._make = make
         self._lock, self._num_left = system().lock(), len(slots)
@@ -491,10 +524,10 @@ class _Write:
 
     def __call__(self, at: list[int], part: list[int], blocks: Sequence[Block]) -> Moved:
         """Make and write some records, in any thread; whichever comes first has the files grow."""
-        self.problem = self._opened.grow(self._files.slab, self._end) or self.problem
+        self.problem = self._opened.grow(self.files.slab, self._end) or self.problem
         if self._make is not None:
             self._make(at)
-        moved = self._files.slab.write(part, blocks)
+        moved = self.files.slab.write(part, blocks)
         self._stored[at] = [outcome is Outcome.STORED for outcome in moved.outcomes]
         with self._lock:
             self._num_left -= len(at)
@@ -510,9 +543,7 @@ class _Write:
             return
         is_stored, slots = self._stored, self._slots
         try:
-            self._files.remember(
-                self._names[is_stored], slots[is_stored], self._sequences[is_stored], slots[~is_stored]
-            )
+            self.files.remember(self._names[is_stored], slots[is_stored], self._sequences[is_stored], slots[~is_stored])
         except OSError as error:
             self.error = error
 

@@ -304,7 +304,7 @@ class Disks:
         shapes: Of the records in each directory.
         num_blocks: Blocks of prompts that each directory holds.
         max_blocks: The most that it may.
-        missing: What is away, of each KV group; nothing where all are in use.
+        missing: What is away, or has no room, of each KV group; nothing where all can be used.
         order: Of all that is written.
     """
 
@@ -320,6 +320,7 @@ class Disks:
             raise ConfigurationError(f"the NVMe tier at {paths}: {error}") from error
         self.max_blocks = fit(settings.max_capacity or settings.capacity, self.shapes)
         self.missing: tuple[Missing, ...] = ()
+        self._away_for = [""] * len(settings.paths)  # by number, why those are that the others know to be away
         self.order = Order()
         self._disks = [
             Disk(n, path, DirectoryThreads(*map(context.workers, (settings.num_threads, settings.num_threads, 1))))
@@ -356,7 +357,7 @@ class Disks:
             try:
                 if was_away:
                     await self._empty(disk)
-                disk.store = DirectoryStore(disk.path, self._settings, disk.threads, self.order)
+                disk.store = self._store_of(disk)
                 found.append((disk, await disk.store.open(self.shapes)))
             except (ConfigurationError, BackendError, OSError) as error:
                 disk.store, disk.why = None, _why_away(error)
@@ -381,6 +382,24 @@ class Disks:
             await self._join()
             disk.lost.set_result(None)
             self._retry_at = self._clock() + _TRY_AGAIN_S
+
+    def _store_of(self, disk: Disk) -> DirectoryStore:
+        return DirectoryStore(disk.path, self._settings, disk.threads, self.order, self._see_missing)
+
+    def _see_missing(self) -> None:
+        """Take note of what is away, and of what has no room on a disk that is full, or has some again."""
+        words = [f"{disk.path} is away: {why}" for disk, why in zip(self._disks, self._away_for, strict=True) if why]
+        words += [f"{disk.path} is full" for disk in self._disks if disk.store is not None and disk.store.is_full]
+        why = "; ".join(words)
+        self.missing = tuple(self._missing_of(why, group) for group in range(len(self._kinds))) if words else ()
+
+    def _missing_of(self, why: str, group: int) -> Missing:
+        is_missing = np.zeros(self._kinds[group].num_slots(self.max_blocks * len(self)), np.bool_)
+        for disk, away_for in zip(self._disks, self._away_for, strict=True):
+            room = None if disk.store is None else disk.store.num_with_room(group)
+            if away_for or room is not None:
+                is_missing[disk.number :: len(self)][0 if away_for else room :] = True
+        return Missing(is_missing, why)
 
     async def until_settled(self) -> None:
         """Return when the others have noted that a directory is away: one that has will do.
@@ -449,7 +468,9 @@ class Disks:
         if not (self._is_noted() and all(disk.is_named for disk in self._disks if disk.store is not None)):
             self._until_ended(asyncio.ensure_future(self._note_again()))
         for disk in self._disks:
-            if disk.store is None and not disk.underway:  # else its threads hang
+            if disk.store is not None:
+                disk.store.find_room()
+            elif not disk.underway:  # else its threads hang
                 self._until_ended(disk.begin(self._return(disk), self._clock()))
 
     def _until_ended(self, task: asyncio.Future[None]) -> None:
@@ -545,12 +566,10 @@ class Disks:
 
     async def _join(self, *, is_news: bool = False) -> None:
         """Have those that are in use say so, if that is news, or they are others than before; see what is missing."""
-        away = [disk for disk in self._disks if disk.store is None]
-        await self._note(is_news=is_news or bool(away))  # also where a copy, which has its identity, is in its place
-        is_away = np.isin(np.arange(len(self)), [disk.number for disk in away])
-        why = "; ".join(f"{disk.path} is away: {disk.why}" for disk in away)
-        most = [kind.num_slots(self.max_blocks * len(self)) for kind in self._kinds] if away else []
-        self.missing = tuple(Missing(np.resize(is_away, n), why) for n in most)
+        is_news |= len(self.stores()) < len(self)  # also where a copy, which has its identity, is in its place
+        await self._note(is_news=is_news)
+        self._away_for = ["" if disk.store is not None else disk.why or "it is not known why" for disk in self._disks]
+        self._see_missing()
 
     async def _note_again(self) -> None:
         async with self._changing:
@@ -597,7 +616,7 @@ class Disks:
             disk.member, disk.is_named, disk.unsaid = member, True, ""
 
     async def _return(self, disk: Disk) -> None:
-        store, num_blocks = DirectoryStore(disk.path, self._settings, disk.threads, self.order), self.num_blocks
+        store, num_blocks = self._store_of(disk), self.num_blocks
         try:
             await self._look_into(disk)
             if self._is_unmounted(disk):

@@ -242,12 +242,12 @@ class NVMeBackend(RecordBackend):
             raise
 
     def missing(self, group: int) -> Missing | None:
-        """See `SlotBackend.missing`: the slots of the directories that are away."""
+        """See `SlotBackend.missing`: the slots of directories that are away, and what has no room on a full disk."""
         missing = () if self._open_disks is None else self._open_disks.missing
         return missing[group] if missing else None
 
     def try_again(self) -> None:
-        """See `SlotBackend.try_again`: what comes back is empty."""
+        """See `SlotBackend.try_again`: what comes back is empty, and so is what has room again."""
         if self._open_disks is not None:
             self._open_disks.try_again()
 

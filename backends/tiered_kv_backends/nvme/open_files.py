@@ -22,7 +22,7 @@ from tiered_kv.system import system
 from tiered_kv.values.errors import ConfigurationError
 from tiered_kv.values.keys import BlockKey, Names
 from tiered_kv.values.log import log
-from tiered_kv_backends.nvme.directory import HOLDER, Directory, open_file, page_problem, probe_direct_io
+from tiered_kv_backends.nvme.directory import FULL, HOLDER, Directory, open_file, page_problem, probe_direct_io
 from tiered_kv_backends.nvme.ledger import Damaged, Entries, Ledger, Order, Slots
 from tiered_kv_backends.nvme.nvme_settings import NVMeSettings
 from tiered_kv_backends.nvme.slab import Erase, Slab
@@ -46,6 +46,7 @@ class Group:
         states: Of each slot, ``(num_slots,)`` after `resize_states`.
         erasures: Those under way.
         num_checkpoints: Those that have not entered all that they remember.
+        was_full: Whether `Slab.is_full` was set when the event loop looked last.
     """
 
     def __init__(self, slab: Slab, ledger: Ledger) -> None:
@@ -54,6 +55,7 @@ class Group:
         self.states = np.empty(0, np.uint8)
         self.erasures: set[asyncio.Future[None]] = set()
         self.num_checkpoints = 0
+        self.was_full = False
 
     def end_checkpoint(self, _: object) -> None:
         """Count a checkpoint off."""
@@ -218,6 +220,7 @@ class OpenFiles:
                 slab.grow(wanted, self._directory.allocate)
             except OSError as error:
                 problem = error
+                slab.is_full = error.errno in FULL
             else:
                 break
         return problem

@@ -62,7 +62,10 @@ class Slab:
 
     Attributes:
         num_allocated: The first so many slots have their place on the disk.
+        is_full: Whether the disk had no room for more when it was last asked.
     """
+
+    is_full = False
 
     def __init__(self, fd: int, shape: RecordShape, num_slots: int, *, may_cut: bool = True) -> None:
         self.shape = shape
@@ -87,7 +90,7 @@ class Slab:
         """Give the first ``num_slots`` slots their place by ``allocate(fd, offset, num_bytes)``."""
         stride = self.shape.stride_bytes
         allocate(self._fd, self.num_allocated * stride, (num_slots - self.num_allocated) * stride)
-        self.num_allocated = num_slots
+        self.num_allocated, self.is_full = num_slots, False
 
     def resize(self, num_slots: int) -> int:
         """Have so many slots; those given up are in no call. Returns how many bytes that frees on the disk."""

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
-from tests.support.any_layout import AnyEngine, nvme, open_any, prompt
+from tests.support.any_layout import AnyEngine, cpu, nvme, open_any, prompt
 from tests.support.caches import Recorder, until
 from tests.support.descriptors import descriptors_left
 from tests.support.nvme_tier import MIB, Tier, backend_at, count_up, key_of, read_member, shape_of, slab_of, slots_of
@@ -1172,3 +1172,30 @@ def test_what_is_made_empty_says_nothing_of_itself(tmp_path: Path) -> None:
     make_empty(tmp_path)
     make_empty(tmp_path)
     assert (read_member(tmp_path).turn, read_member(tmp_path).ids) == (0, frozenset())
+
+
+@pytest.mark.parametrize("num_disks", [1, 2])
+async def test_others_that_fill_a_disk_cost_the_places_that_it_has_no_room_for(
+    small_disk: Path, tmp_path_factory: pytest.TempPathFactory, num_disks: int
+) -> None:
+    """Blocks go where there is room, in the place of the oldest, and everywhere again once there is room."""
+    engine, paths = AnyEngine(), [small_disk / "a", tmp_path_factory.mktemp("b")]
+    tier = {"medium": "nvme", "path": paths[:num_disks], "capacity": "8MiB"}
+    async with open_any(engine, cpu(0), tier) as kv:
+
+        async def kept(first: int, last: int) -> int:
+            for seed in range(first, last):
+                keys = prompt(16, seed)
+                await (await kv.store(keys, engine.fill(keys, range(16)))).settled()
+            return sum([(await kv.lookup(prompt(16, seed))).num_blocks for seed in range(first, last)])
+
+        assert await kept(0, 4) == 64
+        room = os.statvfs(small_disk)
+        filler = small_disk / "filler"
+        filler.write_bytes(bytes(room.f_bavail * room.f_frsize - (1 << 20)))
+        await kept(4, 104)
+        assert await kept(104, 108) == 64
+        assert kv.stats()["nvme"].withheld > 0
+        filler.unlink()
+        await until(lambda: not kv.stats()["nvme"].withheld)
+        assert await kept(108, 140) == 512
