@@ -1,8 +1,12 @@
 """What becomes of a hole in a medium that tells by few questions how long a prefix is: an estimate looks past it."""
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any
 
-from tests.support.any_layout import AnyEngine, open_any, prompt
+import pytest
+
+from tests.support.any_layout import AnyEngine, cpu, open_any, prompt
 from tiered_kv import KVGroup, KVLayout, Shard
 from tiered_kv.media.backend import Outcome
 from tiered_kv.values.keys import BlockKey
@@ -18,6 +22,8 @@ class Estimating(MemoryBackend):
     def __init__(self) -> None:
         super().__init__({"capacity": "1MiB"})
         self.written: list[BlockKey] = []
+        self.has_read, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_end.set()
 
     async def lookup_prefix(self, keys: Sequence[BlockKey]) -> int:
         """Ask about two."""
@@ -28,6 +34,13 @@ class Estimating(MemoryBackend):
         """Remember which."""
         self.written += keys
         return await super().write(keys, blocks)  # type: ignore[arg-type]  # what it got
+
+    async def read(self, keys: Sequence[BlockKey], into: Any) -> list[Outcome]:  # noqa: ANN401 - what it got
+        """End when it may."""
+        outcomes = await super().read(keys, into)
+        self.has_read.set()
+        await self.may_end.wait()
+        return outcomes
 
 
 async def test_a_hole_that_a_load_has_met_is_filled_by_the_next_store() -> None:
@@ -58,3 +71,24 @@ async def test_of_replicas_each_writes_its_share_of_a_medium_that_has_others_sha
     async with open_any(engine, medium, shard=Shard(0, 3, replicated=True)) as kv:
         assert (await kv.load(KEYS, engine.spec(ELSEWHERE))).num_blocks == 12
         assert engine.count_right(KEYS, ELSEWHERE) == 12
+
+
+@pytest.mark.parametrize("num_kept", [0, 16])
+async def test_what_is_evicted_while_it_is_read_is_lacking_though_the_read_was_right(num_kept: int) -> None:
+    """The read has what was there before: the next store fills the hole, whether memory has the blocks or not."""
+    engine, medium = AnyEngine(), Estimating()
+    async with open_any(engine, cpu(num_kept), medium) as kv:
+        await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
+        if num_kept:
+            await kv.evict(KEYS, tier="cpu")
+        medium.may_end.clear()
+        medium.has_read.clear()
+        loading = asyncio.ensure_future(kv.load(KEYS, engine.spec(ELSEWHERE)))
+        await medium.has_read.wait()
+        await kv.evict(KEYS[1:3], tier="memory")
+        medium.may_end.set()
+        await loading
+        medium.written.clear()
+        await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
+        await kv.flush()
+        assert {key.hash for key in medium.written} == {KEYS[1], KEYS[2]}

@@ -467,14 +467,15 @@ class SharedTier(StorageTier):
             turn.give_back()
             io.then(ReadReport.of(n, at, [], {}))
             return
-        wanted = batch[at]
+        wanted, serial = batch[at], self._tombstones.serial
         keys = self.records.keys(wanted)
 
         def end(outcomes: list[Outcome], refused: Refusals) -> None:
             report = ReadReport.of(n, at, outcomes, refused)
             self.answers.doubt(batch.names[~report.right])
             self.miss(batch.names[report.gone])
-            self.miss_no_more(batch.names[report.right])
+            if serial == self._tombstones.serial:  # else some of it may have been evicted behind the read
+                self.miss_no_more(batch.names[report.right])
             if broken := [key.path for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.CORRUPT]:
                 self.tell_corrupted(broken)
             twice = self.suspects.saw(wanted.names, outcomes, refused)
