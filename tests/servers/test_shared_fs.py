@@ -348,6 +348,27 @@ async def test_a_filesystem_that_takes_no_write_over_another_is_swept(
     assert "sweep_failed" not in caplog.text
 
 
+async def test_a_lock_that_could_not_be_dated_is_as_soon_as_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then it looks as if who has it had been stopped, so that another process would sweep beside it."""
+    clock, date, calls = Clock(), os.utime, list[object]()
+
+    def full_at_first(*args: Any, **more: Any) -> None:  # noqa: ANN401 - as the call has it
+        calls.append(args)
+        if len(calls) == 1:
+            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+        date(*args, **more)
+
+    async with opened(tmp_path, clock) as backend:
+        await store(backend, keys_of(*range(4)))
+        await backend.sweep()
+        clock.now_ns += DAY_NS
+        monkeypatch.setattr(os, "utime", full_at_first)
+        await backend.sweep()
+        assert (tmp_path / files.LOCK_NAME).stat().st_mtime_ns == clock.now_ns
+
+
 async def test_a_full_filesystem_is_swept_though_another_process_swept_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

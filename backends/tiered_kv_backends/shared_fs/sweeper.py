@@ -186,9 +186,10 @@ class Sweeper:
         return lock
 
     def _date(self, lock: int) -> None:
-        self._dated_ns = self._wall_clock_ns()
-        with unless_full():
-            os.utime(lock, ns=(self._dated_ns, self._dated_ns))
+        now_ns = self._wall_clock_ns()
+        with unless_full():  # it is tried again at each folder, until enough is deleted
+            os.utime(lock, ns=(now_ns, now_ns))
+            self._dated_ns = now_ns
 
     def _visit(self, lock: int, visit: Callable[[int, str], bool]) -> None:
         for each in walk(self._root, FOLDERS, self._stopped):
