@@ -40,7 +40,7 @@ _TRANSPORT = re.compile(
     r"failed to lookup address|dns error|Connection refused|Connection reset|No route to host|IncompleteMessage"
     r"|BrokenPipe|kind: (Timeout)|TimedOut"
 )
-_WHAT_IT_DID = re.compile(r"Error performing \w+ \S+ in \S+ - ")
+_WHAT_IT_DID = re.compile(r"Error performing \w+ \S+ in .*? - ")
 """Each time other words, and most of a message where the object's name is long; the reason comes after it."""
 _TLS = re.compile(r"(InvalidContentType)|InvalidCertificate\(\s*(?:Other\(\s*OtherError\(\s*)?(\w+?)(?:Context)?\b")
 _TLS_FAILURES: Final = {

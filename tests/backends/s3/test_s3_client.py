@@ -172,7 +172,8 @@ def test_the_reason_is_said_however_long_an_object_s_name_is() -> None:
     """Where a store sends us to another region, nothing else says so; the same failure always has the same words."""
     hint = "Received redirect without LOCATION, this normally indicates an incorrectly configured region"
     asked = f"Generic S3 error: Error performing HEAD http://h/b/{'k' * 400}"
-    errors = [GenericError(f"{asked} in {took} - {hint}\n\nDebug source:") for took in ("358.34µs", "1.2ms")]
+    times = "358.34µs", "1.2ms", "118.61ms, after 2 retries, max_retries: 2, retry_timeout: 1.5s "
+    errors = [GenericError(f"{asked} in {took} - {hint}\n\nDebug source:") for took in times]
     said = {str(translate(error, "ask", S3Settings(url="s3://bucket"))) for error in errors}
     assert said == {f"ask of s3://bucket: Generic S3 error: {hint}"}
 
