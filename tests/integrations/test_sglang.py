@@ -352,6 +352,28 @@ def test_of_weights_that_are_updated_nothing_is_found_or_kept(opened: Open, note
     assert named.batch_exists(main) == 0
 
 
+def test_a_storage_that_failed_to_open_says_why_it_keeps_nothing(opened: Open, tmp_path: Path) -> None:
+    """SGLang calls one that failed as it was attached while SGLang served, and takes it for attached."""
+    pool, main = host_pool("page_first"), KEYS[:2]
+    (tmp_path / "kv").write_text("a file, where a directory is to be")
+    nvme = {"medium": "nvme", "path": str(tmp_path / "kv"), "capacity": "1MiB"}
+    ours = {"weights": "w", "tiers": [nvme]}
+    storage = adapter()(Config({"interface_v1": 1, "tiered_kv": ours}), {})
+    storage.register_mem_pool_host(pool)
+    with pytest.raises(ConfigurationError, match="it is a file"):
+        storage.on_host_pools_registered()
+    with capture_logs() as logs:
+        assert storage.batch_exists(main) == storage.batch_exists_v2(main).kv_hit_pages == 0
+        assert storage.batch_get_v1(main, at(2, 3)) == storage.batch_set_v1(main, at(0, 1)) == [False] * 2
+    assert "until it is detached" in str(logs[0]["exc_info"])
+    storage.close()
+    closed = opened(pool)
+    closed.close()
+    with capture_logs() as logs:
+        assert closed.batch_exists(main) == 0
+    assert not logs
+
+
 def test_what_sglang_has_noted_is_read_once(opened: Open) -> None:
     """A draft that adapts notes each change of its steps, for as long as the server runs: a call costs no more then."""
     read: list[str] = []

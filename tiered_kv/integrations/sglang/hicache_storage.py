@@ -60,6 +60,10 @@ _OTHER_WEIGHTS: Final = RuntimeError(
     "SGLang's weights were updated while it ran: nothing is loaded or stored until this storage is detached, and "
     'attached with another name of the weights, "tiered_kv": {"weights": ...}'
 )
+_NOT_OPEN: Final = RuntimeError(
+    "this storage could not be opened as it was attached, and SGLang holds on to it: nothing is loaded or stored until "
+    "it is detached, and one attached that can be"
+)
 
 
 class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang gives is not typed
@@ -113,6 +117,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         self._config = storage_config
         self._pools: dict[str, HostPool] = {}
         self.kv: BlockingTieredKV | None = None
+        self._is_closed = False
         self._stack = ExitStack()
         self._changing = threading.Lock()
         self._seldom = Seldom()
@@ -202,7 +207,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
     def close(self) -> None:
         """End: what is being written is, within `CacheLimits.close_timeout_s`. Any thread may call, and again."""
         with self._changing:
-            self.kv = None
+            self.kv, self._is_closed = None, True
             self._stack.close()
 
     # Interface v1: of the main pool.
@@ -341,7 +346,10 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         )
 
     def _in_use(self) -> BlockingTieredKV | None:
-        """Return the cache; None without one, and once SGLang's weights are others than those that it is of."""
+        """Return the cache; None without one, and once SGLang's weights are others than those that it is of.
+
+        SGLang calls a storage that failed to open, if that was while it served: it neither closes it nor lets it go.
+        """
         noted = _noted()
         num_noted = len(noted)
         if _are_updated(noted[self._num_noted : num_noted]):  # only what is new: an adaptive draft notes each change
@@ -350,7 +358,9 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
         if self.kv is not None and self._has_other_weights:
             self._seldom.failed("HiCache", _OTHER_WEIGHTS)
             return None
-        return self.kv
+        if (kv := self.kv) is None and not self._is_closed:
+            self._seldom.failed("HiCache", _NOT_OPEN)
+        return kv
 
     async def _leading(self, cache: BlockCache, asked: Sequence[BlockKeys]) -> int:
         """Count the leading pages of which all parts can be loaded, and pay."""
