@@ -1,6 +1,6 @@
 """The model test can fail: each of these bugs, planted on purpose, is found."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -71,11 +71,8 @@ def _deadlines_do_not_hold_for_copies(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    async def nothing() -> list[str]:
-        return []
-
-    def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[NDArray[np.bool_], Awaitable[list[str]]]:
-        return np.zeros(len(batch), np.bool_), nothing()
+    def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[NDArray[np.bool_], list[object]]:
+        return np.zeros(len(batch), np.bool_), []
 
     patch.setattr("tiered_kv.tiers.upkeep.evict", evict)
 

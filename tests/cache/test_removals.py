@@ -9,9 +9,10 @@ import pytest
 
 from tests.support import virtual
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, prompt
 from tiered_kv import BackendUnavailableError, BlockKey, BlockKeys, Outcome, RemovalResult, TieredKV
+from tiered_kv.tiers import upkeep
 
 KEYS = prompt(4)
 OTHERS = prompt(4, seed=1)
@@ -34,6 +35,17 @@ async def test_an_eviction_that_is_cancelled_has_been_decided() -> None:
         evicting.cancel()
         await asyncio.wait([evicting])
         assert (await kv.lookup(KEYS)).num_blocks == 0
+        await until_idle(kv)
+
+
+async def test_an_eviction_that_nobody_waits_for_goes_on() -> None:
+    """As that of a rank does where one of the next rank has raised: nothing that was to wait for it is left behind."""
+    engine, disk = Engine(), ScriptedSlotBackend(16)
+    async with open_cache(disk, engine=engine) as kv:
+        await keep(kv, engine, KEYS)
+        ((chain, batch),) = inside(kv).batches(KEYS)
+        upkeep.evict(chain, batch, None)
+        await until(lambda: disk.num_records == 0)
         await until_idle(kv)
 
 

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -196,11 +196,8 @@ def _blocks_of_all_weights_have_one_name(patch: pytest.MonkeyPatch) -> None:
 
 
 def _nothing_is_evicted(patch: pytest.MonkeyPatch) -> None:
-    async def nothing() -> list[str]:
-        return []
-
-    def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[object, Awaitable[list[str]]]:
-        return np.zeros(len(batch), np.bool_), nothing()
+    def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[object, list[object]]:
+        return np.zeros(len(batch), np.bool_), []
 
     patch.setattr("tiered_kv.tiers.upkeep.evict", evict)
 

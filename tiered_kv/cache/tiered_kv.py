@@ -262,9 +262,9 @@ class TierCalls(BlockCache):
             raise ConfigurationError(f"no tier {tier!r} here; there are {', '.join(names)}")
         with seat.cache.callers.waiting():
             removed = [upkeep.evict(chain, batch, tier) for chain, batch in parts]
-            kept_by = await asyncio.gather(*(waiting for _, waiting in removed))
+            kept_by = await upkeep.kept_by([each for _, removals in removed for each in removals])
         num_blocks = int(np.count_nonzero(np.logical_or.reduce([found for found, _ in removed])))
-        return RemovalResult(num_blocks, tuple(dict.fromkeys(name for names in kept_by for name in names)))
+        return RemovalResult(num_blocks, tuple(dict.fromkeys(kept_by)))
 
     @override
     async def resize(self, tier: str, capacity: int | str) -> int:

@@ -5,9 +5,9 @@ waits for it, and one that is never asked for does not keep its slot for ever.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Final, TypeAlias
 
 import numpy as np
 
@@ -33,6 +33,9 @@ _BYTES_AT_ONCE: Final = 1 << 20
 """How much is verified in one step, at least a block: a load that comes meanwhile hardly waits for so little."""
 _AWAY_S: Final = 1.0
 """How often to look whether a tier that is bypassed is in use again."""
+
+Removals: TypeAlias = list[tuple[StorageTier, "asyncio.Task[bool]"]]
+"""Under way, by tier."""
 
 
 async def keep_up(chain: Chain) -> None:
@@ -60,15 +63,13 @@ async def scrub_for_ever(tier: OwnedTier, tasks: Tasks) -> None:
         await asyncio.sleep(max(_AWAY_S, started + settings.scrub_interval_s - clock()))
 
 
-def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine[Any, Any, list[str]]]:
+def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Removals]:
     """Remove blocks from one tier, or from all.
 
-    All of it is decided when this returns: a cancellation ends the wait for the media, and nothing else. They are not
-    waited for beyond their time.
+    All of it is decided when this returns: a cancellation of `kept_by` ends the wait for the media, and nothing else.
 
     Returns:
-        Which blocks were in an owned tier, and what waits for the media, and returns the tiers that are not known to
-        have removed them.
+        Which blocks were in an owned tier, and the removals from media, which go on.
     """
     found = np.zeros(len(batch), np.bool_)
     for booked in (each for each in chain.booked if tier in (None, each.name)):
@@ -85,7 +86,16 @@ def evict(chain: Chain, batch: Batch, tier: str | None) -> tuple[Mask, Coroutine
         chain.sought.forget(batch.names)
     removals = [(each, chain.tasks.spawn(each.forget(batch), f"evict from {each.name}")) for each in storage]
     chain.room.changed()
-    return found, _kept_by(removals)
+    return found, removals
+
+
+async def kept_by(removals: Removals) -> list[str]:
+    """Wait for removals, for as long as their tiers may take; name the tiers of those that have not gone well."""
+    if not removals:
+        return []
+    await asyncio.wait([task for _, task in removals], timeout=max(tier.health.timeout_s for tier, _ in removals))
+    is_gone = [task.done() and not task.cancelled() and not task.exception() and task.result() for _, task in removals]
+    return [tier.name for (tier, _), gone in zip(removals, is_gone, strict=True) if not gone]
 
 
 async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
@@ -94,7 +104,7 @@ async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
     Returns:
         How many blocks there were, and the tiers that are not known to have removed theirs.
     """
-    removals: list[tuple[StorageTier, asyncio.Task[bool]]] = []
+    removals: Removals = []
     num_blocks = sum(tier.index.statistics().ready for chain in chains for tier in chain.booked)
     for chain in chains:
         chain.expected.clear()
@@ -104,7 +114,7 @@ async def clear(chains: Sequence[Chain]) -> tuple[int, list[str]]:
             memory.left.clear()
         chain.room.changed()
         removals += [(tier, chain.tasks.spawn(tier.clear(), f"clear {tier.name}")) for tier in chain.owned]
-    return num_blocks, await _kept_by(removals)
+    return num_blocks, await kept_by(removals)
 
 
 async def pay(chains: Sequence[Chain]) -> bool:
@@ -148,15 +158,6 @@ def _may_go_down(chain: Chain, batch: Batch) -> Mask:
     for memory in chain.memory:
         may |= memory.index.find(batch.names)[0] >= 0
     return may
-
-
-async def _kept_by(removals: "Sequence[tuple[StorageTier, asyncio.Task[bool]]]") -> list[str]:
-    """Wait for removals, for as long as their tiers may take; name the tiers of those that have not gone well."""
-    if not removals:
-        return []
-    await asyncio.wait([task for _, task in removals], timeout=max(tier.health.timeout_s for tier, _ in removals))
-    is_gone = [task.done() and not task.cancelled() and not task.exception() and task.result() for _, task in removals]
-    return [tier.name for (tier, _), gone in zip(removals, is_gone, strict=True) if not gone]
 
 
 async def _scrub(tier: OwnedTier, tasks: Tasks) -> tuple[int, int]:
