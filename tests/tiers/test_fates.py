@@ -27,6 +27,17 @@ def test_no_note_pays_for_thousands_before_it() -> None:
     assert fates.of(names_of(10_000, 1)) == [(Fate.UNKNOWN, "")]
 
 
+def test_many_blocks_are_noted_as_fast_as_few() -> None:
+    """A long prompt that finds the queue full must not hold the event loop."""
+    fates = Fates()
+    fates.note(names_of(50_000, 1), Fate.EVICTED, "cpu")
+    counts = [num_calls(lambda n=n: fates.note(names_of(0, n), Fate.DROPPED, "queue full")) for n in (300, 60_000)]  # type: ignore[misc] # as above
+    assert counts[1] < 2 * counts[0]
+    assert fates.of(names_of(0, 60_001)[[0, 50_000, 59_999, 60_000]]) == 3 * [(Fate.DROPPED, "queue full")] + [
+        (Fate.UNKNOWN, "")
+    ]
+
+
 def test_the_last_of_what_befell_a_block_counts() -> None:
     """Also when one call names more blocks than are noted together, and some of them twice."""
     fates = Fates()

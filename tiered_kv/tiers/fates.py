@@ -156,6 +156,10 @@ class Fates:
         if not len(names):
             return
         code = fate + _FATES * self._number_of(detail)
+        if len(names) > _NOTED_AT_ONCE:
+            self._settle()
+            self._history.note(names, code)
+            return
         while len(names):
             start = self._num_noted
             part, names = names[: _NOTED_AT_ONCE - start], names[_NOTED_AT_ONCE - start :]
