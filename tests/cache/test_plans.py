@@ -15,10 +15,12 @@ from tests.support.any_layout import LIMITS, SMALL, STRIDE, AnyEngine, cpu, nvme
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import CPU, HEADER, KEYS, PAYLOAD, WAIT_S, N, Ranks, spread, store
+from tests.support.work import num_calls
 from tiered_kv import (
     BlockKeys,
     ClosedError,
     ConfigurationError,
+    GPULoadStoreSpec,
     LayoutMismatchError,
     Outcomes,
     ReuseHint,
@@ -28,6 +30,7 @@ from tiered_kv import (
 )
 from tiered_kv.cache import worker as worker_module
 from tiered_kv.memory.lanes import Lane
+from tiered_kv.transfers.job_state import Underway
 from tiered_kv.transfers.transfer_requests import JobRequest
 from tiered_kv.values.errors import Reason, TierFault
 from tiered_kv.values.plan import TierShare
@@ -149,6 +152,32 @@ async def test_blocks_of_several_prompts_are_written_by_their_own_names(write: s
         assert sorted(written) == sorted(named)
         assert write == "through" or below.on_write.num_calls == 2  # whole windows, of four blocks
         worker.close()
+
+
+@pytest.mark.parametrize("write", ["nothing", "back", "through"])
+async def test_a_long_store_ends_in_as_few_steps_as_a_short_one(write: str) -> None:
+    """It ends on the event loop at once: what nothing below gets now must not cost a step for each window of it."""
+    limits, below = (
+        LIMITS.model_copy(update={"store_queue": 8 * STRIDE}),
+        [] if write == "nothing" else [ScriptedSlotBackend(2048, write=write)],
+    )
+    async with open_any(AnyEngine(), cpu(2048), *below, limits=limits) as kv:
+        seat, num_steps = inside(kv), []
+        for n in (64, 1024):
+            keys, clock = prompt(n, seed=n), asyncio.get_running_loop().time
+            request = JobRequest(
+                "store", keys, seat.batches(keys), GPULoadStoreSpec(range(n)), lambda: True, clock() + 9
+            )
+            job = Underway(0, request, clock)
+            job.hold([os.getpid()], [])
+            job.take(0, n, "")
+            num_steps.append(num_calls(job.end))
+            assert (await kv.lookup(keys)).num_blocks == n
+        await kv.flush()
+        dropped = kv.stats()["slots"].dropped_because if below else {}
+        assert dropped == ({"queue full": 64 + 1024 - 8} if write == "through" else {})
+        assert num_steps[1] < 2 * num_steps[0]
+        await until_idle(kv)
 
 
 async def test_several_prompts_that_cannot_be_stored_together() -> None:

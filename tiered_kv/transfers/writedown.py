@@ -13,6 +13,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from copy import copy
 from functools import partial
 from typing import Final
 
@@ -106,6 +107,12 @@ class WriteDown:
         wanted &= stays
         if wanted.any():
             chain.waiting[tier].add(self._batch[wanted], self._slots[wanted], self._lease, self._came, self._prompt)
+
+    def part(self, at: slice | Mask, lease: Lease) -> "WriteDown":
+        """Return the writing down of some of the blocks, which takes over a lease on them."""
+        part = copy(self)
+        part._batch, part._slots, part._lease = self._batch[at], self._slots[at], lease  # noqa: SLF001 - of this class
+        return part
 
     @property
     def is_done(self) -> bool:
@@ -444,41 +451,37 @@ def write_down(
         head: Of the prompt, see `WriteDown`.
         to: The only storage tiers to write to, at once; those whose turn it is by their policies if left out.
     """
-    windows = _windows(chain, tier, batch, slots, lease)
-    num_left = len(windows)
-
-    def one_ended() -> None:
-        nonlocal num_left
-        num_left -= 1
-        if not num_left:
-            if len(windows) > 1:
-                asyncio.get_running_loop().call_soon(prompt.line_up)  # once the last of them is let go of
-            ended()
-
-    for part, where, held in windows:
-        down = WriteDown(chain, tally, tier, part, where, held, came, to=to, prompt=prompt, head=head)
-        if to is None:
-            down.let_wait()
-        num_bytes = len(part.names) * chain.stride_bytes
-        give = None if down.is_done else chain.quotas.store_queue.attempt(num_bytes, _QUEUED)
+    down = WriteDown(chain, tally, tier, batch, slots, lease, came, to=to, prompt=prompt, head=head)
+    if to is None:
+        down.let_wait()
+    attempt = partial(chain.quotas.store_queue.attempt, waiter=_QUEUED)
+    if down.is_done or len(batch) <= chain.most_window:
+        give = None if down.is_done else attempt(len(batch) * chain.stride_bytes)
         if give is not None:
-            down.start(both(give, one_ended))
+            down.start(both(give, ended))
         else:
             down.give_up()
-            one_ended()
+            ended()
+        return
+    num_open = 1  # window, and this call
 
+    def one_ended() -> None:
+        nonlocal num_open
+        num_open -= 1
+        if not num_open:
+            asyncio.get_running_loop().call_soon(prompt.line_up)  # once the last of them is let go of
+            ended()
 
-def _windows(
-    chain: Chain, tier: MemoryTier, batch: Batch, slots: NDArray[np.int64], lease: Lease
-) -> list[tuple[Batch, NDArray[np.int64], Lease]]:
-    """Part leased blocks of a tier into windows, each with its slots and a lease of its own."""
-    n, most = len(batch.names), chain.most_window
-    if n <= most:
-        return [(batch, slots, lease)]
-    parts = [slice(start, start + most) for start in range(0, n, most)]
-    windows = [(batch[part], slots[part], tier.index.lease(batch.names[part])) for part in parts]
-    lease.release()
-    return windows
+    is_full = np.zeros(len(batch), np.bool_)
+    for start in range(0, len(batch), chain.most_window):
+        part = slice(start, start + chain.most_window)
+        if (give := attempt(len(slots[part]) * chain.stride_bytes)) is None:
+            is_full[part] = True
+        else:
+            num_open += 1
+            down.part(part, tier.index.lease(batch.names[part])).start(both(give, one_ended))
+    down.part(is_full, lease).give_up()
+    one_ended()
 
 
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
