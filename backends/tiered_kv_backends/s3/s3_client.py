@@ -71,6 +71,10 @@ _LOGINS: Final = dict.fromkeys(_S3_SCHEMES, "AWS_ACCESS_KEY_ID and AWS_SECRET_AC
 _OF_S3: Final = ("endpoint", "region", "virtual_hosted", "access_key_id", "secret_access_key", "session_token")
 _ENDPOINT = re.compile(r"(aws_|azure_(storage_)?|google_)?(endpoint(_url(_s3)?)?|base_url)", re.IGNORECASE)
 """What obstore calls a store's address among ``options``."""
+_READ: Final = dict.fromkeys(_S3_SCHEMES, "AWS_") | {"gs": "GOOGLE_"}
+"""How what obstore reads in the environment begins, such an address too; ``AZURE_`` for all others."""
+_TO_LIST: Final = dict.fromkeys(_S3_SCHEMES, "s3:ListBucket") | {"gs": "storage.objects.list"}
+"""The right without which a store says of what is absent that it is forbidden; Azure has no need of it."""
 _PANIC = "PanicException"
 """What the client raises, no `Exception`, of an option that it knows and its stores do not."""
 _LAST_CALLS_S = 0.3
@@ -163,9 +167,12 @@ class S3Settings(StorageTierSettings):
 
     @property
     def address(self) -> str:
-        """Where the store is: as ``endpoint`` or, which goes before it, one of the options says; empty if neither."""
+        """Where the store is: as one of the options says, ``endpoint``, or the environment; empty if none does."""
         given = [value.get_secret_value() for name, value in self.options.items() if _ENDPOINT.fullmatch(name)]
-        return next(iter(given), self.endpoint or "")
+        prefix = _READ.get(urlsplit(self.url).scheme, "AZURE_")
+        read = [value for name, value in os.environ.items() if name.startswith(prefix) and _ENDPOINT.fullmatch(name)]
+        may_be_shown = [value for value in read if value and "@" not in value]
+        return next(iter([*given, *filter(None, [self.endpoint]), *may_be_shown]), "")
 
     @property
     def is_private(self) -> bool:
@@ -288,7 +295,10 @@ def translate_opening(error: BaseError | OSError | ValueError, settings: S3Setti
         )
     advice = next((advice for said, advice in _REFUSALS.items() if said in text), "")
     if advice or isinstance(error, PermissionDeniedError | UnauthenticatedError):
-        keys = "check the keys; to list is needed too (s3:ListBucket), or what is absent looks as what is forbidden"
+        right = _TO_LIST.get(urlsplit(settings.url).scheme)
+        keys = f"check the keys; to list is needed too ({right}), or what is absent looks as what is forbidden"
+        if right is None:
+            keys = "check the keys, or give the role Storage Blob Data Contributor"
         return ConfigurationError(f"{settings.place} refuses the credentials ({reason}): {advice or keys}")
     if tls := _TLS.search(text):
         advice = _tls_failure(tls)[1]

@@ -9,7 +9,7 @@ from tiered_kv.values.errors import BackendUnavailableError, ConfigurationError
 
 pytest.importorskip("obstore", reason="obstore is missing: pip install 'tiered-kv[s3]'")
 
-from obstore.exceptions import GenericError
+from obstore.exceptions import GenericError, PermissionDeniedError
 
 from tiered_kv_backends.s3 import S3Backend, collect_epochs
 from tiered_kv_backends.s3.s3_client import S3Settings, make_store, translate, translate_opening
@@ -60,6 +60,32 @@ def test_an_endpoint_among_the_options_is_one_too(url: str, option: str) -> None
     assert settings.place == f"{url} at http://127.0.0.1:9"
     with pytest.raises(ConfigurationError, match=r"options: must be http://host\[:port\] or https://"):
         S3Settings.of({"url": url, "options": {option: "127.0.0.1:9", **login}})
+
+
+@pytest.mark.parametrize(
+    ("url", "name"),
+    [
+        ("s3://bucket", "AWS_ENDPOINT_URL"),
+        ("s3://bucket", "AWS_ENDPOINT_URL_S3"),
+        ("gs://bucket", "GOOGLE_BASE_URL"),
+        ("az://container", "AZURE_STORAGE_ENDPOINT"),
+    ],
+)
+def test_an_endpoint_of_the_environment_is_one_too(monkeypatch: pytest.MonkeyPatch, url: str, name: str) -> None:
+    """The client takes it, and would refuse to ask a server without TLS; of another store's it takes nothing."""
+    monkeypatch.setenv(name, "http://127.0.0.1:9")
+    settings = S3Settings.of({"url": url, "options": AZURE if url == "az://container" else {}})
+    assert cast("Any", make_store(settings)).client_options["allow_http"] == "true"
+    assert settings.place == f"{url} at http://127.0.0.1:9"
+    another = "s3://bucket" if url.startswith("gs") else "gs://bucket"
+    assert S3Settings(url=another).place == another
+
+
+def test_a_secret_in_an_endpoint_of_the_environment_is_not_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the settings it is refused; what the client reads by itself it may make of it what it can."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://me:hidden@127.0.0.1:9")
+    assert S3Settings(url="s3://bucket").place == "s3://bucket"
+    assert S3Settings(url="s3://bucket", endpoint="http://127.0.0.1:9").place == "s3://bucket at http://127.0.0.1:9"
 
 
 @pytest.mark.parametrize("url", ["s3://bucket", "gs://bucket", "az://bucket"])
@@ -166,6 +192,20 @@ def test_keys_that_are_not_taken_for_another_reason_come_with_what_helps(said: s
     assert isinstance(opening, ConfigurationError)
     assert str(opening).startswith("s3://bucket refuses the credentials (")
     assert str(opening).endswith(f"): {advice}")
+
+
+@pytest.mark.parametrize(
+    ("url", "advice"),
+    [
+        ("s3://bucket", "(s3:ListBucket)"),
+        ("gs://bucket", "(storage.objects.list)"),
+        ("az://container", "the role Storage Blob Data Contributor"),
+    ],
+)
+def test_the_right_that_may_be_missing_is_that_of_the_store(url: str, advice: str) -> None:
+    """Each has names of its own for it."""
+    opening = translate_opening(PermissionDeniedError("status code: 403 Forbidden"), S3Settings(url=url))
+    assert advice in str(opening)
 
 
 def test_the_reason_is_said_however_long_an_object_s_name_is() -> None:
