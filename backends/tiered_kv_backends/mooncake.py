@@ -64,6 +64,23 @@ _THERE, _NOT_THERE = 1, 0  # what batch_is_exist says; less is an error
 _NO_SPACE = {-200, -201}
 _NOT_READABLE = {-703, -704}
 """Being written or removed; not found."""
+_MEANING = {
+    "-1": "internal error",
+    "-10": "its buffer is too small",
+    "-101": "no host gives memory",
+    "-200": "no room",
+    "-600": "invalid parameters",
+    "-703": "being written or removed",
+    "-704": "not found",
+    "-706": "being read",
+    "-707": "the lease ended before the transfer",
+    "-800": "the transfer failed",
+    "-801": "wrong checksum",
+    "-900": "its master, or another host, does not answer",
+    "-901": "its master, or another host, is late",
+    "-1010": "not in its present state",
+}
+"""Of its client's codes. Source: Mooncake, "Error Code Explanation", and its ``types.h``."""
 _PERHAPS_ANOTHER_LENGTH = {-600, -800}
 """Invalid parameters, and a failed transfer: what buffers longer or shorter than the record come to."""
 
@@ -140,7 +157,7 @@ class MooncakeBackend(Backend):
             reason = error.strerror or str(error) or f"no answer within {settings.timeout_s} s"
             raise BackendUnavailableError(f"Mooncake's master at {host}:{port}: {reason}") from error
         if code != "0":
-            raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: its client says {code}")
+            raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: {_said(code)}")
         # one call moves its blocks in parallel: over TCP, two at once wait for each other on the processors
         num_moving = 1 if settings.protocol == "tcp" else settings.num_threads
         self._readers, self._writers = context.workers(num_moving), context.workers(num_moving)
@@ -162,7 +179,7 @@ class MooncakeBackend(Backend):
         if not done:
             raise BackendUnavailableError(f"Mooncake at {host}:{port} was not joined within {settings.timeout_s} s")
         if code := joining.result():
-            raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: its client says {code}")
+            raise BackendUnavailableError(f"Mooncake at {host}:{port} cannot be joined: {_said(code)}")
         self._store = store
 
     async def lookup(self, keys: Sequence[BlockKey]) -> list[Outcome]:
@@ -309,9 +326,12 @@ class MooncakeBackend(Backend):
         return outcomes
 
     def _unavailable(self, what: str, code: int) -> BackendUnavailableError:
-        return BackendUnavailableError(
-            f"Mooncake at {self._master[0]}:{self._master[1]}: {what}, its client says {code}"
-        )
+        return BackendUnavailableError(f"Mooncake at {self._master[0]}:{self._master[1]}: {what}, {_said(code)}")
+
+
+def _said(code: int | str) -> str:
+    meaning = _MEANING.get(str(code))
+    return f"its client says {code}" + (f" ({meaning})" if meaning else "")
 
 
 class _OwnThreads:

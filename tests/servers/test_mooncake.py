@@ -167,7 +167,9 @@ async def test_a_dead_master_is_unavailable(own_server: MooncakeServer) -> None:
             backend.delete([block_key(1)]),
         )
         for call in calls:
-            with pytest.raises(BackendUnavailableError, match=r"its client says -900"):
+            with pytest.raises(
+                BackendUnavailableError, match=r"its client says -900 \(its master, or another host, does not answer\)"
+            ):
                 await call
 
 
@@ -360,7 +362,9 @@ async def test_why_some_blocks_of_a_batch_fail_is_kept(monkeypatch: pytest.Monke
             backend.last_error = ""
             assert await call(keys, blocks) == [well, Outcome.FAILED, Outcome.FAILED]
             said = str(backend.describe()["last_error"])
-            assert said.endswith("2 of 3 blocks could not be moved, its client says -900")
+            assert said.endswith(
+                "2 of 3 blocks could not be moved, its client says -900 (its master, or another host, does not answer)"
+            )
         await backend.aclose()
 
 
