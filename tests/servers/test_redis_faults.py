@@ -958,6 +958,23 @@ class TestTopologies:
             async with open_backend(backend_of(master, url=url, sentinel_master="kv")) as backend:
                 assert await backend.write([block_key(0)], blocks_of(1)) == [Outcome.STORED]
 
+    @pytest.mark.parametrize(
+        "becomes", [("REPLICAOF", "127.0.0.1", "1"), ("CONFIG", "SET", "min-replicas-to-write", "1")]
+    )
+    async def test_a_server_that_takes_no_writes_any_more_is_read(
+        self, tmp_path: Path, becomes: tuple[str, ...]
+    ) -> None:
+        """What is read lives no longer for it then, which would be a write; what is absent is a miss."""
+        with run_redis(find_binary("redis-server"), tmp_path) as server:
+            async with Redis(port=server.port) as operator, open_backend(backend_of(server, ttl_s=1000)) as backend:
+                await backend.write([block_key(0), block_key(2)], blocks_of(2))
+                await ask(operator, *becomes)
+                keys, into = [block_key(n) for n in range(3)], empty(3)
+                assert await backend.read(keys, into) == [Outcome.HIT, Outcome.MISS, Outcome.HIT]
+                assert [bytes(into[n].payload) for n in (0, 2)] == [bytes(block.payload) for block in blocks_of(2)]
+                with pytest.raises(BackendUnavailableError, match=r"READONLY|NOREPLICAS"):
+                    await backend.write([block_key(1)], blocks_of(1))
+
     async def test_a_failover_is_followed(self, tmp_path: Path) -> None:
         """When Sentinel names another master, calls go there, and what was replicated is there."""
         binary = find_binary("redis-server")

@@ -38,6 +38,8 @@ Ask = Callable[[Server, list[int]], Awaitable[list[Answer]]]
 _LOST, _AWAY, _CUT = "LOST", "AWAY", "CUT"
 _ELSEWHERE = frozenset({_LOST, "MOVED", "ASK", "TRYAGAIN", "READONLY"})
 """Begin answers after which it is worth finding out anew who holds the keys, and asking again."""
+_NOT_WRITABLE = frozenset({"READONLY", "NOREPLICAS", "MISCONF"})
+"""Begin answers of a server that serves reads, and no GETEX: a replica, one without replicas, one that cannot save."""
 _NODE_SHARE = 0.5
 """Of the time of a call, how long one node of a cluster may take: the blocks of the others are served all the same."""
 _KEYS_TRIED = 64
@@ -117,7 +119,10 @@ class RedisBackend(Backend):
         return RemoteLoadStoreSpec(range(len(keys)), names, self._servers.url)
 
     async def read(self, keys: Sequence[BlockKey], into: Sequence[Block]) -> list[Outcome]:
-        """Fill the blocks, and let what is read live for another ``ttl_s``, unless it is only read: HIT or what not."""
+        """Fill the blocks, and let what is read live for another ``ttl_s``, unless it is only read: HIT or what not.
+
+        Where the server takes no writes now they are read all the same, and live no longer for it.
+        """
         check_lengths(keys, into)
         names = self._names(keys)
         verb, options = self._get
@@ -125,7 +130,14 @@ class RedisBackend(Backend):
         async def get(server: Server, which: list[int]) -> list[Answer]:
             commands = [command(verb, names[i], *options) for i in which]
             async with server.bodies.connection() as connection:
-                return await connection.get(commands, [into[i] for i in which])
+                answers = await connection.get(commands, [into[i] for i in which])
+                if again := [n for n, answer in enumerate(answers) if _first_word(answer) in _NOT_WRITABLE]:
+                    self._servers.doubt()  # the next call may find one that renews them
+                    left = [which[n] for n in again]
+                    plain = await connection.get([command(b"GET", names[i]) for i in left], [into[i] for i in left])
+                    for n, answer in zip(again, plain, strict=True):
+                        answers[n] = answer
+            return answers
 
         return await self._ask_all("read", names, get)
 
