@@ -371,7 +371,7 @@ async def test_a_read_that_raises(kind: type[Scripted], error: Exception) -> Non
         flaky.on_read.fail_next(error)
         num_blocks, faults = await _load(kv, engine)
         assert num_blocks == 0
-        assert faults[0] == TierFault("flaky", Reason.UNREADABLE, 4)
+        assert faults[0] == TierFault("flaky", Reason.UNREADABLE, 4, emit.of(TierFailed)[0].error)
         assert kv.stats()["flaky"].failed == 4
         assert [event.doing for event in emit.of(TierFailed)] == ["read"]
         assert type(error).__name__ in emit.of(TierFailed)[0].error
@@ -394,10 +394,12 @@ async def test_a_block_that_is_not_read(kind: type[Scripted], outcome: Outcome, 
         for _ in range(k // 4):
             flaky.on_read.change_next(_truth)
         flaky.on_read.change_next(only(k % 4, outcome))
+        flaky.last_error = "node 1 is away"
         num_blocks, faults = await _load(kv, engine)
         assert num_blocks == k
         reason = Reason.GONE if outcome is Outcome.MISS else Reason.UNREADABLE  # a tier that only evicts is not blamed
-        assert [(fault.tier, fault.reason, fault.num_blocks) for fault in faults] == [("flaky", reason, 1)]
+        detail = flaky.last_error if outcome is Outcome.FAILED else ""
+        assert faults == (TierFault("flaky", reason, 1, detail),)
         counts = kv.stats()["flaky"]
         assert counts.corrupt == (outcome is Outcome.CORRUPT)
         assert counts.failed == (outcome is Outcome.FAILED)

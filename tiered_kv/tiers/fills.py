@@ -30,6 +30,7 @@ class Fill:
         slots: By position, where what arrived is held for those who wait; -1 of what did not come, or was removed.
         gone: By position, what its tier did not have any more when it was read.
         refused: Why, by position, of what is sealed otherwise than its tier's keys say.
+        errors: By tier, why it could not read what it was to bring, in words.
         source: By position, which tier it comes from (a number that the chain gives tiers), or -1.
         waiter: Its place in the lines of the tiers; a joiner may hurry it.
         ends_unwanted: Whether it begins no read any more once nobody waits for it: the cache is closing.
@@ -47,6 +48,7 @@ class Fill:
         self.slots.fill(-1)
         self.gone: Mask = np.zeros(n, np.bool_)
         self.refused: dict[int, str] = {}
+        self.errors: dict[str, str] = {}
         self.source = np.full(n, -1, np.int8) if source is None else source
         self.waiter = waiter
         self.late_tiers: set[str] = set()
@@ -274,7 +276,8 @@ class Fills:
                 reasons = {Reason.GONE: is_gone, Reason.UNREADABLE: lost & ~is_gone}
             for reason, blocks in reasons.items():
                 if num_blocks := int(np.count_nonzero(blocks)):
-                    faults.append((int(np.argmax(blocks)), TierFault(tier.name, reason, num_blocks)))
+                    detail = fill.errors.get(tier.name, "") if reason is Reason.UNREADABLE else ""
+                    faults.append((int(np.argmax(blocks)), TierFault(tier.name, reason, num_blocks, detail)))
         return [fault for _, fault in sorted(faults, key=itemgetter(0), reverse=True)]
 
 
@@ -325,6 +328,8 @@ class _TierRead:
         arrived[self._at], fill.gone[self._at] = report.right, report.gone
         if report.refused:
             fill.refused |= {int(self._at[i]): why for i, why in report.refused.items()}
+        if report.error:
+            fill.errors[self._tier.name] = report.error
         lease = self._reservation.commit(arrived)
         self._fills.forget(fill, lease.slots)  # though it goes on: what nobody holds may be evicted
         if host.index.num_slots:

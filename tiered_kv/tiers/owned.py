@@ -156,8 +156,9 @@ class OwnedTier(StorageTier, BookedTier):
         if len(at) < n:
             wanted, there, slots = batch[at], Blocks.some(blocks, at.tolist()), slots[at]
 
-        def end(outcomes: list[Outcome], refused: Refusals) -> None:
-            report = self._report(wanted, at, slots, outcomes, refused, n)
+        def end(outcomes: list[Outcome], refused: Refusals, error: str) -> None:
+            self._take_out_wrong(wanted, slots, outcomes, refused)
+            report = ReadReport.of(n, at, outcomes, refused, error)
             lease.release(is_use=is_use and outcomes.count(Outcome.HIT) == n)
             self._see_missing()
             io.then(report)
@@ -170,15 +171,12 @@ class OwnedTier(StorageTier, BookedTier):
             return self.backend.read(self.group, slots.copy(), into)
         return self._maker.read(self.group, slots.copy(), into, verify)
 
-    def _report(
-        self, wanted: Batch, at: NDArray[np.intp], slots: Slots, outcomes: list[Outcome], refused: Refusals, n: int
-    ) -> ReadReport:
-        """Say what became of those at some of ``n`` positions that were read; remove what is not as it should be."""
+    def _take_out_wrong(self, wanted: Batch, slots: Slots, outcomes: list[Outcome], refused: Refusals) -> None:
+        """Remove what was read and is not as it should be."""
         if outcomes.count(Outcome.HIT) < len(outcomes):
             broken = np.array([outcome in (Outcome.CORRUPT, Outcome.MISS) for outcome in outcomes])
             broken &= self.index.find(wanted.names)[0] == slots
             self.take_out(wanted.names, broken, refused, wanted)
-        return ReadReport.of(n, at, outcomes, refused)
 
     async def turn_to_look(self, n: int, tasks: Tasks) -> Turn | None:
         """Wait until ``n`` records may be read for nobody who is to have the blocks: what holds these is taken then.

@@ -470,8 +470,8 @@ class SharedTier(StorageTier):
         wanted, serial = batch[at], self._tombstones.serial
         keys = self.records.keys(wanted)
 
-        def end(outcomes: list[Outcome], refused: Refusals) -> None:
-            report = ReadReport.of(n, at, outcomes, refused)
+        def end(outcomes: list[Outcome], refused: Refusals, error: str) -> None:
+            report = ReadReport.of(n, at, outcomes, refused, error)
             self.answers.doubt(batch.names[~report.right])
             self.miss(batch.names[report.gone])
             if serial == self._tombstones.serial:  # else some of it may have been evicted behind the read

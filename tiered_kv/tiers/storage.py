@@ -350,12 +350,12 @@ class StorageTier(Tier):
         begin: Callable[[Sequence[Block], Verify, Then], bool] | None,
         call: Callable[[Sequence[Block], Verify], Awaitable[list[Outcome]]],
         on_late: Callable[[], None],
-        then: Callable[[list[Outcome], Refusals], None],
+        then: Callable[[list[Outcome], Refusals, str], None],
     ) -> None:
         """Read records, replace each HIT by what the record itself says, and leave in the blocks what they hold.
 
         A medium that has a ``begin`` makes records: it verifies them where it reads them, in ``call``, too. ``then`` is
-        told also which are refused for their seal.
+        told also which are refused for their seal, and why others could not be read.
         """
         n = len(batch.names)
         records = blocks if (codec := self._codec) is None else Blocks(n, lambda at: codec.record_in(blocks[at]))
@@ -366,7 +366,8 @@ class StorageTier(Tier):
             return call(records if begin is not None else list(Blocks.lent(records)), verification.verify)
 
         def verified(answer: Outcomes, verdicts: list[Outcome] | None) -> None:
-            then(self._seen(answer, verification, n, verdicts), verification.refused)
+            error = answer.error or (self.why_partly if Outcome.FAILED in (answer.value or ()) else "")
+            then(self._seen(answer, verification, n, verdicts), verification.refused, error)
 
         def ended(answer: Outcomes) -> None:
             self.tell_failed("read", (answer.value or []).count(Outcome.FAILED))

@@ -374,19 +374,24 @@ class ReadReport:
         right: Which are as they were stored.
         gone: Which it no longer has.
         refused: Why, of those that are whole, and sealed otherwise than the tier's keys say.
+        error: Why the medium could not read others, in words.
     """
 
     right: Mask
     gone: Mask
     refused: Mapping[int, str]
+    error: str = ""
 
     @classmethod
-    def of(cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str]) -> "ReadReport":
+    def of(
+        cls, n: int, at: NDArray[np.intp], outcomes: Sequence[Outcome], refused: Mapping[int, str], error: str = ""
+    ) -> "ReadReport":
         """Report ``n`` blocks, of which those ``at`` positions were read. ``refused`` holds places among these."""
         right, gone = which(outcomes, Outcome.HIT), which(outcomes, Outcome.MISS)
         if len(at) == n:
-            return cls(right, gone, refused)
-        report = cls(np.zeros(n, np.bool_), np.ones(n, np.bool_), {int(at[i]): why for i, why in refused.items()})
+            return cls(right, gone, refused, error)
+        at_all = {int(at[i]): why for i, why in refused.items()}
+        report = cls(np.zeros(n, np.bool_), np.ones(n, np.bool_), at_all, error)
         report.right[at], report.gone[at] = right, gone
         return report
 
