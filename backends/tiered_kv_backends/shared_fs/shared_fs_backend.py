@@ -249,8 +249,8 @@ class SharedFSBackend(Backend):
         try:
             num_taken = await self._room.take(blocks, self._sweep_soon)
         except BackendUnavailableError as error:
-            if not _is_full(error.__cause__):
-                raise
+            if not isinstance(cause := error.__cause__, OSError) or cause.errno != errno.EDQUOT:
+                raise  # also ENOSPC, where the filesystem has just said that there is room
             num_taken, self._is_full = 0, self._is_full or num_made_room == self._num_made_room
         writes = [self._write_share(each) for each in self._shares(work[:num_taken])]
         written = self._outcomes(await each_of(writes), if_full=Outcome.REFUSED)
@@ -414,7 +414,7 @@ class SharedFSBackend(Backend):
         return swept
 
 
-def _is_full(moved: Moved | BaseException | None) -> bool:
+def _is_full(moved: Moved) -> bool:
     return isinstance(moved, OSError) and moved.errno in files.FULL
 
 
