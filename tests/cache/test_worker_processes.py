@@ -293,9 +293,10 @@ async def test_workers_that_cannot_all_be_told_of_cost_no_descriptors() -> None:
     for rank in range(8):
         workers.register(rank, os.getpid())
     most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    taken = {int(each.name) for each in Path("/proc/self/fd").iterdir()}  # perhaps with holes, which others have left
-    first_free = [number for number in range(len(taken) + 5) if number not in taken]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (first_free[4], limit))
+    spares = [os.dup(0) for _ in range(5)]  # the lowest free numbers, perhaps with others' between them
+    for spare in spares[:4]:
+        os.close(spare)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (spares[4], limit))
     try:
         for _ in range(3):
             with pytest.raises(OSError, match="Too many open files"):
@@ -303,4 +304,5 @@ async def test_workers_that_cannot_all_be_told_of_cost_no_descriptors() -> None:
             os.close(os.dup(0))
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
+        os.close(spares[4])
         workers.close()
