@@ -20,6 +20,7 @@ from tests.host.processes import FORKING
 from tests.support.any_layout import SMALL, AnyEngine, cpu, open_any, prompt
 from tests.support.backends import ScriptedBackend
 from tests.support.caches import Recorder, until, until_idle
+from tests.support.descriptors import descriptors_left
 from tests.support.planned import CPU, KEYS, N
 from tiered_kv import (
     ConfigurationError,
@@ -292,17 +293,11 @@ async def test_workers_that_cannot_all_be_told_of_cost_no_descriptors() -> None:
     workers = WorkerProcesses(8, LoopCalls(asyncio.get_running_loop()), lambda _rank, _pid: None)
     for rank in range(8):
         workers.register(rank, os.getpid())
-    most, limit = resource.getrlimit(resource.RLIMIT_NOFILE)
-    spares = [os.dup(0) for _ in range(5)]  # the lowest free numbers, perhaps with others' between them
-    for spare in spares[:4]:
-        os.close(spare)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (spares[4], limit))
     try:
-        for _ in range(3):
-            with pytest.raises(OSError, match="Too many open files"):
-                workers.descriptors(workers.unlike([]))
-            os.close(os.dup(0))
+        with descriptors_left(4):
+            for _ in range(3):
+                with pytest.raises(OSError, match="Too many open files"):
+                    workers.descriptors(workers.unlike([]))
+                os.close(os.dup(0))
     finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, limit))
-        os.close(spares[4])
         workers.close()
