@@ -150,5 +150,5 @@ def _wait_until_it_listens(process: subprocess.Popen[bytes], port: int) -> None:
         with suppress(OSError):
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
             return
-        time.sleep(0.05)
+        time.sleep(0.05)  # a poll with a bound: a server does not say when it listens
     raise RuntimeError(f"{process.args!r} did not start")

@@ -13,7 +13,6 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from copy import copy
 from functools import partial
 from typing import Final
 
@@ -110,9 +109,10 @@ class WriteDown:
 
     def part(self, at: slice | Mask, lease: Lease) -> "WriteDown":
         """Return the writing down of some of the blocks, which takes over a lease on them."""
-        part = copy(self)
-        part._batch, part._slots, part._lease = self._batch[at], self._slots[at], lease  # noqa: SLF001 - of this class
-        return part
+        return WriteDown(
+            self._chain, self._tally, self._tier, self._batch[at], self._slots[at], lease, self._came,
+            to=self._to, kind=self._kind, prompt=self._prompt, head=self._head,
+        )  # fmt: skip
 
     @property
     def is_done(self) -> bool:

@@ -35,7 +35,7 @@ from tiered_kv.media.backend import Block
 from tiered_kv.values.errors import BackendUnavailableError
 from tiered_kv.values.log import log
 from tiered_kv_backends.shared_fs import files
-from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of, unless_full
+from tiered_kv_backends.shared_fs.files import FileThreads, check_mounted, open_own, text_of, unless
 
 LEDGER_NAME = "ledger"
 _NEXT_NAME = f"{LEDGER_NAME}.new"
@@ -172,7 +172,7 @@ class ByteLedger:
             now_ns = self._wall_clock_ns()
             entries = books.writers | {self._writer: (unwritten(), now_ns)}
             books = replace(books, writers={k: v for k, v in entries.items() if v[0] and v[1] > now_ns - _DEAD_NS})
-            with unless_full():  # there is no room, which the sweep is to make
+            with unless(files.FULL):  # there is no room, which the sweep is to make
                 _write(file, books)
             return books
 
@@ -188,7 +188,7 @@ class ByteLedger:
             unwritten = sum(each for each, _ in begun.writers.values())
             taken_since = books.total - begun.total
             total = num_bytes + unwritten + taken_since
-            with unless_full():  # some have room a while after files are gone: the next sweep sets it right
+            with unless(files.FULL):  # some have room a while after files are gone: the next sweep sets it right
                 _write(
                     file, replace(books, total=total, num_sweeps=books.num_sweeps + 1, swept_ns=self._wall_clock_ns())
                 )

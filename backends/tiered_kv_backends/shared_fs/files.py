@@ -16,7 +16,7 @@ import fcntl
 import os
 import stat
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from pathlib import Path
@@ -297,7 +297,7 @@ class _Folders:
     def has(self, key: BlockKey) -> bool:
         """Say whether there is a file for a block. An estimate: a load decides."""
         digits = key.hash.hex()
-        with _unless_gone():
+        with unless(_GONE):
             self._enter(key, make=False)
             status = os.stat(f"{digits[:FOLDER_DIGITS]}/{digits}", dir_fd=self._fd, follow_symlinks=False)
             return stat.S_ISREG(status.st_mode)
@@ -485,21 +485,12 @@ def _behind(segments: list[memoryview], num_bytes: int) -> list[memoryview]:
 
 
 @contextlib.contextmanager
-def unless_full() -> Iterator[None]:
-    """Go on where the filesystem takes no more: what was to be written over is as it was."""
+def unless(numbers: Collection[int]) -> Iterator[None]:
+    """Go on where the filesystem answers with one of these errors, and what was to be done is not."""
     try:
         yield
     except OSError as error:
-        if error.errno not in FULL:
-            raise
-
-
-@contextlib.contextmanager
-def _unless_gone() -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _GONE:
+        if error.errno not in numbers:
             raise
 
 

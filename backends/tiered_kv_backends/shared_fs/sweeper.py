@@ -33,10 +33,11 @@ from tiered_kv_backends.shared_fs.files import (
     FILE_FLAGS,
     FOLDER_DIGITS,
     FOLDER_FLAGS,
+    FULL,
     LOCK_NAME,
     free_bytes,
     open_own,
-    unless_full,
+    unless,
 )
 
 FOLDERS = (*NAMESPACE, re.compile(f"[0-9a-f]{{{FOLDER_DIGITS}}}"))
@@ -187,7 +188,7 @@ class Sweeper:
 
     def _date(self, lock: int) -> None:
         now_ns = self._wall_clock_ns()
-        with unless_full():  # it is tried again at each folder, until enough is deleted
+        with unless(FULL):  # it is tried again at each folder, until enough is deleted
             os.utime(lock, ns=(now_ns, now_ns))
             self._dated_ns = now_ns
 
