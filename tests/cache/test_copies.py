@@ -11,7 +11,7 @@ from tests.support.any_layout import SMALL, STRIDE, AnyEngine, cpu, nvme, open_a
 from tests.support.caches import inside, until, until_idle
 from tests.support.planned import KEYS, N, Ranks, spread
 from tests.support.serving import attached, serving
-from tiered_kv import ConfigurationError, Job, KVLayout, Outcomes, Plan, Planner, Shard, TieredKV
+from tiered_kv import ConfigurationError, ConnectedKV, Job, KVLayout, Outcomes, Plan, Planner, Shard, TieredKV
 
 CPU = cpu(32, STRIDE)
 COPIES = Shard.every(1, copies=3)
@@ -160,63 +160,60 @@ async def test_a_cancelled_store_holds_nothing() -> None:
         await until_idle(kv)
 
 
-async def test_a_server_keeps_a_block_once_for_all_of_a_clients_workers(tmp_path: Path) -> None:
-    """Its memory too: each worker maps the one slab."""
+@asynccontextmanager
+async def three_that_hold_the_same(tmp_path: Path) -> AsyncIterator[tuple[ConnectedKV, Planner, Ranks]]:
+    """Yield a server's client, its planner, and three workers that have computed the same blocks."""
     with serving(tmp_path, CPU) as server:
         async with attached(server, shard=COPIES) as kv:
             planner = kv.planner()
             ranks = Ranks(planner, 3, copies=3)
             ranks.compute()
-            job: Any = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
-            plan = await carried_out(planner, ranks, job)
-            assert [move.positions for move in plan.moves] == [(0, 3), (1, 4), (2, 5)]
-            assert (await job.ended()).num_blocks == N
-            assert kv.stats()["cpu"].ready == N
-            ranks.wipe()
-            job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
-            await carried_out(planner, ranks, job)
-            assert (await job.ended()).num_blocks == N
-            assert ranks.num_right() == [N, N, N]
+            yield kv, planner, ranks
             ranks.close()
+
+
+async def test_a_server_keeps_a_block_once_for_all_of_a_clients_workers(tmp_path: Path) -> None:
+    """Its memory too: each worker maps the one slab."""
+    async with three_that_hold_the_same(tmp_path) as (kv, planner, ranks):
+        job: Any = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        plan = await carried_out(planner, ranks, job)
+        assert [move.positions for move in plan.moves] == [(0, 3), (1, 4), (2, 5)]
+        assert (await job.ended()).num_blocks == N
+        assert kv.stats()["cpu"].ready == N
+        ranks.wipe()
+        job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+        await carried_out(planner, ranks, job)
+        assert (await job.ended()).num_blocks == N
+        assert ranks.num_right() == [N, N, N]
 
 
 async def test_a_server_plans_no_more_than_it_can_say_to_every_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A load names its blocks to each. One of more ends and says why: its client would never hear of it."""
-    with serving(tmp_path, CPU) as server:
-        async with attached(server, shard=COPIES) as kv:
-            planner = kv.planner()
-            ranks = Ranks(planner, 3, copies=3)
-            ranks.compute()
-            await carried_out(planner, ranks, planner.plan_store(KEYS, ranks.engines[0].spec(range(N))))
-            with monkeypatch.context() as patched:
-                patched.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", 3 * N - 1)
-                job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
-                await job.planned()
-            assert job.result is not None
-            assert f"{N} keys for 3 ranks, {3 * N - 1} blocks at most: give fewer keys" in job.result.errors[0]
-            assert kv.stats()["cpu"].leased == 0
-            ranks.close()
+    async with three_that_hold_the_same(tmp_path) as (kv, planner, ranks):
+        await carried_out(planner, ranks, planner.plan_store(KEYS, ranks.engines[0].spec(range(N))))
+        with monkeypatch.context() as patched:
+            patched.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", 3 * N - 1)
+            job = planner.plan_load(KEYS, ranks.engines[0].spec(range(N)))
+            await job.planned()
+        assert job.result is not None
+        assert f"{N} keys for 3 ranks, {3 * N - 1} blocks at most: give fewer keys" in job.result.errors[0]
+        assert kv.stats()["cpu"].leased == 0
 
 
 async def test_a_server_counts_a_block_once_that_one_worker_stores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Workers that hold the same take turns: a store names each block to one of them, so as many may be planned."""
-    with serving(tmp_path, CPU) as server:
-        async with attached(server, shard=COPIES) as kv:
-            planner = kv.planner()
-            ranks = Ranks(planner, 3, copies=3)
-            ranks.compute()
-            monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N)
-            job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
-            await carried_out(planner, ranks, job)
-            assert (await job.ended()).num_blocks == N
-            monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N - 1)
-            result = await planner.plan_store(KEYS, ranks.engines[0].spec(range(N))).ended()
-            assert f"{N} keys for 1 ranks, {N - 1} blocks at most: give fewer keys" in result.errors[0]
-            ranks.close()
+    async with three_that_hold_the_same(tmp_path) as (_, planner, ranks):
+        monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N)
+        job = planner.plan_store(KEYS, ranks.engines[0].spec(range(N)))
+        await carried_out(planner, ranks, job)
+        assert (await job.ended()).num_blocks == N
+        monkeypatch.setattr("tiered_kv.host.session_jobs.MOST_BLOCKS", N - 1)
+        result = await planner.plan_store(KEYS, ranks.engines[0].spec(range(N))).ended()
+        assert f"{N} keys for 1 ranks, {N - 1} blocks at most: give fewer keys" in result.errors[0]
 
 
 async def test_a_server_passes_memory_once_to_all_that_hold_the_same(tmp_path: Path) -> None:

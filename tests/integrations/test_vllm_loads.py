@@ -77,6 +77,16 @@ def test_what_is_in_memory_is_loaded_by_the_step_that_computes_the_rest(*, is_as
         assert engine.scheduling.num_bringing == 0
 
 
+def keep_first(engine: SmallVLLM) -> None:
+    """Have the tiers of a server keep the blocks of a first request."""
+    engine.step()
+    engine.ask("one", LENGTH, 1, prompt="a")
+    engine.settle()
+    engine.settle_copies()
+    engine.step(2)  # which tell of the copies
+    engine.scheduling.kv.flush()
+
+
 @pytest.mark.parametrize("is_async", [False, True])
 def test_what_a_server_has_in_memory_is_loaded_first_too(tmp_path: Path, *, is_async: bool) -> None:
     """Its plans come by a socket, sooner than a step. Not where the next step is scheduled by then: it may have died.
@@ -85,12 +95,7 @@ def test_what_a_server_has_in_memory_is_loaded_first_too(tmp_path: Path, *, is_a
     """
     connect = f"unix://{tmp_path / 'kv.sock'}"
     with serving(tmp_path, ROOMY), opened(connect=connect, is_async=is_async) as engine:
-        engine.step()
-        engine.ask("one", LENGTH, 1, prompt="a")
-        engine.settle()
-        engine.settle_copies()
-        engine.step(2)  # which tell of the copies
-        engine.scheduling.kv.flush()
+        keep_first(engine)
         loads = loads_of(engine)
         two = engine.ask("two", LENGTH, 2, prompt="a")
         engine.step()
@@ -642,12 +647,7 @@ def test_a_load_that_is_lost_with_its_server_before_it_fails_has_failed(tmp_path
     """The workers say so once its job has ended: it is loaded no more, though it is there, and computed, and stored."""
     wanted = {"is_async": True, "groups": SHAPES[shape] if shape else ()}
     with serving(tmp_path, ROOMY), opened(connect=f"unix://{tmp_path / 'kv.sock'}", **wanted) as engine:
-        engine.step()
-        engine.ask("one", LENGTH, 1, prompt="a")
-        engine.settle()
-        engine.settle_copies()
-        engine.step(2)  # which tell of the copies
-        engine.scheduling.kv.flush()
+        keep_first(engine)
         loads, copies = loads_of(engine), Copies(engine, "load")
         two = engine.ask("two", LENGTH, 2, prompt="a")
         while not copies.num_held:
