@@ -538,8 +538,10 @@ def test_what_is_not_stored_as_a_first_load_failed_is_counted(*, is_planned: boo
     """Of whatever request, if no worker was told of it: it may have been computed with what had not come."""
     with stored_once(ROOMY) as engine:
         if not is_planned:
+            engine.step(8)  # so many at least since the last plan, that the next that has something makes one
             engine.ask("before", BLOCK_SIZE + 1, 9)
             engine.step()  # which plans: others are due until the eighth behind it
+            engine.settle_loop()  # so that the next step tells the workers of it
             engine.scheduling.counts.take()
         fail_first_loads(engine)
         engine.ask("lost", 4 * BLOCK_SIZE + 1, 2)
