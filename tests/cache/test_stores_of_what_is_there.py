@@ -1,16 +1,21 @@
 """A store of blocks that are there already copies nothing, and is a use of them like any other."""
 
 import asyncio
+from collections.abc import Callable
+from functools import partial
 
+import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 
 from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
-from tests.support.caches import keep, open_cache, until, until_idle
+from tests.support.caches import inside, keep, open_cache, until, until_idle
 from tests.support.engine import PAYLOAD_BYTES, SMALL_LIMITS, Engine, contents, prompt, small_layout
 from tests.support.virtual import CountingDevice, pools_of, run, watch
+from tests.support.work import num_calls
 from tiered_kv import GPULoadStoreSpec, Outcomes, Reason, TierStore, Worker
 from tiered_kv.testing import ScriptedDevice
+from tiered_kv.tiers.tier import Batch
 
 KEYS = prompt(3)
 
@@ -288,6 +293,27 @@ async def test_what_was_evicted_on_its_way_is_sent_again(tier: str | None, *, is
         assert await kv.drain()
         assert slots.num_records == 11
         await until_idle(kv)
+
+
+async def test_many_blocks_are_announced_in_as_few_calls_as_few() -> None:
+    """To a tier to which they come later, on the event loop; of a block that is to come twice, each by itself."""
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, ScriptedSlotBackend()) as kv:
+        (tier,) = inside(kv).chains[0].owned
+        few, many, late = (inside(kv).batch(prompt(n))[1] for n in (8, 1024, 2048))
+        overs: list[Callable[[], None]] = []
+
+        def announce(batch: Batch) -> None:
+            overs.append(tier.announce(batch.names, lambda: np.ones(len(batch), np.bool_)))
+
+        num_steps = [num_calls(partial(announce, batch)) for batch in (few, many, late[1000:])]
+        assert num_steps[1] < 2 * num_steps[0]
+        assert tier.is_coming(late).all()
+        overs[1]()
+        assert tier.is_coming(late).nonzero()[0].tolist() == [*range(8), *range(1000, 2048)]
+        overs[2]()
+        assert tier.is_coming(late).nonzero()[0].tolist() == [*range(8)]
+        overs[0]()
+        assert not tier.is_coming(late).any()
 
 
 @pytest.mark.parametrize("write", ["through", "back"])

@@ -77,7 +77,8 @@ class OwnedTier(StorageTier, BookedTier):
         self._journal = Journal(parts, backend)
         self._in_write: dict[object, tuple[Names, Slots]] = {}
         self.expected = Expected()
-        self._coming: dict[int, list[_Coming]] = {}  # by each block's hash
+        # By each block's hash, nothing of its own for the collector to walk; where one is to come twice, in two dicts.
+        self._coming: list[dict[int, _Coming]] = []
         self._awaited = Expected()  # what writes have left to others that have slots for it
         self._tombstones = Tombstones()  # while the medium is not open
         self._resizing: asyncio.Task[Answer[None]] | None = None
@@ -336,14 +337,16 @@ class OwnedTier(StorageTier, BookedTier):
     def announce(self, names: Names, is_wanted: Callable[[], Mask]) -> Callable[[], None]:
         coming = _Coming(hash_names(names), is_wanted)
         hashes: list[int] = coming.hashes.tolist()
-        for each in hashes:
-            self._coming.setdefault(each, []).append(coming)
+        books = next((each for each in self._coming if each.keys().isdisjoint(hashes)), None)
+        if books is None:
+            self._coming.append(books := {})
+        books.update(dict.fromkeys(hashes, coming))
 
         def over() -> None:
-            for each in hashes:
-                self._coming[each].remove(coming)
-                if not self._coming[each]:
-                    del self._coming[each]
+            for each in dict.fromkeys(hashes):
+                del books[each]
+            if not books:
+                self._coming.remove(books)  # the only one that is empty
 
         return over
 
@@ -355,7 +358,8 @@ class OwnedTier(StorageTier, BookedTier):
     def _is_announced(self, names: Names) -> Mask:
         """Say which blocks are to come here, as it was announced, and are wanted yet: however many others are."""
         hashes, is_so = hash_names(names), np.zeros(len(names), np.bool_)
-        found = {coming for each in hashes.tolist() for coming in self._coming.get(each, ())} if self._coming else ()
+        asked = hashes.tolist() if self._coming else []
+        found = {coming for books in self._coming for each in asked if (coming := books.get(each)) is not None}
         for coming in found:
             is_so |= np.isin(hashes, coming.hashes[coming.is_wanted()])
         return is_so
