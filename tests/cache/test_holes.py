@@ -92,3 +92,13 @@ async def test_what_is_evicted_while_it_is_read_is_lacking_though_the_read_was_r
         await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
         await kv.flush()
         assert {key.hash for key in medium.written} == {KEYS[1], KEYS[2]}
+
+
+async def test_a_replica_writes_its_share_once_though_others_shares_are_missing() -> None:
+    """What others have still to write is no reason to write one's own again."""
+    layout = KVLayout((KVGroup(2, 1, 48, "bfloat16", 4, "MLA"),))
+    medium, engine = Estimating(), AnyEngine(layout)
+    for num_written in (4, 0):
+        async with open_any(engine, medium, shard=Shard(1, 3, replicated=True)) as kv:
+            [tier] = await (await kv.store(KEYS, engine.fill(KEYS, PLACES))).settled()
+            assert tier.written == num_written

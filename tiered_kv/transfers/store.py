@@ -344,14 +344,15 @@ class Store(Revocable):
     async def _known_below(self, part: Batch) -> NDArray[np.bool_]:
         """Which blocks every tier below has that may be written: asked only where no tier above them keeps any.
 
-        Of replicas each asks for its own share once more: what others have still to write are holes in the whole, which
-        an estimate looks past.
+        Of replicas each asks for its own share by itself: what others have still to write are holes in the whole, at
+        which an answer ends, or past which it looks.
         """
         known, mine = np.ones(len(part), np.bool_), self._chain.naming.shard.writes(part.positions)
         for tier in self._chain.written:
-            known &= await tier.find_for_store(part)
+            there = await tier.find_for_store(part)
             if tier.is_shared and not mine.all() and mine.any():
-                known[mine] &= await tier.find_for_store(part[mine])
+                there[mine] = await tier.find_for_store(part[mine])
+            known &= there
         return known
 
     def _count_known(self, n: int) -> None:
