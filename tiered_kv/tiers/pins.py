@@ -124,7 +124,7 @@ class Pins:
         """Let go of these blocks, of whatever weights; those not pinned are no error."""
         hashes = rows_of(keys.words)
         for chain, _ in parts:
-            self._drop(hashes, self._find(chain, keys.salt_id, hashes).pins)
+            self._drop(hashes, self._pins_of(chain, keys.salt_id, hashes))
         self._set_timer()
 
     def is_pinned(self, chain: Chain, batch: Batch, keys: BlockKeys) -> Mask:
@@ -138,21 +138,24 @@ class Pins:
             self._end(number)
         self._set_timer()
 
+    def _pins_of(self, chain: Chain, salt: bytes, hashes: Sequence[bytes]) -> list[int]:
+        """Return the number of each block's pin, -1 where there is none."""
+        pin_of = self._pin_of.get((id(chain), salt), {})
+        return [pin_of.get(each, -1) for each in hashes] if pin_of else [-1] * len(hashes)
+
     def _find(self, chain: Chain, salt: bytes, hashes: Sequence[bytes]) -> _Found:
-        n = len(hashes)
-        found = _Found(np.full(n, -1, np.int64), np.full(n, -1, np.int8), np.full(n, -1, np.int64))
-        if (pin_of := self._pin_of.get((id(chain), salt))) is not None:
-            found.pins[:] = [pin_of.get(each, -1) for each in hashes]
-            numbers: dict[BookedTier, int] = {tier: number for number, tier in enumerate(chain.booked)}
-            for i in (found.pins >= 0).nonzero()[0].tolist():
-                pin = self._pins[int(found.pins[i])]
-                found.tiers[i], found.slots[i] = numbers[pin.tier], pin.slots[hashes[i]]
+        n, pins = len(hashes), self._pins_of(chain, salt, hashes)
+        found = _Found(np.array(pins, np.int64), np.full(n, -1, np.int8), np.full(n, -1, np.int64))
+        numbers: dict[BookedTier, int] = {tier: number for number, tier in enumerate(chain.booked)}
+        at = (found.pins >= 0).nonzero()[0].tolist()
+        found.tiers[at] = [numbers[self._pins[pins[i]].tier] for i in at]
+        found.slots[at] = [self._pins[pins[i]].slots[hashes[i]] for i in at]
         return found
 
     def _drop_stale(self, chain: Chain, salt: bytes, batch: Batch, hashes: Sequence[bytes]) -> None:
         """Let go of those of these blocks that cannot be found where they were pinned: they hold room for nothing."""
         found = self._find(chain, salt, hashes)
-        self._drop(hashes, np.where(_stale(chain, batch, found), found.pins, -1))
+        self._drop(hashes, np.where(_stale(chain, batch, found), found.pins, -1).tolist())
 
     def _choose(self, chain: Chain, batch: Batch, found: _Found) -> NDArray[np.int8]:
         """Say in which owned tier of the chain to pin each block, -1 for none: where it is pinned, if it is."""
@@ -184,20 +187,21 @@ class Pins:
             lease = tier.index.lease(batch.names[at])
             slots = dict(zip([hashes[i] for i in at], lease.slots.tolist(), strict=True))
             made.append((next(self._numbers), _Pin(chain, salt, tier, slots, lease.split(), until)))
-        self._drop(hashes, np.where(ends_sooner, pins, -1))  # held anew by now: nothing is evicted in between
+        self._drop(hashes, np.where(ends_sooner, pins, -1).tolist())  # held anew by now: nothing is evicted in between
         for number, pin in made:
             self._pins[number] = pin
             self._pin_of.setdefault((id(chain), salt), {}).update(dict.fromkeys(pin.slots, number))
             heappush(self._ends, (until, number))
             self._count(pin, len(pin.slots))
 
-    def _drop(self, hashes: Sequence[bytes], pins: NDArray[np.int64]) -> None:
+    def _drop(self, hashes: Sequence[bytes], pins: Sequence[int]) -> None:
         """Let go of blocks of the pins whose numbers are given by position, -1 for none."""
         of_pin: dict[int, list[bytes]] = {}
-        for i in (pins >= 0).nonzero()[0].tolist():
-            of_pin.setdefault(int(pins[i]), []).append(hashes[i])
-        for number, each in of_pin.items():
-            self._let_go(number, list(dict.fromkeys(each)))
+        for each, number in zip(hashes, pins, strict=True):
+            if number >= 0:
+                of_pin.setdefault(number, []).append(each)
+        for number, some in of_pin.items():
+            self._let_go(number, list(dict.fromkeys(some)))
 
     def _end(self, number: int) -> None:
         if (pin := self._pins.get(number)) is not None:
