@@ -180,6 +180,29 @@ async def test_a_long_store_ends_in_as_few_steps_as_a_short_one(write: str) -> N
         await until_idle(kv)
 
 
+@pytest.mark.parametrize("is_closed", [False, True])
+async def test_a_long_store_is_written_down_a_few_windows_in_each_turn(*, is_closed: bool) -> None:
+    """However many of them the store queue takes: the loop is the engine's. Who waits for it has all of it."""
+    slots = ScriptedSlotBackend(2048)
+    async with open_any(AnyEngine(), cpu(2048), slots) as kv:
+        chain, keys = inside(kv).chains[0], prompt(1024)
+        planner = kv.planner()
+        planner.register_worker()
+        job = planner.plan_store(keys, GPULoadStoreSpec(range(1024)))
+        plan = await job.planned()
+        slots.on_write.hold()
+        planner.complete(Outcomes(plan.job, 0, 1024, "", 0.0))
+        await job.ended()
+        num_begun = [kv.stats()["slots"].num_waiting]
+        while not is_closed and num_begun[-1] < 1024 // chain.most_window - 1:
+            await checkpoint()
+            num_begun.append(kv.stats()["slots"].num_waiting)
+        assert max(np.diff(num_begun), default=0) <= 16
+        assert num_begun[0] <= 16
+        slots.on_write.release()
+    assert slots.num_records == 1024
+
+
 async def test_several_prompts_that_cannot_be_stored_together() -> None:
     """They are refused before anything is held: none at all, and blocks of two sizes."""
     async with open_any(AnyEngine(), CPU, shard=Shard.every(2)) as kv:

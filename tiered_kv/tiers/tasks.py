@@ -8,6 +8,7 @@ serves all calls that ended meanwhile.
 import asyncio
 from collections import deque
 from collections.abc import Callable, Collection, Coroutine, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NoReturn, TypeVar, cast
 
@@ -199,6 +200,18 @@ class Tasks:
         The error is logged, and each pause until the next attempt is twice as long as the last one, at most a minute.
         """
         self.spawn(_persistent(work, name), name)
+
+    def in_turns(self, calls: Sequence[Callable[[], object]], priority: Priority, name: str) -> None:
+        """Make calls, see `turn`, in a task: all of them, also where that is stopped."""
+
+        async def make() -> None:
+            for call in calls:
+                with suppress(asyncio.CancelledError):
+                    await self.turn(priority, at_once=True)
+                call()
+
+        if calls:
+            self.spawn(make(), name)
 
     async def turn(self, priority: Priority, *, at_once: bool = False) -> None:
         """Let others run, and of many tasks that may go on now let a few do so in each turn of the loop.

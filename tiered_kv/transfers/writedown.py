@@ -436,7 +436,8 @@ def write_down(
 ) -> None:
     """Send blocks of a tier on to those below: now, later, or not at all where the store queue is full.
 
-    They go in windows, however many there are: a tier has no more in flight than it may, nor the queue.
+    They go in windows, however many there are: a tier has no more in flight than it may, nor the queue. Which go is
+    decided when this returns; many are begun in the turns that follow.
 
     Args:
         chain: The tiers.
@@ -463,6 +464,7 @@ def write_down(
             down.give_up()
             ended()
         return
+    begins: list[Callable[[], None]] = []
     num_open = 1  # window, and this call
 
     def one_ended() -> None:
@@ -472,16 +474,16 @@ def write_down(
             asyncio.get_running_loop().call_soon(prompt.line_up)  # once the last of them is let go of
             ended()
 
-    is_full = np.zeros(len(batch), np.bool_)
     for start in range(0, len(batch), chain.most_window):
         part = slice(start, start + chain.most_window)
         if (give := attempt(len(slots[part]) * chain.stride_bytes)) is None:
-            is_full[part] = True
-        else:
-            num_open += 1
-            down.part(part, tier.index.lease(batch.names[part])).start(both(give, one_ended))
-    down.part(is_full, lease).give_up()
+            break
+        window = down.part(part, tier.index.lease(batch.names[part]))  # now: later their slots may be others'
+        begins.append(partial(window.start, both(give, one_ended)))
+    num_open += len(begins)
+    down.part(slice(len(begins) * chain.most_window, None), lease).give_up()
     one_ended()
+    chain.tasks.in_turns(begins, Priority.STORE, f"write down {len(begins)} windows")
 
 
 def write_admitted(chain: Chain, storage: StorageTier, batch: Batch, came: int | None) -> None:
