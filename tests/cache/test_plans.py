@@ -180,8 +180,8 @@ async def test_a_long_store_ends_in_as_few_steps_as_a_short_one(write: str) -> N
         await until_idle(kv)
 
 
-@pytest.mark.parametrize("is_closed", [False, True])
-async def test_a_long_store_is_written_down_a_few_windows_in_each_turn(*, is_closed: bool) -> None:
+@pytest.mark.parametrize("then", ["watched", "flushed", "closed"])
+async def test_a_long_store_is_written_down_a_few_windows_in_each_turn(then: str) -> None:
     """However many of them the store queue takes: the loop is the engine's. Who waits for it has all of it."""
     slots = ScriptedSlotBackend(2048)
     async with open_any(AnyEngine(), cpu(2048), slots) as kv:
@@ -194,12 +194,15 @@ async def test_a_long_store_is_written_down_a_few_windows_in_each_turn(*, is_clo
         planner.complete(Outcomes(plan.job, 0, 1024, "", 0.0))
         await job.ended()
         num_begun = [kv.stats()["slots"].num_waiting]
-        while not is_closed and num_begun[-1] < 1024 // chain.most_window - 1:
+        while then == "watched" and num_begun[-1] < 1024 // chain.most_window - 1:
             await checkpoint()
             num_begun.append(kv.stats()["slots"].num_waiting)
         assert max(np.diff(num_begun), default=0) <= 16
         assert num_begun[0] <= 16
         slots.on_write.release()
+        if then == "flushed":
+            await kv.flush()
+            assert slots.num_records == 1024
     assert slots.num_records == 1024
 
 
