@@ -316,6 +316,19 @@ async def test_many_blocks_are_announced_in_as_few_calls_as_few() -> None:
         assert not tier.is_coming(late).any()
 
 
+@pytest.mark.parametrize("nothing_first", [False, True])
+async def test_nothing_may_be_announced_too(*, nothing_first: bool) -> None:
+    """Beside blocks, and over before them or after them."""
+    async with open_cache({"medium": "cpu", "capacity": 16 * PAYLOAD_BYTES}, ScriptedSlotBackend()) as kv:
+        (tier,) = inside(kv).chains[0].owned
+        _, batch = inside(kv).batch(KEYS)
+        none, some = (tier.announce(each.names, lambda: np.ones(3, np.bool_)) for each in (batch[:0], batch))
+        assert tier.is_coming(batch).all()
+        for over in (none, some) if nothing_first else (some, none):
+            over()
+            assert tier.is_coming(batch).all() == (over is none and nothing_first)
+
+
 @pytest.mark.parametrize("write", ["through", "back"])
 @pytest.mark.parametrize("num_planned", [3, 17], ids=["all there", "no room for the rest"])
 async def test_a_tier_below_gets_what_it_lacks_by_a_plan_too(write: str, num_planned: int) -> None:

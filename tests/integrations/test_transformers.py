@@ -899,7 +899,7 @@ class Adapted(torch.nn.Module):
 def put_in_place(attention: torch.nn.Module, layer: torch.nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Have attention use another layer for its values, until the test has ended."""
     # pytest 9.2 would end an attribute by taking it away: it finds none that was there before, as modules are apart.
-    monkeypatch.setitem(attention._modules, "v_proj", layer)  # noqa: SLF001
+    monkeypatch.setitem(attention._modules, "v_proj", layer)  # noqa: SLF001 - torch has no other way
 
 
 def with_adapters(model: Model, monkeypatch: pytest.MonkeyPatch) -> Adapted:

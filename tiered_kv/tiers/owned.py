@@ -345,8 +345,7 @@ class OwnedTier(StorageTier, BookedTier):
         def over() -> None:
             for each in dict.fromkeys(hashes):
                 del books[each]
-            if not books:
-                self._coming.remove(books)  # the only one that is empty
+            self._coming = [each for each in self._coming if each]
 
         return over
 

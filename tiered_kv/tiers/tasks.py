@@ -202,7 +202,7 @@ class Tasks:
         self.spawn(_persistent(work, name), name)
 
     def in_turns(self, calls: Sequence[Callable[[], object]], priority: Priority, name: str) -> None:
-        """Make calls, see `turn`, in a task: all of them, also where that is stopped."""
+        """Make calls in a task, each in a turn of its own, see `turn`: all of them, though the task is stopped."""
 
         async def make() -> None:
             for call in calls:
