@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tiered_kv import ConfigurationError
-from tiered_kv.integrations.identity import checkpoint_weights, code_of
+from tiered_kv.integrations.identity import Below, checkpoint_weights, code_of
 
 TENSOR_BYTES = 64 * 1024
 
@@ -176,3 +176,20 @@ def test_what_is_no_commit_is_told_by_its_files(tmp_path: Path) -> None:
         before = code_of(folder)
         (folder / "modeling.py").write_text("changed = True")
         assert (code_of(folder) != before) is is_told_by_files
+
+
+def test_ranks_are_filled_in_what_the_environment_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In paths and texts, with nothing else said by that: what nobody has set is left to the adapters."""
+    tiers = [
+        {"medium": "nvme", "path": "/kv/{dp_rank}", "capacity": "1GiB"},
+        {"medium": "s3", "url": "s3://kv/{dp_rank}", "max_retries": 0},
+    ]
+    monkeypatch.setenv("TIERED_KV_TIERS", json.dumps(tiers))
+    said = Below.of({"codec": "none"})
+    filled = said.filled_in("{dp_rank}", "3").settings
+    assert said.settings is not None
+    assert filled is not None
+    nvme, s3 = (tier.model_dump() for tier in filled.tiers)
+    assert (nvme["path"], s3["url"], s3["max_retries"]) == (Path("/kv/3"), "s3://kv/3", 0)
+    assert [each.model_fields_set for each in filled.tiers] == [each.model_fields_set for each in said.settings.tiers]
+    assert filled.model_fields_set == said.settings.model_fields_set

@@ -188,6 +188,22 @@ def test_ranks_have_blocks_and_directories_of_their_own(opened: Open, tmp_path: 
         assert torch.equal(pool.page(8), blocks[0])
 
 
+def test_directories_of_the_environment_are_each_ranks_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of data parallel ranks too, each of which has all heads."""
+    nvme = {"medium": "nvme", "path": f"{tmp_path}/{{rank}}", "capacity": "8MiB"}
+    monkeypatch.setenv("TIERED_KV_TIERS", json.dumps([nvme]))
+    extra = {"interface_v1": 1, "tiered_kv": {"weights": "w"}}
+    made = [adapter()(Config(extra, dp_rank=rank)) for rank in range(2)]
+    try:
+        for storage in made:
+            storage.register_mem_pool_host(host_pool("layer_first"))
+            storage.on_host_pools_registered()
+        assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0-0-0-0", "1-0-0-0"]
+    finally:
+        for storage in made:
+            storage.close()
+
+
 def test_pipeline_stages_share_nothing(opened: Open) -> None:
     """They have other layers, of as many."""
     pool = host_pool("layer_first")

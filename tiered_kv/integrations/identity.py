@@ -12,10 +12,12 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import index
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Self
+
+from pydantic import BaseModel
 
 from tiered_kv.cache.block_cache import BlockCache
 from tiered_kv.cache.tiered_kv import TieredKV
@@ -37,12 +39,18 @@ def state_slots(block_size: int, tokens_per_state: int) -> float:
 
 
 def in_all_texts(value: Any, old: str, new: str) -> Any:  # noqa: ANN401 - JSON
-    """Put one text for another in all texts of some settings: processes have directories of their own by it."""
-    if isinstance(value, str):
-        return value.replace(old, new)
+    """Put one text for another in all texts and paths of some settings: processes have directories of their own by it.
+
+    Of settings that were read what has no such text stays as it was given, or left out.
+    """
+    if isinstance(value, str | Path):
+        return type(value)(str(value).replace(old, new))
     if isinstance(value, Mapping):
         return {key: in_all_texts(each, old, new) for key, each in value.items()}
-    return [in_all_texts(each, old, new) for each in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, BaseModel):
+        filled = {name: (each, in_all_texts(each, old, new)) for name, each in value}
+        return value.model_copy(update={name: each for name, (before, each) in filled.items() if each != before})
+    return type(value)(in_all_texts(each, old, new) for each in value) if isinstance(value, list | tuple) else value
 
 
 @dataclass(frozen=True)
@@ -72,6 +80,10 @@ class Below:
                 f"{', '.join(others)}"
             )
         return cls(None, str(given[CONNECT]))
+
+    def filled_in(self, old: str, new: str) -> Self:
+        """Return it with a text put for another in its settings, those of the environment too."""
+        return replace(self, settings=in_all_texts(self.settings, old, new))
 
     def cache(
         self,

@@ -72,8 +72,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
     Of ``--hicache-storage-backend-extra-config`` the key ``tiered_kv`` is ours: fields of `TieredKVSettings`, or
     ``connect``, the address of a host's server, in the place of these; ``weights``, a name of the weights where it is
     not to be told from the checkpoint; and ``tokens_per_state``, 2,048: each tier of the cache's own has room for one
-    state of Mamba, or of linear attention, for so many tokens. In all of its texts ``{rank}`` becomes the process's
-    own, for directories. Without it settings come from the environment.
+    state of Mamba, or of linear attention, for so many tokens. What it leaves out comes from the environment. In all
+    texts of both ``{rank}`` becomes the process's own, for directories.
 
     Attributes:
         kv: The cache below, from when SGLang has registered its host pools until `close`; else None.
@@ -110,10 +110,11 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
                 f'"tiered_kv" is an object of settings, {{"tiers": [...]}}, got {extra["tiered_kv"]!r:.80}'
             )
         ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
-        given = in_all_texts(extra.get("tiered_kv") or {}, "{rank}", "-".join(map(str, ranks)))
+        rank = "{rank}", "-".join(map(str, ranks))
+        given = in_all_texts(extra.get("tiered_kv") or {}, *rank)
         self._weights = given.pop("weights", None)
         self._tokens_per_state = as_int("tokens_per_state", given.pop("tokens_per_state", TOKENS_PER_STATE), least=1)
-        self._below = Below.of(given or None)
+        self._below = Below.of(given or None).filled_in(*rank)
         self._config = storage_config
         self._pools: dict[str, HostPool] = {}
         self.kv: BlockingTieredKV | None = None

@@ -174,11 +174,12 @@ class Configuration:
         _check_images(vllm_config)
         _check_sleep(vllm_config.model_config)
         groups = _groups_of(kv_cache_config)
-        extra = in_all_texts(dict(transfer.kv_connector_extra_config), RANK, str(parallel.data_parallel_index))
+        rank = RANK, str(parallel.data_parallel_index)
+        extra = in_all_texts(dict(transfer.kv_connector_extra_config), *rank)
         connector, below = settings_of(extra)
         return cls(
             connector=connector,
-            below=below,
+            below=below.filled_in(*rank),
             model=model_identity(vllm_config, connector.weights),
             num_ranks=parallel.tensor_parallel_size * parallel.pipeline_parallel_size,
             num_stages=parallel.pipeline_parallel_size,
