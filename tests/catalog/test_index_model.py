@@ -445,13 +445,15 @@ class IndexMachine(RuleBasedStateMachine):
 
     @invariant()
     def same_order(self) -> None:
-        """The order of use holds each evictable block once, then the leased ones."""
+        """The order of use holds each evictable block once, then the leased ones; that of the slots the same."""
         names, slots = self.index.names_in_order()
         num_evictable = len(self.model.order)
         order = [(block.id, block.slot) for block in self.model.order]
         own = [block for block in self.model.findable.values() if block.slot not in self.bounce]
         leased = [block for block in own if block.num_leases]
         real = list(zip(ids_of(names), slots.tolist(), strict=True))
+        names, slots = self.index.readable()
+        assert list(zip(ids_of(names), slots.tolist(), strict=True)) == sorted(real, key=lambda each: each[1])
         assert sorted(real[num_evictable:]) == sorted((block.id, block.slot) for block in leased)
         if self.policy == "lru":
             assert real[:num_evictable] == order

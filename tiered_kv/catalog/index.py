@@ -9,7 +9,7 @@ keeps all that belongs to it in agreement: names and states, leases, the order o
 counts.
 
 All calls take batches of names and decide at once. No call's time grows with the number of blocks in the tier, save
-`clear`, `resize`, `restore`, `withhold` and `names_in_order`, which say so.
+`clear`, `resize`, `restore`, `withhold`, `readable` and `names_in_order`, which say so.
 
 One thread owns an index, the event loop's. Others may read what `Books` says they may.
 """
@@ -181,12 +181,17 @@ class TierIndex(Books):
     # Reading more than `Books` does: for the owning thread alone.
 
     def names_in_order(self) -> tuple[Names, Slots]:
-        """Return the tier's own readable blocks, the least recently used first, leased ones last. Walks the tier.
+        """Return what `readable` does, the least recently used first, leased ones last. Walks the policy.
 
         Takes 0.2 s a million blocks: for a checkpoint at close, not for one in traffic.
         """
         leased = ((self._states[: self.max_slots] == READY) & (self._num_leases[: self.max_slots] > 0)).nonzero()[0]
         slots = np.concatenate((self._policy.order(), leased))
+        return self._table.names(slots), slots
+
+    def readable(self) -> tuple[Names, Slots]:
+        """Return the tier's own readable blocks in the order of their slots. Takes 20 ms a million blocks."""
+        slots = (self._states[: self.max_slots] == READY).nonzero()[0]
         return self._table.names(slots), slots
 
     def ready_from(self, start: int, limit: int) -> tuple[Names, Slots, int]:

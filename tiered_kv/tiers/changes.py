@@ -156,7 +156,7 @@ class OwnChanges(Changes):
     def _snapshot(self) -> TierChange:
         place = next(iter(self._unseen))
         del self._unseen[place]
-        names, _ = self._tiers[place].index.names_in_order()
+        names, _ = self._tiers[place].index.readable()
         return Snapshot(self._sequence, place.tier, place.group, place.rank, names)
 
     def _next(self) -> TierChange:

@@ -120,7 +120,7 @@ class OwnedTier(StorageTier, BookedTier):
         self._missing = None
         self._see_missing()
         if index.on_change is not None and index.statistics().ready:
-            index.on_change(Change.ADDED, index.names_in_order()[0])
+            index.on_change(Change.ADDED, index.readable()[0])
         if evicted:
             self._journal.owe()
             self._begin_to_pay()
@@ -452,7 +452,7 @@ class OwnedTier(StorageTier, BookedTier):
             return
         self._missing = missing
         if missing is not None:
-            self.has_lost |= bool((missing.slots & self._is_fresh)[self.index.names_in_order()[1]].any())
+            self.has_lost |= bool((missing.slots & self._is_fresh)[self.index.readable()[1]].any())
         num_lost = self.index.withhold(None if missing is None else missing.slots)
         self.counters.failed += num_lost
         if missing is not None:
