@@ -57,7 +57,7 @@ class Runs:
         limits = wanted.pop("limits", {})
         storage = wanted.pop("storage", None) or self.storage(name, tiers, **limits)
         arguments = {"model": str(self._model), "storage": storage, **wanted}
-        several = TWO_RANKS if wanted.get("engine", {}).get("tp_size") == 2 else {}
+        several = TWO_RANKS if not {"tp_size", "dp_size"}.isdisjoint(wanted.get("engine", {})) else {}
         variables = {**EVERYWHERE, **several}
         answer: Answer = self._sglang.run(
             "sglang_generate.py", json.dumps(arguments), variables=variables, timeout_s=600
@@ -131,12 +131,13 @@ def test_stalled_storage_does_not_hold_up_the_engine(runs: Runs, alone: list[lis
     assert runs.run(tiers=STALLING, limits={"load_timeout_s": 0.5}) == {"tokens": alone, "from_storage": [0, 0]}
 
 
-def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]]) -> None:
-    """With tensor parallelism each rank's part has a directory of its own, and two new processes find both."""
+@pytest.mark.parametrize(("engine", "second"), [({"tp_size": 2}, "0-0-0-1"), ({"dp_size": 2}, "1-0-0-0")])
+def test_two_ranks_store_and_load_their_parts(runs: Runs, alone: list[list[int]], engine: Answer, second: str) -> None:
+    """In directories of their own, by what stands for a rank: of each block, or, as replicas, one prompt each."""
     tiers = ["cpu://?capacity=4MiB", {"medium": "nvme", "path": "{folder}/{rank}", "capacity": "16MiB"}]
-    several: Answer = {"tiers": tiers, "engine": {"tp_size": 2}}
+    several: Answer = {"tiers": tiers, "engine": engine}
     assert runs.run(**several, num_stored=PAGES) == {"tokens": alone, "from_storage": [0, 0]}
-    assert {each.name for each in runs.folder.iterdir()} == {"0-0-0-0", "0-0-0-1", "report"}
+    assert {each.name for each in runs.folder.iterdir()} == {"0-0-0-0", second, "report"}
     assert runs.run(**several) == {"tokens": alone, "from_storage": [288, 288]}
 
 

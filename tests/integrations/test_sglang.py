@@ -188,16 +188,23 @@ def test_ranks_have_blocks_and_directories_of_their_own(opened: Open, tmp_path: 
         assert torch.equal(pool.page(8), blocks[0])
 
 
-def test_directories_of_the_environment_are_each_ranks_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of data parallel ranks too, each of which has all heads."""
+@pytest.mark.parametrize("replicas", [False, True], ids=["data parallel attention", "replicas"])
+def test_directories_of_the_environment_are_each_ranks_own(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    replicas: bool,  # noqa: FBT001 - pytest's
+) -> None:
+    """Those of data parallel ranks too, each of which has all heads; of replicas SGLang does not tell a storage."""
     nvme = {"medium": "nvme", "path": f"{tmp_path}/{{rank}}", "capacity": "8MiB"}
     monkeypatch.setenv("TIERED_KV_TIERS", json.dumps([nvme]))
-    extra = {"interface_v1": 1, "tiered_kv": {"weights": "w"}}
-    made = [adapter()(Config(extra, dp_rank=rank)) for rank in range(2)]
+    extra, made = {"interface_v1": 1, "tiered_kv": {"weights": "w"}}, []
     try:
-        for storage in made:
-            storage.register_mem_pool_host(host_pool("layer_first"))
-            storage.on_host_pools_registered()
+        for rank in range(2):
+            storage_class, parallel = adapter(), SimpleNamespace(dp_rank=rank)
+            vars(sys.modules["sglang.srt.runtime_context"])["get_parallel"] = lambda parallel=parallel: parallel
+            made.append(storage_class(Config(extra, dp_rank=0 if replicas else rank)))
+            made[-1].register_mem_pool_host(host_pool("layer_first"))
+            made[-1].on_host_pools_registered()
         assert sorted(folder.name for folder in tmp_path.iterdir()) == ["0-0-0-0", "1-0-0-0"]
     finally:
         for storage in made:

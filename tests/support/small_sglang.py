@@ -63,6 +63,7 @@ def pretend(version: str = "0.5.23") -> dict[str, ModuleType]:
             "get_server_args": get_nothing,
             "get_lora": get_nothing,
             "get_context": lambda: SimpleNamespace(_overrides_log=OVERRIDES),
+            "get_parallel": lambda: SimpleNamespace(dp_rank=None),
         },
         "sglang.srt.mem_cache": {},
         "sglang.srt.mem_cache.hicache_storage": {

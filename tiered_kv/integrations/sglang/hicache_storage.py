@@ -109,7 +109,8 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             raise ConfigurationError(
                 f'"tiered_kv" is an object of settings, {{"tiers": [...]}}, got {extra["tiered_kv"]!r:.80}'
             )
-        ranks = [getattr(storage_config, f"{kind}_rank") for kind in ("dp", "pp", "attn_cp", "tp")]
+        dp_rank = max(storage_config.dp_rank, _replica())  # one of the two is 0
+        ranks = [dp_rank, *(getattr(storage_config, f"{kind}_rank") for kind in ("pp", "attn_cp", "tp"))]
         rank = "{rank}", "-".join(map(str, ranks))
         given = in_all_texts(extra.get("tiered_kv") or {}, *rank)
         self._weights = given.pop("weights", None)
@@ -538,6 +539,13 @@ def _platform() -> str:
 
 def _letters(text: str) -> str:
     return "".join(filter(str.isalpha, text)).lower()
+
+
+def _replica() -> int:
+    """Return which of SGLang's data parallel replicas this process is of: its storage's configuration does not say."""
+    from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - by now the engine has begun
+
+    return getattr(get_parallel(), "dp_rank", None) or 0
 
 
 def _noted() -> Sequence[tuple[str, Mapping[str, Any]]]:
