@@ -24,10 +24,10 @@ from rich.table import Table
 from _catalog_common import BATCH, Stopwatch
 from catalog import admit
 from tiered_kv.catalog import TierIndex
+from tiered_kv.catalog.policies.make_policy import POLICIES
 from tiered_kv.traces import SYNTHETIC, Trace, names_of, open_trace
 from tiered_kv.values.keys import Names
 
-POLICIES = ("lru", "arc", "mq", "lhd")
 NEVER = 2**62
 Rates = dict[str, dict[int, float]]
 

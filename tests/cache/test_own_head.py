@@ -16,6 +16,7 @@ from tests.support.backends import ScriptedBackend, ScriptedSlotBackend
 from tests.support.caches import inside, until, until_idle
 from tiered_kv import BackendError, BlockKeys, GPULoadStoreSpec, Planner, Shard, TieredKV
 from tiered_kv.catalog.policies import LRUPolicy
+from tiered_kv.catalog.policies.make_policy import POLICIES
 from tiered_kv.catalog.table import Slots
 
 SLOTS = 24
@@ -299,7 +300,7 @@ async def test_what_makes_room_after_a_prefetch_is_the_tail_first() -> None:
         await until_idle(kv)
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("is_above_storage", [False, True])
 async def test_what_makes_room_after_a_store_is_the_tail_first(policy: str, *, is_above_storage: bool) -> None:
     """It goes window by window, and each is let go of by itself: a prefix is left all the same."""
@@ -321,7 +322,7 @@ async def test_what_makes_room_below_after_a_store_is_the_tail_first() -> None:
         assert kv.membership(prompt(40), tier="slots").astype(bool).nonzero()[0].tolist() == list(range(32))
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("has_pool", [False, True])
 async def test_what_makes_room_after_cleaning_is_the_tail_first(policy: str, *, has_pool: bool) -> None:
     """In memory, where blocks have waited, and below: they go from one to the other window by window."""

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 
 from tiered_kv.catalog import TierIndex
+from tiered_kv.catalog.policies.make_policy import POLICIES
 from tiered_kv.values.keys import Names
 
-every_policy = pytest.mark.parametrize("policy", ["lru", "arc", "mq", "lhd"])
+every_policy = pytest.mark.parametrize("policy", list(POLICIES))
 
 
 def names_of(*batch: int) -> Names:

@@ -8,11 +8,11 @@ import pytest
 from tests.support.caches import keep, open_cache, until_idle
 from tests.support.engine import PAYLOAD_BYTES, Engine, contents, prompt
 from tiered_kv import ConfigurationError, GPULoadStoreSpec, ReuseHint
+from tiered_kv.catalog.policies.make_policy import POLICIES
 
 CLOSED = ReuseHint(0.0)
 STRIDE = PAYLOAD_BYTES
 A, B, C, D = (prompt(4, seed=seed) for seed in range(4))
-POLICIES = ["lru", "arc", "mq", "lhd"]
 
 
 @pytest.mark.parametrize(

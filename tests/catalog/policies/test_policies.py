@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tests.catalog.indexed import names_of
 from tiered_kv.catalog import TierIndex
 from tiered_kv.catalog.policies import ARCPolicy, LHDPolicy, LRUPolicy, MQPolicy, Policy, make_policy
+from tiered_kv.catalog.policies.make_policy import POLICIES
 from tiered_kv.testing import PolicyTests
 from tiered_kv.values.errors import ConfigurationError
 
@@ -15,7 +16,7 @@ from tiered_kv.values.errors import ConfigurationError
 class TestEachPolicy(PolicyTests):
     """What every policy promises."""
 
-    @pytest.fixture(params=[LRUPolicy, ARCPolicy, MQPolicy, LHDPolicy])
+    @pytest.fixture(params=POLICIES.values())
     def policy(self, request: pytest.FixtureRequest) -> type[Policy]:
         """One after the other."""
         chosen: type[Policy] = request.param
@@ -43,7 +44,7 @@ def test_policies_by_name_and_class() -> None:
         make_policy("no such policy", 1)
 
 
-@pytest.mark.parametrize("policy", [LRUPolicy, ARCPolicy, MQPolicy, LHDPolicy])
+@pytest.mark.parametrize("policy", POLICIES.values())
 def test_victims_are_only_looked_at(policy: type[Policy]) -> None:
     """Choosing victims changes nothing, and keeps what it is told to keep."""
     made = policy(6)

@@ -132,7 +132,7 @@ class GuardedPolicy(Policy):
         self._policy.unpark(self._is_evictable.nonzero()[0])
 
 
-_POLICIES: Final[dict[str, type[Policy]]] = {
+POLICIES: Final[dict[str, type[Policy]]] = {
     "lru": LRUPolicy, "arc": ARCPolicy, "mq": MQPolicy, "lhd": LHDPolicy,
 }  # fmt: skip
 
@@ -144,12 +144,12 @@ def make_policy(policy: str | type[Policy], num_slots: int) -> Policy:
         ConfigurationError: There is no policy of this name, or a class of the program's cannot be made.
     """
     if isinstance(policy, str):
-        if policy not in _POLICIES:
+        if policy not in POLICIES:
             raise ConfigurationError(
-                f"policy must be one of {', '.join(_POLICIES)}, or a class, in settings 'package.module:Class'; "
+                f"policy must be one of {', '.join(POLICIES)}, or a class, in settings 'package.module:Class'; "
                 f"got {policy!r}"
             )
-        return _POLICIES[policy](num_slots)
+        return POLICIES[policy](num_slots)
     try:
         return policy(num_slots)
     except Exception as error:
