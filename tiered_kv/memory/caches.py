@@ -1,12 +1,9 @@
 """The engine's paged KV tensors of one group, seen as the fragments a block's payload is made of.
 
 Whatever the tensors look like, a block is the same bytes: layer by layer, plane by plane, page by page. A *fragment* is
-the part of a page that is contiguous in both places. Nothing is copied here and nothing of the tensors is changed.
-
-Where the parts of a block's payload lie in the engine's tensors, whatever these look like.
-
-Planes of layers are found by their axes, checked, cut to what is contiguous both in a page and in a payload, and put
-together again where neighbours in the one are neighbours in the other. Nothing is copied, no tensor is changed.
+the part of a page that is contiguous in both places. Planes of layers are found by their axes, checked, cut to such
+parts, and put together again where neighbours in a page are neighbours in a payload. Nothing is copied, no tensor is
+changed.
 """
 
 import math

@@ -104,10 +104,8 @@ class HeldLoad:
         return (befell and befell.get(first)) or self.chain.why_missing(self._batch[first : first + 1])
 
     def _source_of(self, moved: Mask) -> NDArray[np.int8]:
-        # What another call brought meanwhile was on the host.
-        source: NDArray[np.int8] = np.where(self._brought.source < 0, len(self.chain.memory) - 1, self._brought.source)[
-            moved
-        ]
+        source = self._brought.source[moved]
+        source[source < 0] = len(self.chain.memory) - 1  # what another call brought meanwhile was on the host
         return source
 
     def abandon(self, wanted: slice) -> None:

@@ -76,9 +76,8 @@ def _start_ready(request: LoadRequest) -> LoadHandle | None:
         return None
     if asyncio.get_running_loop().time() >= request.deadline or request.binding.error is not None:
         return None
-    for tier in (chain.host,) if gpu is None else (gpu, chain.host):
-        if tier is chain.host and gpu is not None and chain.limits.promote:
-            return None  # what is on the host is to be in the GPU pool too
+    # To promote from the host to the pool takes a task.
+    for tier in (chain.host,) if gpu is None else (gpu,) if chain.limits.promote else (gpu, chain.host):
         slots, states = tier.index.find(request.batch.names)
         num_ready = states.tobytes().count(READY)
         if num_ready == n:
@@ -380,8 +379,7 @@ class ReadyLoad(BegunLoad):
         error = attempt(self._copy_of_slots(slots)) if len(slots) else None
         self._admit(len(slots))
         self._copied(error)
-        if error is not None:
-            raise_the_programs(error)
+        raise_the_programs(error)
 
     def _submit(self, slots: NDArray[np.int64]) -> None:
         """Have the stream copy what is in these slots, which are held until then."""

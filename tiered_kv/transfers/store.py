@@ -476,8 +476,8 @@ class Store(Revocable):
         if num_removed:  # they go no further
             self._tally.add_below(tier, dropped={Reason.REMOVED: num_removed})
             batch, slots = batch[slots >= 0], slots[slots >= 0]
-        more = self._prompt, self._head_below
-        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one, *more)
+        prompt, head = self._prompt, self._head_below
+        write_down(chain, self._tally, tier, batch, slots, lease, self._came, self._close_one, prompt, head)
 
     async def _use_present(self) -> None:
         """Count a use of what was there already, a window in each turn of the loop: the tail first, as in a load."""

@@ -216,7 +216,7 @@ class Bringer:
         gpu: MemoryTier | None = None,
         said: Said | None = None,
     ) -> None:
-        """Args say where blocks end up.
+        """Begin nothing yet.
 
         Args:
             chain: The tiers.
@@ -334,7 +334,7 @@ class Bringer:
             first = 0 if self._gpu is None else 1
             chain.release(*window.held[first:])
             del window.held[first:]
-            window.source[(window.gpu < 0)] = -1
+            window.source[window.gpu < 0] = -1
             window.host[:] = -1
             reservation = await chain.reserve_host(batch, waiter, keep=keep, source=source)
         is_taken = reservation.slots >= 0
