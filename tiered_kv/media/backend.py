@@ -232,7 +232,7 @@ def _is_plain(method: object) -> bool:
     return isinstance(method, FunctionType) and not iscoroutinefunction(unwrap(method, stop=iscoroutinefunction))
 
 
-class _Tier(ABC):
+class _AnyBackend(ABC):
     Settings: ClassVar[type[Any]]
     """The model of its settings, a `StorageTierSettings`; ``Backend(settings)`` is how the registry makes one.
 
@@ -336,7 +336,7 @@ class CutPrefix(int):
     """So many leading keys are there; whether the next one is, the medium could not tell."""
 
 
-class Backend(_Tier):
+class Backend(_AnyBackend):
     """A medium that takes keys and bytes and evicts for itself. Shared media are of this kind.
 
     Attributes:
@@ -432,7 +432,7 @@ Verify = Callable[[Sequence[int], list[Outcome]], list[Outcome]]
 """Says what has become of some positions of a batch that were read, given what the medium says of each."""
 
 
-class SlotBackend(_Tier):
+class SlotBackend(_AnyBackend):
     """An owned medium: numbered slots, which the cache's catalog gives and takes.
 
     While a slot is written it is in no other call. It may be read by several at once, and forgotten while it is read:

@@ -367,7 +367,7 @@ class StorageTier(Tier):
 
         def verified(answer: Outcomes, verdicts: list[Outcome] | None) -> None:
             error = answer.error or (self.why_partly if Outcome.FAILED in (answer.value or ()) else "")
-            then(self._seen(answer, verification, n, verdicts), verification.refused, error)
+            then(self._count_read(answer, verification, n, verdicts), verification.refused, error)
 
         def ended(answer: Outcomes) -> None:
             self.tell_failed("read", (answer.value or []).count(Outcome.FAILED))
@@ -386,7 +386,7 @@ class StorageTier(Tier):
             on_late=on_late,
         )
 
-    def _seen(
+    def _count_read(
         self,
         answer: Outcomes,
         verification: Verification,
@@ -414,7 +414,7 @@ class StorageTier(Tier):
         for reason, num_blocks in Counter(refused.values()).items():
             self.health.emit(RecordsRefused(self.name, num_blocks, reason))
 
-    def _told(self, answer: Outcomes, n: int) -> list[Outcome]:
+    def _count_written(self, answer: Outcomes, n: int) -> list[Outcome]:
         """Count what a write of ``n`` blocks has done, and return what became of each."""
         self.counters.write_s += answer.seconds
         self.tell_failed("write", (answer.value or []).count(Outcome.FAILED))
@@ -493,7 +493,7 @@ class StorageTier(Tier):
             then([Outcome.REFUSED] * n, "")
             return
         turn.make(
-            *writing, lambda answer: then(self._told(answer, n), answer.error),
+            *writing, lambda answer: then(self._count_written(answer, n), answer.error),
             allowed=WRITTEN, num_blocks=n, on_late=on_late,
         )  # fmt: skip
 
