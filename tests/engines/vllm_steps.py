@@ -19,6 +19,7 @@ class Stepped:
     """An engine that steps when it is told to.
 
     Attributes:
+        engine: vLLM's.
         tokens: What each request has generated, by name.
         scheduler: vLLM's.
         scheduling: The scheduler's side of our connector.
@@ -29,14 +30,14 @@ class Stepped:
 
         self.tokens: dict[str, list[int]] = {}
         self._wanted = wanted
-        self._engine: Any = LLM(**engine_arguments(wanted)).llm_engine
-        self.scheduler: Any = self._engine.engine_core.engine_core.scheduler
+        self.engine: Any = LLM(**engine_arguments(wanted)).llm_engine
+        self.scheduler: Any = self.engine.engine_core.engine_core.scheduler
         self.scheduling: Any = self.scheduler.connector._in_scheduler()  # noqa: SLF001 - there is no other way
         self._pool = self.scheduler.kv_cache_manager.block_pool
         self._num_free = self._pool.get_num_free_blocks()
         self._names = itertools.count()
 
-    def ask(self, number: int, num_tokens: int | None = None) -> str:
+    def ask(self, number: int, num_tokens: int | None = None, *, length: int | None = None, priority: int = 0) -> str:
         """Add a request for a prompt; return its name."""
         from vllm import SamplingParams  # noqa: PLC0415 - as above
 
@@ -44,20 +45,20 @@ class Stepped:
         sampling = SamplingParams(
             temperature=0.0, max_tokens=num_tokens or self._wanted.num_tokens, ignore_eos=True, detokenize=False
         )
-        tokens = {"prompt_token_ids": prompt(number, self._wanted.length)}
-        self._engine.add_request(name, tokens, sampling)
+        tokens = {"prompt_token_ids": prompt(number, length or self._wanted.length)}
+        self.engine.add_request(name, tokens, sampling, priority=priority)
         return name
 
     def step(self, count: int = 1) -> None:
         """Do so many steps of the engine."""
         for _ in range(count):
-            for answer in self._engine.step():
+            for answer in self.engine.step():
                 if answer.finished:
                     self.tokens[answer.request_id] = list(answer.outputs[0].token_ids)
 
     def abort(self, *names: str) -> None:
         """End requests, as a client that goes away does."""
-        self._engine.abort_request(list(names))
+        self.engine.abort_request(list(names))
 
     def settle(self) -> None:
         """Step until nothing is left to do."""
@@ -73,10 +74,10 @@ class Stepped:
     def left(self) -> dict[str, int]:
         """Say what is held when nothing is left to do: nothing."""
         side = self.scheduling
-        while side.num_bringing and side._hear_of_jobs(10):  # noqa: SLF001 - a load's end is heard by the step behind it
+        storing = side._storing  # noqa: SLF001 - ours
+        while (side.num_bringing or storing.num_held) and side._hear_of_jobs(10):  # noqa: SLF001 - else by the next step
             pass
-        kept = {"tracked": len(side._tracked), "loads": side.num_bringing}  # noqa: SLF001 - ours
-        kept["stores"] = side._storing.num_held  # noqa: SLF001 - ours
+        kept = {"tracked": len(side._tracked), "loads": side.num_bringing, "stores": storing.num_held}  # noqa: SLF001
         self.scheduler.reset_prefix_cache()
         return {
             **{name: count for name, count in kept.items() if count},
