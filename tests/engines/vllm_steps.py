@@ -77,7 +77,8 @@ class Stepped:
         storing = side._storing  # noqa: SLF001 - ours
         while (side.num_bringing or storing.num_held) and side._hear_of_jobs(10):  # noqa: SLF001 - else by the next step
             pass
-        kept = {"tracked": len(side._tracked), "loads": side.num_bringing, "stores": storing.num_held}  # noqa: SLF001
+        num_tracked = len(side._tracked)  # noqa: SLF001 - ours
+        kept = {"tracked": num_tracked, "loads": side.num_bringing, "stores": storing.num_held}
         self.scheduler.reset_prefix_cache()
         return {
             **{name: count for name, count in kept.items() if count},

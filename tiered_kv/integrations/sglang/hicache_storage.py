@@ -109,7 +109,7 @@ class TieredKVStorage(HiCacheStorage):  # type: ignore[misc]  # what SGLang give
             raise ConfigurationError(
                 f'"tiered_kv" is an object of settings, {{"tiers": [...]}}, got {extra["tiered_kv"]!r:.80}'
             )
-        dp_rank = max(storage_config.dp_rank, _replica())  # one of the two is 0
+        dp_rank = max(storage_config.dp_rank, _replica())  # the same, or of replicas the first is 0
         ranks = [dp_rank, *(getattr(storage_config, f"{kind}_rank") for kind in ("pp", "attn_cp", "tp"))]
         rank = "{rank}", "-".join(map(str, ranks))
         given = in_all_texts(extra.get("tiered_kv") or {}, *rank)
@@ -542,7 +542,10 @@ def _letters(text: str) -> str:
 
 
 def _replica() -> int:
-    """Return which of SGLang's data parallel replicas this process is of: its storage's configuration does not say."""
+    """Return SGLang's data parallel rank of this process: of replicas its storage's configuration does not have it.
+
+    0 without an engine, as where SGLang's controller is driven alone.
+    """
     from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415 - by now the engine has begun
 
     return getattr(get_parallel(), "dp_rank", None) or 0
